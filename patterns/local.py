@@ -1,0 +1,30 @@
+"""local: a sliding window to both sides.
+
+formula: |q - kv| < window          source: arXiv:2004.05150, sec. 3.1
+
+    ##..
+    ###.        local(2); causal & local(2) leaves the lower half
+    .###
+    ..##
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import RunPattern, positive_int
+
+
+@register_pattern("local")
+@dataclass(frozen=True)
+class Local(RunPattern):
+    """Keys nearer than ``window`` tokens: |q - kv| < window. With causal a query sees window keys, itself included."""
+
+    window: int
+    shift_invariant = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "window", positive_int("local", "window", self.window))
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return q - self.window + 1, q + self.window

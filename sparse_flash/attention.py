@@ -1,0 +1,131 @@
+"""The call: checks the arguments once and chooses the back end."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from . import backends, ops
+from .block_mask import BlockMask, as_block_mask
+from .pattern import Pattern
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | Pattern | str | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    kv_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+):
+    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps.
+
+    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query
+    attention). All of one dtype and device; any strides, of which an unbroken last dimension costs no copy.
+    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention.
+    scale: positive; 1 / sqrt(head_dim) by default. dropout_p, kv_lens: refused by back ends that do not carry them.
+    return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
+    deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
+    backend: "auto", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
+    supports the call, and never turns a sparse mask into a dense one.
+
+    Returns out, like q, or (out, lse). Both are differentiable in q, k and v. A query that keeps nothing has out 0,
+    lse -inf and no gradient. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
+    Under autocast, q, k and v are cast as for scaled_dot_product_attention.
+
+    Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v)
+    batch, heads, q_len, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+    if mask is not None:
+        mask = _compiled(mask, q_len, k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else as_block_mask(mask)
+        _check_mask(mask, q, k)
+        mask = None if mask.keeps_all else mask
+    call = backends.Call(
+        device=q.device,
+        dtype=q.dtype,
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        q_len=q_len,
+        kv_len=k.shape[2],
+        head_dim=head_dim,
+        block_size=None if mask is None else mask.block_size,
+        dropout_p=dropout_p,
+        has_kv_lens=kv_lens is not None,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+    )
+    name = backends.choose(backend, call)
+    out, lse = ops.attention(q, k, v, mask, scale, call.deterministic, name)
+    return (out, lse) if return_lse else out
+
+
+def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
+    return _cached_mask(pattern, q_len, kv_len, device)
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
+_compiled._dynamo_marked_constant = True
+
+
+@lru_cache(maxsize=64)
+def _cached_mask(pattern, q_len, kv_len, device) -> BlockMask:
+    return as_block_mask(pattern, q_len=q_len, kv_len=kv_len, block_size=DEFAULT_BLOCK_SIZE, device=device)
+
+
+def _autocast(q, k, v):
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q, k, v) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor; got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast with .to({q.dtype})")
+        if tensor.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads; got {q.shape[1]} query heads and {k.shape[1]} key heads"
+        )
+
+
+def _check_mask(mask: BlockMask, q, k) -> None:
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
+            "tokens; compile it for these lengths, or pass the pattern itself"
+        )
+    if mask.device != q.device:
+        raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
+    for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
+        if size not in (1, wanted):
+            raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")

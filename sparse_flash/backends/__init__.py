@@ -1,0 +1,78 @@
+"""Back ends: each computes attention under a mask, forward and backward, behind one small interface.
+
+A back end is a module of this package with four functions:
+
+    supports(call) -> str | None          why it cannot run this call, or None if it can
+    available() -> str | None             why it cannot run anything on this machine, or None
+    forward(q, k, v, mask, scale) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic) -> (dq, dk, dv)
+
+q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. mask: a BlockMask,
+or None for dense attention. out: like q, in q's memory order. lse: (batch, heads, q_len) float32 (float64 for float64
+inputs), natural logarithm, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None where nothing
+depends on lse. Arguments are checked before a back end sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+# Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
+# nobody should get without asking for it.
+AUTOMATIC = ("triton", "torch")
+NAMES = (*AUTOMATIC, "reference")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a back end may ask about a call before it accepts it. Lengths are tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    block_size: int | None  # None: dense
+    dropout_p: float = 0.0
+    has_kv_lens: bool = False
+    deterministic: bool = False
+
+
+def backend(name: str) -> ModuleType:
+    """The back end's module. Raises ValueError for an unknown name."""
+    if name not in NAMES:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, NAMES))}; got {name!r}")
+    return import_module(f"{__name__}.{name}")
+
+
+def missing_feature(call: Call) -> str | None:
+    """The reason of a back end that carries neither dropout nor key lengths."""
+    if call.dropout_p:
+        return "it does not carry dropout_p"
+    if call.has_kv_lens:
+        return "it does not carry kv_lens"
+    return None
+
+
+def choose(name: str, call: Call) -> str:
+    """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the
+    reasons where there is none; a named back end never gives way to another."""
+    if name != "auto":
+        reason = backend(name).supports(call)
+        if reason:
+            raise ValueError(f"backend {name!r} cannot run this call: {reason}; pass backend='auto' to take one that can")
+        return name
+    reasons = {}
+    for candidate in AUTOMATIC:
+        reasons[candidate] = backend(candidate).supports(call)
+        if reasons[candidate] is None:
+            return candidate
+    listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+    raise ValueError(f"no back end can run this call ({listed}); backend='reference' is slow but takes most calls")

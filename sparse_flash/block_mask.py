@@ -1,0 +1,458 @@
+"""BlockMask: the lookup table that kernels walk. Its format is decoded in the class docstring."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, singledispatch
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .grid import EMPTY, FULL, PARTIAL, BlockGrid
+from .tiles import FULL_TILE, TilePool, pack_runs, unpack_bits, unpack_runs
+
+_DENSE_CHUNK = 1 << 24  # pairs decoded at a time
+
+
+class Entries(NamedTuple):
+    """The kept blocks of one mask, in any order: rows, cols (blocks) and tile numbers or FULL_TILE, each (entries,) int64."""
+
+    rows: np.ndarray
+    cols: np.ndarray
+    tiles: np.ndarray
+
+
+class Table(NamedTuple):
+    """The kept blocks row by row (or column by column: then read row as column). All int32.
+
+    row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
+    row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
+    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
+    col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
+    tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
+
+    ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
+    """
+
+    row_ptr: torch.Tensor
+    row_split: torch.Tensor
+    row_order: torch.Tensor
+    col_idx: torch.Tensor
+    tile_idx: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which blocks of the attention matrix to visit, and which pairs to keep in those that are kept in part.
+
+    Make one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
+
+    q_len, kv_len: tokens. block_size: tokens on a side of a block. keeps_all: every pair is kept, known without a look
+    at the device.
+    mask_index: (batch | 1, heads | 1) int32, which of the stored masks each head uses.
+    by_query: ``Table`` whose rows are query blocks, walked by the forward pass and dQ.
+    by_key: ``Table`` whose rows are key blocks, walked by dK and dV.
+    tile_runs: (run tiles, block) int32, ``first | stop << 16``: query row r of the tile keeps keys first .. stop - 1.
+    tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
+
+    A full block lies wholly inside the lengths, so that kernels need no bounds check there; a block cut short by the end
+    of the queries or keys has a tile, even where it keeps all its pairs. Five lines decode the whole format::
+
+        for r in range(q_blocks):
+            begin, end = t.row_ptr[m, r], t.row_ptr[m, r + 1]
+            runs, bits = t.row_split[m, r]                       # begin <= runs <= bits <= end
+            for e in range(begin, end):                          # block (r, t.col_idx[e]):
+                tile = None if e < runs else (tile_runs if e < bits else tile_bits)[t.tile_idx[e]]
+    """
+
+    q_len: int
+    kv_len: int
+    block_size: int
+    keeps_all: bool
+    mask_index: torch.Tensor
+    by_query: Table
+    by_key: Table
+    tile_runs: torch.Tensor
+    tile_bits: torch.Tensor
+
+    def __post_init__(self):
+        # torch.compile would otherwise compile anew for each table length, and each mask has its own.
+        for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
+            if not torch.compiler.is_compiling():
+                tensor._dynamo_weak_dynamic_indices = {0}
+
+    @classmethod
+    def from_entries(cls, grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
+        """One mask, the same for every batch and head, from kept blocks and their tiles."""
+        rows, cols, tiles = entries
+        if len(rows) >= 2**31:
+            raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
+        is_bits = np.append(pool.is_bits, False).astype(bool)  # the last is for FULL_TILE, whose number is negative
+        segment = np.where(tiles == FULL_TILE, 0, np.where(is_bits[np.maximum(tiles, -1)], 2, 1))
+        order = np.argsort((rows * 3 + segment) * grid.kv_blocks + cols, kind="stable")
+        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
+        index, stacks = np.zeros(len(tiles), np.int64), []
+        for kind in (1, 2):
+            # Tiles are numbered by first appearance in the table, so that equal masks have equal tables.
+            used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
+            rank = np.argsort(np.argsort(first))
+            index[segment == kind] = rank[inverse]
+            stacks.append(torch.from_numpy(_at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
+        keeps_all = len(tiles) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, rows, cols, tiles, pool)
+        return cls(
+            q_len=grid.q_len,
+            kv_len=grid.kv_len,
+            block_size=grid.block_size,
+            keeps_all=bool(keeps_all),
+            mask_index=torch.zeros((1, 1), dtype=torch.int32),
+            by_query=_table(rows, cols, segment, index, grid.q_blocks, grid.kv_blocks),
+            by_key=_table(cols, rows, segment, index, grid.kv_blocks, grid.q_blocks),
+            tile_runs=stacks[0],
+            tile_bits=stacks[1],
+        )
+
+    @classmethod
+    def from_blocks(cls, blocks: torch.Tensor, block_size: int, q_len: int | None = None, kv_len: int | None = None) -> BlockMask:
+        """A mask of whole blocks from a block map computed at run time, on the map's device.
+
+        blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
+        block_size: tokens on a side of a block. q_len, kv_len: tokens; they default to whole blocks.
+
+        Only launches tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. The table has
+        room for every block, as the number kept is not known on the host.
+        """
+        if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
+            raise ValueError(
+                "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
+                f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
+            )
+        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+        q_blocks, kv_blocks = blocks.shape[2:]
+        grid = BlockGrid(q_len or q_blocks * block_size, kv_len or kv_blocks * block_size, block_size)
+        if grid.shape != (q_blocks, kv_blocks):
+            raise ValueError(
+                f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
+                f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
+            )
+        batch, heads = blocks.shape[:2]
+        maps = blocks.reshape(-1, q_blocks, kv_blocks)
+        cut_row, cut_col = grid.q_len % block_size, grid.kv_len % block_size
+        # Cut blocks are the last of their row or column, so they follow the full ones without a sort. Which tile says
+        # where they end: 0 in the last column, 1 in the last row, 2 in the corner.
+        last_row = torch.zeros(q_blocks, 1, dtype=torch.bool, device=blocks.device)
+        last_row[-1] = cut_row > 0
+        last_col = torch.zeros(1, kv_blocks, dtype=torch.bool, device=blocks.device)
+        last_col[:, -1] = cut_col > 0
+        cut = last_row | last_col
+        tile = torch.where(cut, (last_row.int() * (1 + last_col.int())), 0)
+        heights = [block_size, cut_row or block_size, cut_row or block_size]
+        widths = [cut_col or block_size, block_size, cut_col or block_size]
+        runs = np.stack([pack_runs(np.zeros(block_size), np.where(np.arange(block_size) < h, w, 0)) for h, w in zip(heights, widths)])
+        return cls(
+            q_len=grid.q_len,
+            kv_len=grid.kv_len,
+            block_size=block_size,
+            keeps_all=False,
+            mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
+            by_query=_table_of_maps(maps, cut, tile),
+            by_key=_table_of_maps(maps.mT, cut.mT, tile.mT),
+            tile_runs=_constant(runs, blocks.device),
+            tile_bits=torch.zeros((2, block_size, -(-block_size // 32)), dtype=torch.int32, device=blocks.device),
+        )
+
+    @classmethod
+    def per_head(cls, masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+        """One mask for each query head; equal ones are stored once.
+
+        masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the lengths and
+        block size given, or for those of the first BlockMask in the list.
+        """
+        masks = list(masks)
+        if not masks:
+            raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
+        first = next((m for m in masks if isinstance(m, BlockMask)), None)
+        if first is not None:
+            q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
+            device = device or first.device
+        compiled, cache = [], {}
+        for item in masks:
+            key = id(item) if isinstance(item, BlockMask) else item
+            if key not in cache:
+                cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
+            compiled.append(cache[key])
+        for head, mask in enumerate(compiled):
+            if mask.mask_index.numel() != 1:
+                raise ValueError(f"per_head needs masks of one head each; mask {head} has {tuple(mask.mask_index.shape)}")
+            if mask._shape_key != compiled[0]._shape_key:
+                raise ValueError(
+                    "per_head needs masks of one (q_len, kv_len, block_size); "
+                    f"mask 0 has {compiled[0]._shape_key}, mask {head} has {mask._shape_key}"
+                )
+        digests = [mask._digest for mask in compiled]
+        stored = {digest: mask for digest, mask in zip(reversed(digests), reversed(compiled))}
+        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        joined = _join([stored[digest] for digest in numbers])
+        index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32)
+        return replace(joined, mask_index=index).to(device or "cpu")
+
+    @property
+    def _shape_key(self) -> tuple[int, int, int]:
+        return self.q_len, self.kv_len, self.block_size
+
+    @cached_property
+    def _digest(self) -> bytes:
+        """Equal for equal masks on the CPU (compiled tables are canonical)."""
+        digest = hashlib.sha256(repr(self._shape_key).encode())
+        for tensor in self.tensors():
+            digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+        return digest.digest()
+
+    @property
+    def grid(self) -> BlockGrid:
+        return BlockGrid(*self._shape_key)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mask_index.device
+
+    @property
+    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tile_runs, self.tile_bits
+
+    @property
+    def masks(self) -> int:
+        """How many distinct masks are stored."""
+        return self.by_query.row_ptr.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables and tiles."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """mask_index, the five tensors of by_query, the five of by_key, tile_runs, tile_bits."""
+        return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
+
+    @classmethod
+    def from_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor], keeps_all=False) -> BlockMask:
+        """The reverse of ``tensors()``."""
+        by_query, by_key = Table(*tensors[1:6]), Table(*tensors[6:11])
+        return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, *tensors[11:])
+
+    def to(self, device) -> BlockMask:
+        """The same mask on another device (itself where it is there already)."""
+        if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
+            return self
+        return BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
+
+    def transpose(self) -> BlockMask:
+        """The mask with queries and keys exchanged, same map of heads."""
+        rows, cols, segment, tile = self.entries()
+        pool = TilePool(self.block_size)
+        numbers = np.full(len(rows), FULL_TILE, np.int64)
+        size = self.block_size
+        for low in range(0, len(rows), max(1, _DENSE_CHUNK // size**2)):
+            part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
+            partial = segment[part] > 0
+            if partial.any():
+                dense = self._decode(segment[part][partial], tile[part][partial])
+                numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
+        grid = BlockGrid(self.kv_len, self.q_len, size)
+        which = np.searchsorted(self._mask_bounds(), np.arange(len(rows)), side="right")
+        single = [BlockMask.from_entries(grid, Entries(cols[which == m], rows[which == m], numbers[which == m]), pool) for m in range(self.masks)]
+        return replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
+
+    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in
+        table order."""
+        ptr, split = self.by_query.row_ptr.cpu().numpy(), self.by_query.row_split.cpu().numpy()
+        counts = np.stack([split[..., 0] - ptr[:, :-1], split[..., 1] - split[..., 0], ptr[:, 1:] - split[..., 1]], -1)
+        rows = np.broadcast_to(np.arange(ptr.shape[1] - 1)[None, :, None], counts.shape)
+        kinds = np.broadcast_to(np.arange(3)[None, None, :], counts.shape)
+        count = int(ptr[-1, -1])
+        cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.by_query.col_idx, self.by_query.tile_idx))
+        return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
+
+    def _mask_bounds(self) -> np.ndarray:
+        """Where the entries of each stored mask end."""
+        return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
+
+    def _decode(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
+        """(n, block, block) bool of the given tiles."""
+        runs, bits = (t.cpu().numpy() for t in self.tiles)
+        first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
+        column = np.arange(self.block_size)
+        dense = (column >= first[:, :, None]) & (column < stop[:, :, None])
+        dense[kind == 2] = unpack_bits(bits[tile[kind == 2]], self.block_size)
+        dense[kind == 0] = True
+        return dense
+
+    def kept_pairs(self) -> np.ndarray:
+        """(masks,) int64: how many (query, key) pairs each stored mask keeps."""
+        return np.bincount(self._entry_masks, self._entry_pairs, self.masks).astype(np.int64)
+
+    @cached_property
+    def _entry_masks(self) -> np.ndarray:
+        bounds = self._mask_bounds()
+        return np.repeat(np.arange(self.masks), np.diff(bounds, prepend=0))
+
+    @cached_property
+    def _entry_pairs(self) -> np.ndarray:
+        _, _, kind, tile = self.entries()
+        runs, bits = (t.cpu().numpy() for t in self.tiles)
+        first, stop = unpack_runs(runs)
+        in_runs = (stop - first).sum(1, dtype=np.int64)
+        in_bits = np.bitwise_count(bits.view(np.uint32)).sum((1, 2), dtype=np.int64)
+        pairs = np.full(len(kind), self.block_size**2, np.int64)
+        pairs[kind == 1], pairs[kind == 2] = in_runs[tile[kind == 1]], in_bits[tile[kind == 2]]
+        return pairs
+
+    @property
+    def density(self) -> float:
+        """Kept pairs / all pairs, averaged over batch and heads."""
+        return float(self.kept_pairs()[self.mask_index.cpu().numpy()].mean() / (self.q_len * self.kv_len))
+
+    @property
+    def block_density(self) -> float:
+        """Visited blocks / all blocks, averaged over batch and heads."""
+        visited = np.diff(self._mask_bounds(), prepend=0)
+        return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
+
+    def block_states(self) -> torch.Tensor:
+        """States of blocks: 0 empty, 1 partial, 2 full (all of its pairs that exist are kept).
+
+        (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
+        """
+        rows, cols, *_ = self.entries()
+        full = self._entry_pairs == self.grid.heights(rows) * self.grid.widths(cols)
+        states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
+        states[self._entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
+        return self._per_head(torch.from_numpy(states))
+
+    def to_dense(self) -> torch.Tensor:
+        """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
+
+        Takes q_len x kv_len bytes a mask: for looking at short masks and for tests.
+        """
+        rows, cols, kind, tile = self.entries()
+        size = self.block_size
+        dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
+        for low in range(0, len(rows), max(1, _DENSE_CHUNK // size**2)):
+            part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
+            dense[self._entry_masks[part], rows[part], cols[part]] = self._decode(kind[part], tile[part])
+        dense = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
+        return self._per_head(torch.from_numpy(dense[:, : self.q_len, : self.kv_len].copy()))
+
+    def _per_head(self, per_mask: torch.Tensor) -> torch.Tensor:
+        per_mask = per_mask.to(self.device)
+        return per_mask[0] if self.mask_index.numel() == 1 else per_mask[self.mask_index.long()]
+
+    def equal(self, other: BlockMask) -> bool:
+        """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
+        mine, theirs = self.tensors(), other.tensors()
+        return self._shape_key == other._shape_key and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs))
+
+    def __getstate__(self):
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __repr__(self):
+        return (
+            f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
+            f"batch_heads={tuple(self.mask_index.shape)}, nbytes={self.nbytes}, device={str(self.device)!r})"
+        )
+
+
+@singledispatch
+def as_block_mask(mask, **lengths) -> BlockMask:
+    """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
+    the table's format, need not know how tables are compiled."""
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}")
+
+
+@as_block_mask.register(BlockMask)
+def _(mask, **lengths) -> BlockMask:
+    return mask
+
+
+def _at_least_two(tiles: np.ndarray) -> np.ndarray:
+    # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
+    return np.pad(tiles, [(0, max(0, 2 - len(tiles)))] + [(0, 0)] * (tiles.ndim - 1))
+
+
+def _keeps_all(grid: BlockGrid, rows, cols, tiles, pool: TilePool) -> bool:
+    kept = np.append(pool.kept, grid.block_size**2)
+    return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
+
+
+def _table(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
+    order = np.argsort((rows * 3 + segment) * n_cols + cols, kind="stable")
+    rows, cols, segment, tile = rows[order], cols[order], segment[order], tile[order]
+    bounds = np.searchsorted(rows * 3 + segment, np.arange(n_rows * 3 + 1))
+    ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
+    heaviest = np.argsort(-np.diff(ptr), kind="stable")
+    arrays = ptr[None], split[None], heaviest[None], _at_least_two(cols), _at_least_two(tile)
+    return Table(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+
+
+def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) -> Table:
+    """(masks, rows, cols) bool -> Table, by operations whose shapes do not depend on the map's contents."""
+    masks, n_rows, n_cols = maps.shape
+    count = maps.sum(-1, dtype=torch.int32)
+    ends = count.view(-1).cumsum(0, dtype=torch.int32)
+    first = torch.cat([ends.new_zeros(1), ends])
+    ptr = first[torch.arange(masks, device=maps.device)[:, None] * n_rows + torch.arange(n_rows + 1, device=maps.device)]
+    runs = ptr[:, 1:] - (maps & cut).sum(-1, dtype=torch.int32)
+    # Each kept block goes to its place; the others all go to one place past the end.
+    place = ptr[:, :-1, None] + maps.cumsum(-1, dtype=torch.int32) - 1
+    place = torch.where(maps, place, maps.numel()).view(-1).long()
+    columns = torch.arange(n_cols, dtype=torch.int32, device=maps.device).expand(maps.shape).reshape(-1)
+    col_idx = torch.zeros(maps.numel() + 1, dtype=torch.int32, device=maps.device).scatter_(0, place, columns)
+    tile_idx = torch.zeros_like(col_idx).scatter_(0, place, tile.to(torch.int32).expand(maps.shape).reshape(-1))
+    heaviest = torch.argsort(count, dim=-1, descending=True, stable=True).to(torch.int32)
+    return Table(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx)
+
+
+def _constant(array: np.ndarray, device) -> torch.Tensor:
+    """A small constant on a device without a host synchronization, which copying from pageable memory would be."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
+
+
+def _join(masks: list[BlockMask]) -> BlockMask:
+    """Several stored masks behind one table, their tiles pooled. mask_index is left as that of the first."""
+    if len(masks) == 1:
+        return masks[0]
+    pools, index = [], []
+    for kind in range(2):
+        stacked = torch.cat([m.tiles[kind] for m in masks])
+        pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
+        pools.append(torch.from_numpy(_at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
+        index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
+    tables = []
+    for name in ("by_query", "by_key"):
+        parts, base = [], 0
+        for number, mask in enumerate(masks):
+            table = getattr(mask, name)
+            count = int(table.row_ptr[0, -1])
+            ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
+            entry = torch.arange(count)
+            row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
+            kinds = torch.where(entry >= split[0, row, 1], 1, 0)
+            remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
+            in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
+            remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
+            parts.append(Table(ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
+            base += count
+        joined = [torch.cat([p[k] for p in parts]) for k in range(5)]
+        joined[3:] = [torch.from_numpy(_at_least_two(t.numpy())) for t in joined[3:]]
+        tables.append(Table(*joined))
+    return replace(
+        masks[0],
+        keeps_all=all(m.keeps_all for m in masks),
+        by_query=tables[0],
+        by_key=tables[1],
+        tile_runs=pools[0],
+        tile_bits=pools[1],
+    )

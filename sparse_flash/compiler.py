@@ -1,0 +1,238 @@
+"""Pattern -> BlockMask, in time and memory proportional to the blocks that the mask keeps.
+
+1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
+2. What is still partial is decided by tokens. In each block only the leaves that are partial *there* matter, so the
+   expression is simplified for each combination of leaf states; then blocks that must be alike are found before any
+   pair is looked at: on one diagonal for shift-invariant rules, of equal runs for rules made of runs.
+3. A block found empty is dropped and one found full is promoted, so the table depends on the mask's meaning alone.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import scipy.sparse
+
+from .block_mask import BlockMask, Entries, as_block_mask
+from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
+
+_CHUNK = 1 << 14  # partial blocks decided at a time
+_LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
+
+
+def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, progress=None) -> BlockMask:
+    """Compiles a pattern into a lookup table.
+
+    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last
+    query is aligned with the last key. block_size: a power of two in 16..256. device: where the table goes.
+    progress: whether to show a progress bar; None shows one where compiling looks at more than 2^28 pairs.
+
+    Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range.
+    """
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
+    grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    return BlockMask.from_entries(grid, *_Compilation(pattern, grid, progress).run()).to(device or "cpu")
+
+
+@as_block_mask.register(Pattern)
+@as_block_mask.register(str)
+def _(pattern, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+    if q_len is None:
+        raise ValueError(f"q_len is needed to compile {pattern}; pass q_len=... or a compiled mask")
+    return compile_mask(pattern, q_len, kv_len, block_size, device)
+
+
+class _Compilation:
+    def __init__(self, pattern: Pattern, grid: BlockGrid, progress: bool | None):
+        self.pattern, self.grid, self.progress = _expand(pattern), grid, progress
+        self.leaves: dict[Pattern, BlockRuns] = {}
+        self.pool = TilePool(grid.block_size)
+
+    def run(self) -> tuple[Entries, TilePool]:
+        states = self.states(self.pattern)
+        pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
+        pieces += self.decided_blocks(states)
+        rows, cols, tiles = (np.concatenate([p[k] for p in pieces]) for k in range(3))
+        return Entries(rows, cols, tiles), self.pool
+
+    def states(self, pattern: Pattern) -> BlockRuns:
+        if isinstance(pattern, (And, Or)):
+            combine = BlockRuns.__and__ if isinstance(pattern, And) else BlockRuns.__or__
+            return reduce(combine, map(self.states, pattern.operands))
+        if isinstance(pattern, Not):
+            return ~self.states(pattern.operand)
+        if pattern not in self.leaves:
+            self.leaves[pattern] = _leaf_states(pattern, self.grid)
+        return self.leaves[pattern]
+
+    def full_blocks(self, rows, cols, _):
+        """Full blocks; those cut short by the end of the queries or keys need a tile that says where they end."""
+        tiles = np.full(len(rows), FULL_TILE, np.int64)
+        cut = (self.grid.heights(rows) < self.grid.block_size) | (self.grid.widths(cols) < self.grid.block_size)
+        if cut.any():
+            zero = np.zeros((int(cut.sum()), self.grid.block_size, 1), np.int64)
+            tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, :, 0])
+        return rows, cols, tiles
+
+    def decided_blocks(self, states: BlockRuns):
+        """Partial blocks, decided by their tokens, without those found empty."""
+        undecided = states.count(PARTIAL)
+        pairs = undecided * self.grid.block_size**2
+        with _Progress(f"compiling {str(self.pattern)[:60]}: {undecided:,} blocks", pairs, self.progress) as self.bar:
+            for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
+                tiles = np.empty(len(rows), np.int64)
+                index = rows * self.grid.kv_blocks + cols
+                leaf_states = np.stack([runs.at(index) for runs in self.leaves.values()], axis=1)
+                kinds, which = unique_rows(leaf_states)
+                for kind, example in enumerate(kinds):
+                    chosen = which == kind
+                    rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist())))
+                    tiles[chosen] = self.decide(rule, rows[chosen], cols[chosen])
+                kept = tiles != EMPTY_TILE
+                self.bar.advance(len(rows) * self.grid.block_size**2)
+                yield rows[kept], cols[kept], tiles[kept]
+
+    def decide(self, rule: Pattern, rows, cols) -> np.ndarray:
+        """The tiles that ``rule`` keeps of these blocks."""
+        if _shift_invariant(rule):
+            alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
+            first, inverse = unique_rows(alike)
+            rows, cols = rows[first], cols[first]
+        else:
+            inverse = slice(None)
+        runs = _row_runs(rule, self.grid.q_positions(rows), limit=self.grid.block_size // 4)
+        return (self.from_tokens(rule, rows, cols) if runs is None else self.from_runs(rows, cols, *runs))[inverse]
+
+    def from_runs(self, rows, cols, first, stop) -> np.ndarray:
+        start = cols[:, None, None] * self.grid.block_size
+        packed = self.clipped(rows, cols, first - start, stop - start)
+        if packed.shape[2] == 1:
+            return self.pool.add_runs(packed[:, :, 0])
+        unique, inverse = unique_rows(packed.reshape(len(packed), -1))
+        tiles = []
+        for batch in dense_batches(len(unique), self.grid.block_size):
+            part = packed[unique[batch]]
+            tiles.append(self.pool.add_dense(runs_to_dense(part & 0xFFFF, part >> 16, self.grid.block_size)))
+        return np.concatenate(tiles)[inverse]
+
+    def from_tokens(self, rule, rows, cols) -> np.ndarray:
+        tiles, size = [], self.grid.block_size
+        for batch in dense_batches(len(rows), size):
+            r, c = rows[batch], cols[batch]
+            kept = rule.token_tiles(self.grid.q_positions(r), self.grid.kv_positions(c))
+            cut_rows, cut_cols = self.grid.heights(r) < size, self.grid.widths(c) < size
+            if cut_rows.any() or cut_cols.any():
+                token = np.arange(size)
+                kept = kept & (token < self.grid.heights(r)[:, None])[:, :, None] & (token < self.grid.widths(c)[:, None])[:, None, :]
+            tiles.append(self.pool.add_dense(kept))
+        return np.concatenate(tiles)
+
+    def clipped(self, rows, cols, first, stop) -> np.ndarray:
+        """Runs (n, block, runs) relative to their block, cut to it and to the lengths, packed."""
+        first, stop = np.maximum(first, 0), np.minimum(stop, self.grid.widths(cols)[:, None, None])
+        within = np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None]
+        return pack_runs(first, np.where(within[:, :, None], stop, 0))
+
+
+def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
+    states = pattern.block_rule(grid)
+    if states is None:
+        return BlockRuns.constant(grid.shape, PARTIAL)
+    if scipy.sparse.issparse(states):
+        states = BlockRuns.from_sparse(states)
+    if not isinstance(states, BlockRuns) or states.shape != grid.shape:
+        got = f"shape {states.shape}" if hasattr(states, "shape") else type(states).__name__
+        raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
+    return states
+
+
+def _expand(pattern: Pattern) -> Pattern:
+    """The pattern with derived patterns replaced by what they stand for."""
+    if isinstance(pattern, DerivedPattern):
+        return _expand(pattern.expression)
+    if isinstance(pattern, (And, Or)):
+        return type(pattern).of(*map(_expand, pattern.operands))
+    return ~_expand(pattern.operand) if isinstance(pattern, Not) else pattern
+
+
+def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
+    """The pattern within a block whose leaves have these states: True or False where that settles it."""
+    if isinstance(pattern, (And, Or)):
+        absorbing = isinstance(pattern, Or)
+        parts = [_simplify(p, states) for p in pattern.operands]
+        if any(p is absorbing for p in parts):
+            return absorbing
+        parts = [p for p in parts if isinstance(p, Pattern)]
+        return type(pattern).of(*parts) if parts else not absorbing
+    if isinstance(pattern, Not):
+        inner = _simplify(pattern.operand, states)
+        return ~inner if isinstance(inner, Pattern) else not inner
+    return {EMPTY: False, FULL: True, PARTIAL: pattern}[states[pattern]]
+
+
+def _shift_invariant(pattern: Pattern) -> bool:
+    if isinstance(pattern, (And, Or)):
+        return all(map(_shift_invariant, pattern.operands))
+    return _shift_invariant(pattern.operand) if isinstance(pattern, Not) else pattern.shift_invariant
+
+
+def _row_runs(pattern: Pattern, q: np.ndarray, limit: int):
+    """The pattern as runs of keys (first, stop), each (*q.shape, runs), or None where that takes more than ``limit``."""
+    if isinstance(pattern, (And, Or)):
+        parts = [_row_runs(p, q, limit) for p in pattern.operands]
+        runs = None if any(p is None for p in parts) else reduce(_intersect if isinstance(pattern, And) else _unite, parts)
+    elif isinstance(pattern, Not):
+        # The rest of one run is two; the rest of several would need them sorted, and looking at tokens is simpler.
+        inner = _row_runs(pattern.operand, q, 1)
+        runs = inner and _complement(*inner)
+    else:
+        runs = pattern.row_runs(q)
+    return runs if runs and runs[0].shape[-1] <= limit else None
+
+
+def _intersect(a, b):
+    shape = (*a[0].shape[:-1], -1)
+    return (
+        np.maximum(a[0][..., :, None], b[0][..., None, :]).reshape(shape),
+        np.minimum(a[1][..., :, None], b[1][..., None, :]).reshape(shape),
+    )
+
+
+def _unite(a, b):
+    return np.concatenate([a[0], b[0]], axis=-1), np.concatenate([a[1], b[1]], axis=-1)
+
+
+def _complement(first, stop):
+    stop = np.maximum(first, stop)
+    return np.concatenate([np.zeros_like(first), stop], -1), np.concatenate([first, np.full_like(stop, np.iinfo(np.int64).max)], -1)
+
+
+class _Progress:
+    """A progress bar where the work is long, nothing otherwise."""
+
+    def __init__(self, text: str, total: int, wanted: bool | None):
+        self.bar = None
+        if wanted or (wanted is None and total > _LONG):
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task(text, total=total)
+
+    def __enter__(self):
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def advance(self, pairs: int):
+        if self.bar:
+            self.bar.advance(self.task, pairs)
+
+    def __exit__(self, *_):
+        if self.bar:
+            self.bar.stop()

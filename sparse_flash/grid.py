@@ -1,0 +1,170 @@
+"""The grid of blocks that a pattern is compiled on, and the run-length algebra of block states.
+
+Patterns speak of *positions*: key j has position j, and the last query has the position of the last key, so query i has
+position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, as decoding needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """A (q_len, kv_len) attention matrix cut into square blocks; the last row and column of blocks may be cut short.
+
+    q_len, kv_len: tokens. block_size: tokens on a side of a block, a power of two from 16 to 256.
+    """
+
+    q_len: int
+    kv_len: int
+    block_size: int
+
+    def __post_init__(self):
+        for name in ("q_len", "kv_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name} must be a positive integer number of tokens; got {value!r}")
+            object.__setattr__(self, name, int(value))
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be a power of two in 16..256; got {self.block_size!r}; try 128")
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block_size)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q_blocks, self.kv_blocks
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query (negative when there are more queries than keys)."""
+        return self.kv_len - self.q_len
+
+    def heights(self, rows: np.ndarray) -> np.ndarray:
+        """How many queries the given block rows hold: block_size, fewer in the last row."""
+        return np.minimum(self.q_len - rows * self.block_size, self.block_size)
+
+    def widths(self, cols: np.ndarray) -> np.ndarray:
+        """How many keys the given block columns hold: block_size, fewer in the last column."""
+        return np.minimum(self.kv_len - cols * self.block_size, self.block_size)
+
+    def q_positions(self, rows: np.ndarray) -> np.ndarray:
+        """(len(rows), block_size) int64 positions of the queries in these block rows; past the end the last one repeats."""
+        index = rows[:, None] * self.block_size + np.arange(self.block_size)
+        return np.minimum(index, self.q_len - 1) + self.offset
+
+    def kv_positions(self, cols: np.ndarray) -> np.ndarray:
+        """(len(cols), block_size) int64 positions of the keys in these block columns; past the end the last one repeats."""
+        index = cols[:, None] * self.block_size + np.arange(self.block_size)
+        return np.minimum(index, self.kv_len - 1)
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with
+    ``starts[r] <= k``.
+
+    shape: (q_blocks, kv_blocks). starts: (runs,) int64, ascending, starts[0] == 0. states: (runs,) int8 of EMPTY (0),
+    PARTIAL (1), FULL (2).
+
+    ``& | ~`` are three-valued logic, in time and memory proportional to the runs and not to the blocks: a causal mask
+    of a million tokens is two runs a row, where a list of its blocks would have 33 million entries.
+    """
+
+    shape: tuple[int, int]
+    starts: np.ndarray
+    states: np.ndarray
+
+    @classmethod
+    def constant(cls, shape: tuple[int, int], state: int) -> BlockRuns:
+        return cls(shape, np.zeros(1, np.int64), np.full(1, state, np.int8))
+
+    @classmethod
+    def from_row_runs(cls, shape, rows, first, stop, state) -> BlockRuns:
+        """From runs of blocks [first, stop) in the given rows, each with a state; where runs overlap the larger wins."""
+        rows, first, stop, state = (np.asarray(a).ravel() for a in np.broadcast_arrays(rows, first, stop, state))
+        first, stop = np.clip(first, 0, shape[1]), np.clip(stop, 0, shape[1])
+        keep = stop > first
+        base = rows[keep].astype(np.int64) * shape[1]
+        position = np.concatenate([[0], base + first[keep], base + stop[keep]])
+        kept = state[keep]
+        is_full, is_some = (kept == FULL).astype(np.int32), (kept > EMPTY).astype(np.int32)
+        order = np.argsort(position, kind="stable")
+        position = position[order]
+        full = np.cumsum(np.concatenate([[0], is_full, -is_full])[order])
+        some = np.cumsum(np.concatenate([[0], is_some, -is_some])[order])
+        last = np.append(position[1:] != position[:-1], True) & (position < shape[0] * shape[1])
+        states = np.where(full[last] > 0, FULL, np.where(some[last] > 0, PARTIAL, EMPTY)).astype(np.int8)
+        return cls(shape, position[last], states)._merged()
+
+    @classmethod
+    def from_sparse(cls, matrix) -> BlockRuns:
+        """From a scipy.sparse matrix of states (1 partial, 2 full); a boolean matrix means full where True."""
+        coo = scipy.sparse.coo_array(matrix)
+        state = np.where(coo.data, FULL, EMPTY) if coo.dtype == bool else coo.data
+        unknown = np.setdiff1d(state, [EMPTY, PARTIAL, FULL])
+        if unknown.size:
+            raise ValueError(f"block states must be 0 (empty), 1 (partial) or 2 (full); got {unknown[0]!r}")
+        row, col = coo.coords
+        return cls.from_row_runs(coo.shape, row, col.astype(np.int64), col.astype(np.int64) + 1, state)
+
+    def to_sparse(self) -> scipy.sparse.csr_array:
+        """(q_blocks, kv_blocks) int8 scipy.sparse matrix of states."""
+        chunks = list(self.blocks())
+        rows, cols, states = (np.concatenate([c[k] for c in chunks]) for k in range(3))
+        return scipy.sparse.csr_array((states, (rows, cols)), shape=self.shape)
+
+    def _merged(self) -> BlockRuns:
+        change = np.append(True, self.states[1:] != self.states[:-1])
+        return BlockRuns(self.shape, self.starts[change], self.states[change])
+
+    def _combine(self, other: BlockRuns, operation) -> BlockRuns:
+        if self.shape != other.shape:
+            raise ValueError(f"block states of different grids: {self.shape} and {other.shape}")
+        starts = np.union1d(self.starts, other.starts)
+        return BlockRuns(self.shape, starts, operation(self.at(starts), other.at(starts)))._merged()
+
+    def __and__(self, other: BlockRuns) -> BlockRuns:
+        return self._combine(other, np.minimum)
+
+    def __or__(self, other: BlockRuns) -> BlockRuns:
+        return self._combine(other, np.maximum)
+
+    def __invert__(self) -> BlockRuns:
+        return BlockRuns(self.shape, self.starts, (FULL - self.states).astype(np.int8))
+
+    def at(self, index: np.ndarray) -> np.ndarray:
+        """The states of the blocks with these row-major indices, int8."""
+        return self.states[np.searchsorted(self.starts, index, side="right") - 1]
+
+    def count(self, state: int) -> int:
+        """How many blocks have this state."""
+        lengths = np.diff(self.starts, append=self.shape[0] * self.shape[1])
+        return int(lengths[self.states == state].sum())
+
+    def blocks(self, state: int | None = None, chunk: int = 1 << 20):
+        """Yield (rows, cols, states) of the blocks that are not empty, or of those in one state, in row-major order and
+        in pieces of about ``chunk`` blocks (at least one piece), so that memory stays bounded."""
+        chosen = self.states != EMPTY if state is None else self.states == state
+        ends = np.append(self.starts[1:], self.shape[0] * self.shape[1])
+        first, stop, states = self.starts[chosen], ends[chosen], self.states[chosen]
+        before = np.concatenate([[0], np.cumsum(stop - first)])
+        for low in range(0, max(int(before[-1]), 1), chunk):
+            high = min(low + chunk, int(before[-1]))
+            flat = np.arange(low, high, dtype=np.int64)
+            run = np.searchsorted(before, flat, side="right") - 1
+            index = first[run] + flat - before[run]
+            rows, cols = np.divmod(index, self.shape[1])
+            yield rows, cols, states[run]

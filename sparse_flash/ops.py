@@ -1,0 +1,83 @@
+"""PyTorch operators: what torch.compile, autograd and autocast see of a back end.
+
+A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import backends
+from .block_mask import BlockMask
+
+
+def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str):
+    """(out, lse) of a back end that supports the call; differentiable in q, k and v through both."""
+    tables, block_size = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
+    return _forward(q, k, v, tables, block_size, scale, deterministic, backend)
+
+
+def _mask(q, k, tables: list[torch.Tensor], block_size: int) -> BlockMask | None:
+    return BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables) if tables else None
+
+
+@torch.library.custom_op("sparse_flash::attention", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: list[torch.Tensor],
+    block_size: int,
+    scale: float,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return backends.backend(backend).forward(q, k, v, _mask(q, k, tables, block_size), scale)
+
+
+@_forward.register_fake
+def _(q, k, v, tables, block_size, scale, deterministic, backend):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op("sparse_flash::attention_backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: list[torch.Tensor],
+    block_size: int,
+    scale: float,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mask = _mask(q, k, tables, block_size)
+    return backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
+
+
+@_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, tables, block_size, scale, deterministic, backend):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, *tables)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *tables = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 8
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = _backward(dout, dlse, q, k, v, out, lse, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend)
+    return (*grads, [None] * len(tables), None, None, None, None)
+
+
+torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

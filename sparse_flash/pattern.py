@@ -1,0 +1,291 @@
+"""Patterns: immutable values that say which (query, key) pairs may attend; their algebra, registry and spec text.
+
+A pattern knows nothing of lengths, devices or kernels. ``compile_mask`` turns it into a lookup table for given lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import warnings
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from importlib import metadata
+from typing import ClassVar
+
+import numpy as np
+
+from . import spec
+from .grid import BlockGrid, BlockRuns
+
+ENTRY_POINT_GROUP = "sparse_flash.patterns"
+
+
+class Pattern:
+    """Base class of patterns. Subclass it as a frozen dataclass and define ``token_rule``; the rest is derived.
+
+        @sparse_flash.register_pattern("ring")
+        @dataclass(frozen=True)
+        class Ring(sparse_flash.Pattern):
+            period: int
+
+            def token_rule(self, q, kv):
+                return (q - kv) % self.period == 0
+
+    A ``block_rule`` makes compiling faster where whole blocks can be ruled in or out; without one, every block is looked
+    at. ``shift_invariant`` says that the token rule depends on ``q - kv`` alone, so that blocks on one diagonal are alike
+    and only one of them need be looked at. A pattern made of whole blocks may define ``block_rule`` alone.
+    """
+
+    name: ClassVar[str | None] = None
+    shift_invariant: ClassVar[bool] = False
+
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """Which pairs may attend: bool, broadcastable to the broadcast shape of the two int64 position arrays.
+
+        kv: positions of keys, 0 .. kv_len - 1. q: positions of queries; the last query has the position of the last key,
+        so with as many queries as keys these are plain indices (negative where there are more queries than keys).
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
+
+    def block_rule(self, grid: BlockGrid):
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns,
+        or None where blocks cannot be told apart without their tokens.
+
+        It may call a block partial that is in truth empty or full: compiling looks at the tokens of partial blocks.
+        """
+        return None
+
+    def row_runs(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """The keys that each query keeps, as runs [first, stop) of positions, or None where that is no natural form.
+
+        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs), the runs of a query ascending
+        and apart from each other; a run with stop <= first is empty.
+        """
+        return None
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
+        shape = (*q.shape, kv.shape[1])
+        kept = np.asarray(self.token_rule(q[:, :, None], kv[:, None, :]))
+        if kept.dtype != bool:
+            raise TypeError(f"the token rule of {self} must return booleans; got {kept.dtype}; compare or use .astype(bool)")
+        try:
+            return np.broadcast_to(kept, shape)
+        except ValueError:
+            raise ValueError(f"the token rule of {self} must broadcast to {shape}; it returned {kept.shape}") from None
+
+    def to_spec(self) -> str:
+        """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
+        if self.name is None:
+            raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
+        positional, keyword = [], {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and not keyword:
+                positional.append(value)
+            elif required or value is not None:
+                keyword[field.name] = value
+        return spec.write_call(self.name, positional, keyword)
+
+    @staticmethod
+    def from_spec(text: str) -> Pattern:
+        """The pattern that spec text stands for. Raises ``SpecError``, which points at the column."""
+        return parse(text)
+
+    def __and__(self, other):
+        return And.of(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __or__(self, other):
+        return Or.of(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __invert__(self):
+        return Not(self)
+
+    def __getstate__(self):
+        # Fields only: what is cached beside them (hashes, arrays) is made anew where the pattern is unpickled.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __bool__(self):
+        raise TypeError("a pattern has no truth value; combine patterns with & | ~ instead of and, or, not")
+
+    def __str__(self):
+        try:
+            return self.to_spec()
+        except ValueError:
+            return repr(self)
+
+
+class DerivedPattern(Pattern):
+    """A pattern that is a name for an expression of others: define ``expression``."""
+
+    @property
+    def expression(self) -> Pattern:
+        """What this pattern stands for."""
+        raise NotImplementedError
+
+    def token_rule(self, q, kv):
+        return self.expression.token_rule(q, kv)
+
+
+@dataclass(frozen=True, repr=False)
+class _Composite(Pattern):
+    """Operands in canonical order: flattened, without repeats, shorter text first, so that ``a & b == b & a``."""
+
+    operands: tuple[Pattern, ...]
+    symbol: ClassVar[str]
+    combine: ClassVar
+
+    @classmethod
+    def of(cls, *operands: Pattern) -> Pattern:
+        flat = [p for o in operands for p in (o.operands if isinstance(o, cls) else (o,))]
+        ordered = sorted(dict.fromkeys(flat), key=lambda p: (len(str(p)), str(p)))
+        return ordered[0] if len(ordered) == 1 else cls(tuple(ordered))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.symbol, self.operands))
+
+    def __hash__(self):
+        return self._hash
+
+    def token_rule(self, q, kv):
+        return reduce(self.combine, (p.token_rule(q, kv) for p in self.operands))
+
+    def _write(self, write) -> str:
+        parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
+        return f" {self.symbol} ".join(parts)
+
+    def to_spec(self) -> str:
+        return self._write(lambda p: p.to_spec())
+
+    def __repr__(self):
+        return self._write(repr)
+
+
+class And(_Composite):
+    """Pairs that every operand keeps."""
+
+    symbol = "&"
+    combine = staticmethod(np.logical_and)
+
+
+class Or(_Composite):
+    """Pairs that some operand keeps."""
+
+    symbol = "|"
+    combine = staticmethod(np.logical_or)
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Pattern):
+    """Pairs that the operand does not keep."""
+
+    operand: Pattern
+
+    def __invert__(self):
+        return self.operand
+
+    def token_rule(self, q, kv):
+        return np.logical_not(self.operand.token_rule(q, kv))
+
+    def _write(self, write) -> str:
+        inner = write(self.operand)
+        return f"~({inner})" if isinstance(self.operand, _Composite) else f"~{inner}"
+
+    def to_spec(self) -> str:
+        return self._write(lambda p: p.to_spec())
+
+    def __repr__(self):
+        return self._write(repr)
+
+
+_registry: dict[str, type[Pattern]] = {}
+_entry_points_read = False
+
+
+def register_pattern(name: str):
+    """Class decorator: makes a pattern available to spec text and the command line under ``name``.
+
+    The class must be a frozen dataclass derived from Pattern. A name that is taken raises ValueError naming both owners;
+    redefining a class of ``__main__`` (a notebook cell run again) replaces it.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a pattern name must be an identifier such as 'ring'; got {name!r}")
+
+    def decorate(cls):
+        if not (isinstance(cls, type) and issubclass(cls, Pattern)):
+            raise TypeError(f"@register_pattern({name!r}) must decorate a subclass of sparse_flash.Pattern; got {cls!r}")
+        if "__dataclass_params__" not in vars(cls) or not cls.__dataclass_params__.frozen:
+            raise TypeError(
+                f"pattern {name!r}: {cls.__qualname__} must be a frozen dataclass; put @dataclass(frozen=True) under @register_pattern"
+            )
+        owner = _registry.get(name)
+        if owner is not None and not (_owner(owner) == _owner(cls) and cls.__module__ == "__main__"):
+            raise ValueError(f"pattern {name!r} of {_owner(cls)} is already registered by {_owner(owner)}; choose another name")
+        cls.name = name
+        _registry[name] = cls
+        return cls
+
+    return decorate
+
+
+def _owner(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _read_entry_points() -> None:
+    """Loads what other packages offer, once, at the first look at the registry rather than at import."""
+    global _entry_points_read
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            loaded = entry.load()
+            if isinstance(loaded, type) and issubclass(loaded, Pattern) and loaded.name is None:
+                register_pattern(entry.name)(loaded)
+        except Exception as error:
+            # One broken plug-in must not take the others away; it is named, so that it can be mended.
+            warnings.warn(f"pattern plug-in {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=3)
+
+
+def list_patterns() -> list[str]:
+    """The registered names, sorted: the built-in patterns, the user's, and those of installed packages."""
+    _read_entry_points()
+    return sorted(_registry)
+
+
+def pattern_class(name: str) -> type[Pattern]:
+    """The class registered under ``name``. Raises ValueError with the nearest names."""
+    _read_entry_points()
+    if name not in _registry:
+        near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(list_patterns())}"
+        raise ValueError(f"unknown pattern {name!r}; {hint}")
+    return _registry[name]
+
+
+def parse(text: str) -> Pattern:
+    """The pattern that spec text stands for, such as ``"causal & (local(1024) | butterfly(block=128))"``.
+
+    Raises ``SpecError`` (a ValueError) that points at the column.
+    """
+    return _build(spec.read(text), text)
+
+
+def _build(tree: spec.Call | spec.Operation, text: str) -> Pattern:
+    if isinstance(tree, spec.Operation):
+        operands = [_build(operand, text) for operand in tree.operands]
+        return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)
+    try:
+        cls = pattern_class(tree.name)
+    except ValueError as error:
+        raise spec.SpecError(str(error), text, tree.column) from None
+    try:
+        return cls(*tree.positional, **tree.keyword)
+    except (TypeError, ValueError) as error:
+        message = f"{tree.name}{inspect.signature(cls)}: {error}".replace("'", "")
+        raise spec.SpecError(message, text, tree.column) from error

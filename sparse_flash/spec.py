@@ -1,0 +1,171 @@
+"""Spec text: the one-line notation of patterns, such as ``causal & (local(1024) | butterfly(block=128))``.
+
+    expression := term ("|" term)*          term := factor ("&" factor)*
+    factor     := "~" factor | "(" expression ")" | name ["(" arguments ")"]
+    value      := integer | float | string | True | False | None | "(" value, ... ")" | "[" value, ... "]"
+
+This module knows the notation only; names become patterns in ``pattern.py``. Nothing is ever evaluated as code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<number>-?(?:inf\b|\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
+    r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
+)
+_CONSTANTS = {"True": True, "False": False, "None": None}
+
+
+class SpecError(ValueError):
+    """Spec text that cannot be read; the message shows the text with a caret under the column."""
+
+    def __init__(self, message: str, text: str, column: int):
+        self.text, self.column = text, column
+        super().__init__(f"{message} (column {column + 1})\n  {text}\n  {' ' * column}^")
+
+
+@dataclass(frozen=True)
+class Call:
+    """``name(*positional, **keyword)`` at a column of the text."""
+
+    name: str
+    column: int
+    positional: tuple = ()
+    keyword: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``"&"`` or ``"|"`` over two or more operands, or ``"~"`` over one."""
+
+    symbol: str
+    operands: tuple
+
+
+def read(text: str) -> Call | Operation:
+    """Spec text -> a tree of ``Call`` and ``Operation``. Raises SpecError."""
+    if not isinstance(text, str):
+        raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
+    return _Reader(text).whole()
+
+
+def write_call(name: str, positional: list, keyword: dict[str, Any]) -> str:
+    """The text of one call; a call without arguments is the bare name."""
+    parts = [write_value(v) for v in positional] + [f"{k}={write_value(v)}" for k, v in keyword.items()]
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
+def write_value(value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    raise ValueError(
+        f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as the fields of a pattern"
+    )
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self.text = text
+        self.tokens: list[tuple[str, str, int]] = []
+        position = 0
+        while text[position:].strip():
+            match = _TOKEN.match(text, position)
+            if not match:
+                column = position + len(text[position:]) - len(text[position:].lstrip())
+                raise SpecError(f"unexpected {text[column]!r}", text, column)
+            kind = match.lastgroup
+            self.tokens.append((kind, match[kind], match.start(kind)))
+            position = match.end()
+        self.tokens.append(("end", "the end of the spec", len(text)))
+        self.next = 0
+
+    def fail(self, expected: str):
+        kind, value, column = self.tokens[self.next]
+        raise SpecError(f"expected {expected}, got {value if kind == 'end' else repr(value)}", self.text, column)
+
+    def accept(self, kind: str, value: str | None = None) -> tuple[str, int] | None:
+        token_kind, token, column = self.tokens[self.next]
+        if token_kind != kind or (value is not None and token != value):
+            return None
+        self.next += 1
+        return token, column
+
+    def whole(self):
+        tree = self.chain("|", lambda: self.chain("&", self.factor))
+        if self.tokens[self.next][0] != "end":
+            self.fail("'&', '|' or the end of the spec")
+        return tree
+
+    def chain(self, symbol: str, operand):
+        operands = [operand()]
+        while self.accept("mark", symbol):
+            operands.append(operand())
+        return operands[0] if len(operands) == 1 else Operation(symbol, tuple(operands))
+
+    def factor(self):
+        if self.accept("mark", "~"):
+            return Operation("~", (self.factor(),))
+        if self.accept("mark", "("):
+            inner = self.chain("|", lambda: self.chain("&", self.factor))
+            if not self.accept("mark", ")"):
+                self.fail("')'")
+            return inner
+        name = self.accept("name")
+        if not name:
+            self.fail("a pattern name, '~' or '('")
+        positional, keyword = self.arguments() if self.accept("mark", "(") else ([], {})
+        return Call(name[0], name[1], tuple(positional), keyword)
+
+    def arguments(self):
+        positional, keyword = [], {}
+        while not self.accept("mark", ")"):
+            if positional or keyword:
+                if not self.accept("mark", ","):
+                    self.fail("',' or ')'")
+                if self.accept("mark", ")"):
+                    break
+            _, token, column = self.tokens[self.next]
+            if self.tokens[self.next][0] == "name" and self.tokens[self.next + 1][1] == "=":
+                self.next += 2
+                if token in keyword:
+                    raise SpecError(f"argument {token!r} is given twice", self.text, column)
+                keyword[token] = self.value()
+            elif keyword:
+                raise SpecError("a positional argument after a named one", self.text, column)
+            else:
+                positional.append(self.value())
+        return positional, keyword
+
+    def value(self):
+        for kind in ("number", "string"):
+            token = self.accept(kind)
+            if token and token[0].lstrip("-") == "inf":
+                return float(token[0])
+            if token:
+                try:
+                    return ast.literal_eval(token[0])
+                except SyntaxError:
+                    raise SpecError(f"cannot read {token[0]!r} as a {kind}", self.text, token[1]) from None
+        name = self.accept("name")
+        if name and name[0] in _CONSTANTS:
+            return _CONSTANTS[name[0]]
+        if name:
+            self.next -= 1
+        for opening, closing in (("(", ")"), ("[", "]")):
+            if self.accept("mark", opening):
+                values = []
+                while not self.accept("mark", closing):
+                    if values and not self.accept("mark", ","):
+                        self.fail(f"',' or {closing!r}")
+                    if values and self.accept("mark", closing):
+                        break
+                    values.append(self.value())
+                return tuple(values)
+        return self.fail("a number, a string, True, False, None or a tuple of them")
