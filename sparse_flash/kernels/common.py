@@ -1,0 +1,81 @@
+"""What the forward and backward kernels share: loading tiles, reading the lookup table, and masks.
+
+Kernels walk *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of it that one
+iteration computes. The kind of a walk is fixed at compile time: the loop over full blocks holds no mask code at all.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Kinds of walks. BOUNDS is the ragged end of a dense walk, where there is no table to name a tile.
+FULL = tl.constexpr(0)
+RUNS = tl.constexpr(1)
+BITS = tl.constexpr(2)
+BOUNDS = tl.constexpr(3)
+
+
+@triton.jit
+def load_tile(base, first_row, rows, row_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, CHECK: tl.constexpr):
+    """Rows first_row .. first_row + TILE - 1 of a (rows, HEAD_DIM) matrix as a (TILE, DIM) tile; 0 outside."""
+    row = tl.arange(0, TILE)
+    dim = tl.arange(0, DIM)
+    # 64-bit once for the tile; within it 32 bits suffice.
+    pointers = base + first_row.to(tl.int64) * row_stride + row[:, None] * row_stride + dim[None, :]
+    if CHECK:
+        inside = (first_row + row < rows)[:, None]
+        if HEAD_DIM != DIM:
+            inside = inside & (dim < HEAD_DIM)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    if HEAD_DIM != DIM:
+        return tl.load(pointers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(base, tile, first_row, rows, row_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
+    row = tl.arange(0, TILE)
+    dim = tl.arange(0, DIM)
+    pointers = base + first_row.to(tl.int64) * row_stride + row[:, None] * row_stride + dim[None, :]
+    inside = (first_row + row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def step_position(col_idx, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """The first token of a step along the walked axis; any number past the end."""
+    if SPARSE:
+        block = tl.load(col_idx + step // STEPS, mask=step < end, other=0)
+        return block * TABLE_BLOCK + (step % STEPS) * TILE
+    return step * TILE
+
+
+@triton.jit
+def kept_pairs(
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    entry,
+    q_in_block,
+    kv_in_block,
+    q_left,
+    kv_left,
+    TABLE_BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Which pairs of a step are kept, of the broadcast shape of q_in_block and kv_in_block.
+
+    q_in_block, kv_in_block: int32 positions within the block, one of shape (n, 1), the other (1, n). q_left, kv_left:
+    tokens from the block's start to the end of the queries and keys.
+    """
+    if KIND == BOUNDS:
+        return (q_in_block < q_left) & (kv_in_block < kv_left)
+    tile = tl.load(tile_idx + entry)
+    if KIND == RUNS:
+        run = tl.load(tile_runs + tile * TABLE_BLOCK + q_in_block)
+        return (kv_in_block >= (run & 0xFFFF)) & (kv_in_block < (run >> 16))
+    WORDS: tl.constexpr = (TABLE_BLOCK + 31) // 32
+    words = tile_bits + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
+    return ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0

@@ -1,0 +1,222 @@
+"""The portable forward kernel: FlashAttention-2's online softmax over the blocks that a table lists.
+
+Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention is the same body without a table.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import BITS, BOUNDS, FULL, LN_2, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
+from .configs import forward_config, padded_head_dim
+
+# Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
+FLOOR = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def _walk(
+    state,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    col_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    begin,
+    end,
+    first_query,
+    q_len,
+    kv_len,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    SPARSE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile."""
+    accumulator, running_max, running_sum = state
+    STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
+    last = end * STEPS
+    position = step_position(col_idx, begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+    for step in tl.range(begin * STEPS, last):
+        # The table is read one step ahead, so that no load of keys waits for it.
+        upcoming = step_position(col_idx, step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+        k = load_tile(k_base, position, kv_len, k_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if KIND == FULL:
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
+            weights = tl.math.exp2(scores * score_scale - new_max[:, None])
+        else:
+            block_start = position - (step % STEPS) * TILE_N
+            row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
+            kept = kept_pairs(
+                tile_idx,
+                tile_runs,
+                tile_bits,
+                step // STEPS,
+                (first_query - row_start + tl.arange(0, TILE_M))[:, None],
+                (position - block_start + tl.arange(0, TILE_N))[None, :],
+                q_len - row_start,
+                kv_len - block_start,
+                TABLE_BLOCK,
+                KIND,
+            )
+            scores = tl.where(kept, scores * score_scale, -float("inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            weights = tl.math.exp2(scores - new_max[:, None])
+        rescale = tl.math.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        accumulator = accumulator * rescale[:, None]
+        v = load_tile(v_base, position, kv_len, v_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+        running_max = new_max
+        position = upcoming
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def attention_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    mask_index,
+    row_ptr,
+    row_split,
+    row_order,
+    col_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    q_batch_stride,
+    q_head_stride,
+    q_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_stride,
+    v_batch_stride,
+    v_head_stride,
+    v_stride,
+    out_batch_stride,
+    out_head_stride,
+    out_stride,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    SPARSE: tl.constexpr,
+):
+    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head."""
+    slot = tl.program_id(0)
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    if SPARSE:
+        TILES: tl.constexpr = TABLE_BLOCK // TILE_M
+        mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
+        row = mask * q_blocks + tl.load(row_order + mask * q_blocks + slot // TILES)
+        first_query = (row - mask * q_blocks) * TABLE_BLOCK + slot % TILES * TILE_M
+        begin = tl.load(row_ptr + row + mask)
+        runs = tl.load(row_split + row * 2)
+        bits = tl.load(row_split + row * 2 + 1)
+        end = tl.load(row_ptr + row + mask + 1)
+    else:
+        first_query = slot * TILE_M
+        begin = 0
+        runs = kv_len // TILE_N
+        bits = runs
+        end = runs
+    k_base = k_ptr + batch.to(tl.int64) * k_batch_stride + (head // group).to(tl.int64) * k_head_stride
+    v_base = v_ptr + batch.to(tl.int64) * v_batch_stride + (head // group).to(tl.int64) * v_head_stride
+    q_base = q_ptr + batch.to(tl.int64) * q_batch_stride + head.to(tl.int64) * q_head_stride
+    q = load_tile(q_base, first_query, q_len, q_stride, HEAD_DIM, DIM, TILE_M, True)
+    state = (
+        tl.zeros([TILE_M, DIM], tl.float32),
+        tl.full([TILE_M], FLOOR, tl.float32),
+        tl.zeros([TILE_M], tl.float32),
+    )
+    # fmt: off
+    state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, begin, runs,
+                  first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+    if SPARSE:
+        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, runs, bits,
+                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
+        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, bits, end,
+                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
+    else:
+        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, end, tl.cdiv(kv_len, TILE_N),
+                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+    # fmt: on
+    accumulator, running_max, running_sum = state
+    keeps_nothing = running_sum == 0.0
+    total = tl.where(keeps_nothing, 1.0, running_sum)
+    out_base = out_ptr + batch.to(tl.int64) * out_batch_stride + head.to(tl.int64) * out_head_stride
+    store_tile(out_base, accumulator / total[:, None], first_query, q_len, out_stride, HEAD_DIM, DIM, TILE_M)
+    query = first_query + tl.arange(0, TILE_M)
+    lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
+
+
+def attention_forward(q, k, v, mask, scale, config=None):
+    """out like q, lse (batch, heads, q_len) float32. q, k, v: unbroken last dimension, other strides free."""
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    out = torch.empty_like(q)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+    config = config or forward_config(q.dtype, head_dim, mask.block_size if mask else None)
+    # A dense call passes q where a table would be: the compiled kernel has no use for these arguments.
+    tables = (mask.mask_index, *mask.by_query, *mask.tiles) if mask else (q,) * 8
+    q_blocks = mask.by_query.row_order.shape[1] if mask else 0
+    tiles = q_blocks * (mask.block_size // config.tile_m) if mask else triton.cdiv(q_len, config.tile_m)
+    attention_forward_kernel[(tiles, batch * heads)](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *tables,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *mask_strides(mask),
+        heads,
+        heads // kv_heads,
+        q_len,
+        kv_len,
+        q_blocks,
+        scale * LOG2_E.value,
+        HEAD_DIM=head_dim,
+        DIM=padded_head_dim(head_dim),
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
+        TABLE_BLOCK=mask.block_size if mask else config.tile_n,
+        SPARSE=mask is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, lse
+
+
+def mask_strides(mask) -> tuple[int, int]:
+    """Strides of mask_index over batch and heads: 0 along an axis that all share."""
+    if mask is None:
+        return 0, 0
+    index = mask.mask_index
+    return tuple(stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride()))
