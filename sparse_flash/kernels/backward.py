@@ -253,10 +253,8 @@ def _walk_queries(
         q = load_tile(q_base, position, q_len, q_stride, HEAD_DIM, DIM, TILE_M, KIND != FULL)
         if KIND == FULL:
             lse = tl.load(lse_base + query)
-            delta = tl.load(delta_base + query)
         else:
             lse = tl.load(lse_base + query, mask=query < q_len, other=0.0)
-            delta = tl.load(delta_base + query, mask=query < q_len, other=0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
         weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
         if KIND != FULL:
@@ -278,6 +276,10 @@ def _walk_queries(
         dout = load_tile(dout_base, position, q_len, dout_stride, HEAD_DIM, DIM, TILE_M, KIND != FULL)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         dweights = tl.dot(v, dout.T, input_precision="ieee")
+        if KIND == FULL:
+            delta = tl.load(delta_base + query)
+        else:
+            delta = tl.load(delta_base + query, mask=query < q_len, other=0.0)
         dscores = weights * (dweights - delta[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming

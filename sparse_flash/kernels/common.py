@@ -25,13 +25,13 @@ def load_tile(base, first_row, rows, row_stride, HEAD_DIM: tl.constexpr, DIM: tl
     # 64-bit once for the tile; within it 32 bits suffice.
     pointers = base + first_row.to(tl.int64) * row_stride + row[:, None] * row_stride + dim[None, :]
     if CHECK:
-        inside = (first_row + row < rows)[:, None]
-        if HEAD_DIM != DIM:
-            inside = inside & (dim < HEAD_DIM)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-    if HEAD_DIM != DIM:
-        return tl.load(pointers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(pointers)
+        inside = (first_row + row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif HEAD_DIM != DIM:
+        tile = tl.load(pointers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
@@ -48,8 +48,10 @@ def step_position(col_idx, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, T
     """The first token of a step along the walked axis; any number past the end."""
     if SPARSE:
         block = tl.load(col_idx + step // STEPS, mask=step < end, other=0)
-        return block * TABLE_BLOCK + (step % STEPS) * TILE
-    return step * TILE
+        position = block * TABLE_BLOCK + (step % STEPS) * TILE
+    else:
+        position = step * TILE
+    return position
 
 
 @triton.jit
@@ -71,11 +73,14 @@ def kept_pairs(
     tokens from the block's start to the end of the queries and keys.
     """
     if KIND == BOUNDS:
-        return (q_in_block < q_left) & (kv_in_block < kv_left)
-    tile = tl.load(tile_idx + entry)
-    if KIND == RUNS:
-        run = tl.load(tile_runs + tile * TABLE_BLOCK + q_in_block)
-        return (kv_in_block >= (run & 0xFFFF)) & (kv_in_block < (run >> 16))
-    WORDS: tl.constexpr = (TABLE_BLOCK + 31) // 32
-    words = tile_bits + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
-    return ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0
+        kept = (q_in_block < q_left) & (kv_in_block < kv_left)
+    else:
+        tile = tl.load(tile_idx + entry)
+        if KIND == RUNS:
+            run = tl.load(tile_runs + tile * TABLE_BLOCK + q_in_block)
+            kept = (kv_in_block >= (run & 0xFFFF)) & (kv_in_block < (run >> 16))
+        else:
+            WORDS: tl.constexpr = (TABLE_BLOCK + 31) // 32
+            words = tile_bits + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
+            kept = ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0
+    return kept
