@@ -48,16 +48,26 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale):
     from ..kernels.forward import attention_forward
 
-    return attention_forward(*map(_rows_unbroken, (q, k, v)), mask, scale)
+    padded = (_padded(t) for t in (q, k, v))
+    out, lse = attention_forward(*padded, mask, scale)
+    return _like(q, out), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     # Two passes without atomics: repeatable whether asked to be or not.
     from ..kernels.backward import attention_backward
 
-    return attention_backward(_rows_unbroken(dout), dlse, *map(_rows_unbroken, (q, k, v)), out, lse, mask, scale)
+    dout, q_padded, k_padded, v_padded, out = (_padded(t) for t in (dout, q, k, v, out))
+    grads = attention_backward(dout, dlse, q_padded, k_padded, v_padded, out, lse, mask, scale)
+    return tuple(_like(tensor, grad) for tensor, grad in zip((q, k, v), grads))
 
 
-def _rows_unbroken(tensor: torch.Tensor) -> torch.Tensor:
-    """The kernels read the last dimension in one piece; every other stride is free."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with rows of whole 16-byte pieces, which the copy engine needs; head dimensions that are multiples of 8
+    are so already."""
+    missing = -tensor.shape[3] % (16 // tensor.element_size())
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+    return padded if padded.shape == tensor.shape else torch.empty_like(tensor).copy_(padded[..., : tensor.shape[3]])

@@ -13,45 +13,36 @@ import triton.language as tl
 
 from .common import BITS, BOUNDS, FULL, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .forward import mask_strides
+from .launch import describable, described, row_count, table_arguments
 
 DELTA_ROWS = 64
 
 
 @triton.jit
 def delta_kernel(
-    out_ptr,
-    dout_ptr,
+    out_tensor,
+    dout_tensor,
     dlse_ptr,
     delta_ptr,
-    out_batch_stride,
-    out_head_stride,
-    out_stride,
-    dout_batch_stride,
-    dout_head_stride,
-    dout_stride,
     dlse_batch_stride,
     dlse_head_stride,
     dlse_stride,
     heads,
     q_len,
     HAS_DLSE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """delta = rowsum(dOut * Out) - dLse: what the softmax's derivative subtracts from each dP of a row."""
     first = tl.program_id(0) * ROWS
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    out_base = out_ptr + batch * out_batch_stride + head * out_head_stride
-    dout_base = dout_ptr + batch * dout_batch_stride + head * dout_head_stride
-    out = load_tile(out_base, first, q_len, out_stride, HEAD_DIM, DIM, ROWS, True)
-    dout = load_tile(dout_base, first, q_len, dout_stride, HEAD_DIM, DIM, ROWS, True)
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    out = load_tile(out_tensor, batch, head, first, ROWS, DIM)
+    dout = load_tile(dout_tensor, batch, head, first, ROWS, DIM)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     row = first + tl.arange(0, ROWS)
     if HAS_DLSE:
-        dlse_base = dlse_ptr + batch * dlse_batch_stride + head * dlse_head_stride
+        dlse_base = dlse_ptr + batch.to(tl.int64) * dlse_batch_stride + head.to(tl.int64) * dlse_head_stride
         delta -= tl.load(dlse_base + row.to(tl.int64) * dlse_stride, mask=row < q_len, other=0.0)
     tl.store(delta_ptr + tl.program_id(1).to(tl.int64) * q_len + row, delta, mask=row < q_len)
 
@@ -63,21 +54,17 @@ def _walk_keys(
     dout,
     lse,
     delta,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    k_tensor,
+    v_tensor,
+    batch,
+    kv_head,
+    table,
     begin,
     end,
     first_query,
     q_len,
     kv_len,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -88,28 +75,20 @@ def _walk_keys(
     """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile. lse: (TILE_M,) in base 2."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
-    position = step_position(col_idx, begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
     for step in tl.range(begin * STEPS, last):
-        upcoming = step_position(col_idx, step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-        k = load_tile(k_base, position, kv_len, k_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
-        v = load_tile(v_base, position, kv_len, v_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
+        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+        k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
+        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")
         weights = tl.math.exp2(scores * score_scale - lse[:, None])
         if KIND != FULL:
             block_start = position - (step % STEPS) * TILE_N
             row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
-            kept = kept_pairs(
-                tile_idx,
-                tile_runs,
-                tile_bits,
-                step // STEPS,
-                (first_query - row_start + tl.arange(0, TILE_M))[:, None],
-                (position - block_start + tl.arange(0, TILE_N))[None, :],
-                q_len - row_start,
-                kv_len - block_start,
-                TABLE_BLOCK,
-                KIND,
-            )
+            q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
+            kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
+            entry = step // STEPS
+            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - row_start, kv_len - block_start, TABLE_BLOCK, KIND)
             weights = tl.where(kept, weights, 0.0)
         dweights = tl.dot(dout, v.T, input_precision="ieee")
         dscores = weights * (dweights - delta[:, None])
@@ -120,13 +99,13 @@ def _walk_keys(
 
 @triton.jit
 def grad_q_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    dq_tensor,
     lse_ptr,
     delta_ptr,
-    dq_ptr,
     mask_index,
     row_ptr,
     row_split,
@@ -135,21 +114,6 @@ def grad_q_kernel(
     tile_idx,
     tile_runs,
     tile_bits,
-    q_batch_stride,
-    q_head_stride,
-    q_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_stride,
-    v_batch_stride,
-    v_head_stride,
-    v_stride,
-    dout_batch_stride,
-    dout_head_stride,
-    dout_stride,
-    dq_batch_stride,
-    dq_head_stride,
-    dq_stride,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -159,7 +123,6 @@ def grad_q_kernel(
     q_blocks,
     scale,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -170,6 +133,8 @@ def grad_q_kernel(
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
+    kv_head = head // group
+    table = (col_idx, tile_idx, tile_runs, tile_bits)
     if SPARSE:
         TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
@@ -184,33 +149,30 @@ def grad_q_kernel(
         begin = 0
         runs = kv_len // TILE_N
         bits = runs
-        end = runs
-    k_base = k_ptr + batch.to(tl.int64) * k_batch_stride + (head // group).to(tl.int64) * k_head_stride
-    v_base = v_ptr + batch.to(tl.int64) * v_batch_stride + (head // group).to(tl.int64) * v_head_stride
-    q_base = q_ptr + batch.to(tl.int64) * q_batch_stride + head.to(tl.int64) * q_head_stride
-    dout_base = dout_ptr + batch.to(tl.int64) * dout_batch_stride + head.to(tl.int64) * dout_head_stride
-    q = load_tile(q_base, first_query, q_len, q_stride, HEAD_DIM, DIM, TILE_M, True)
-    dout = load_tile(dout_base, first_query, q_len, dout_stride, HEAD_DIM, DIM, TILE_M, True)
+        end = tl.cdiv(kv_len, TILE_N)
+    q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
+    dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + line, mask=query < q_len, other=0.0)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
     # fmt: off
-    dq = _walk_keys(dq, q, dout, lse, delta, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, begin, runs,
-                    first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, begin, runs, first_query, q_len, kv_len,
+                    score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
     if SPARSE:
-        dq = _walk_keys(dq, q, dout, lse, delta, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, runs, bits,
-                        first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-        dq = _walk_keys(dq, q, dout, lse, delta, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, bits, end,
-                        first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
+        if runs < bits:
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, runs, bits, first_query, q_len, kv_len,
+                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
+        if bits < end:
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len,
+                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
     else:
-        dq = _walk_keys(dq, q, dout, lse, delta, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, end,
-                        tl.cdiv(kv_len, TILE_N), first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK,
-                        SPARSE, BOUNDS)
+        if bits < end:
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len,
+                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
     # fmt: on
-    dq_base = dq_ptr + batch.to(tl.int64) * dq_batch_stride + head.to(tl.int64) * dq_head_stride
-    store_tile(dq_base, dq * scale, first_query, q_len, dq_stride, HEAD_DIM, DIM, TILE_M)
+    store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
 
 
 @triton.jit
@@ -219,23 +181,19 @@ def _walk_queries(
     dv,
     k,
     v,
-    q_base,
-    dout_base,
+    q_tensor,
+    dout_tensor,
     lse_base,
     delta_base,
-    q_stride,
-    dout_stride,
-    row_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    batch,
+    head,
+    table,
     begin,
     end,
     first_key,
     q_len,
     kv_len,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -246,11 +204,11 @@ def _walk_queries(
     """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
     last = end * STEPS
-    position = step_position(row_idx, begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
+    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
     for step in tl.range(begin * STEPS, last):
-        upcoming = step_position(row_idx, step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
+        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
         query = position + tl.arange(0, TILE_M)
-        q = load_tile(q_base, position, q_len, q_stride, HEAD_DIM, DIM, TILE_M, KIND != FULL)
+        q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
         if KIND == FULL:
             lse = tl.load(lse_base + query)
         else:
@@ -260,22 +218,15 @@ def _walk_queries(
         if KIND != FULL:
             block_start = position - (step % STEPS) * TILE_M
             col_start = first_key // TABLE_BLOCK * TABLE_BLOCK
-            kept = kept_pairs(
-                tile_idx,
-                tile_runs,
-                tile_bits,
-                step // STEPS,
-                (position - block_start + tl.arange(0, TILE_M))[None, :],
-                (first_key - col_start + tl.arange(0, TILE_N))[:, None],
-                q_len - block_start,
-                kv_len - col_start,
-                TABLE_BLOCK,
-                KIND,
-            )
+            q_in_block = (position - block_start + tl.arange(0, TILE_M))[None, :]
+            kv_in_block = (first_key - col_start + tl.arange(0, TILE_N))[:, None]
+            entry = step // STEPS
+            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - block_start, kv_len - col_start, TABLE_BLOCK, KIND)
             weights = tl.where(kept, weights, 0.0)
-        dout = load_tile(dout_base, position, q_len, dout_stride, HEAD_DIM, DIM, TILE_M, KIND != FULL)
+        dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         dweights = tl.dot(v, dout.T, input_precision="ieee")
+        # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
         if KIND == FULL:
             delta = tl.load(delta_base + query)
         else:
@@ -288,14 +239,14 @@ def _walk_queries(
 
 @triton.jit
 def grad_kv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    dk_tensor,
+    dv_tensor,
     lse_ptr,
     delta_ptr,
-    dk_ptr,
-    dv_ptr,
     mask_index,
     col_ptr,
     col_split,
@@ -304,24 +255,6 @@ def grad_kv_kernel(
     tile_idx,
     tile_runs,
     tile_bits,
-    q_batch_stride,
-    q_head_stride,
-    q_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_stride,
-    v_batch_stride,
-    v_head_stride,
-    v_stride,
-    dout_batch_stride,
-    dout_head_stride,
-    dout_stride,
-    dk_batch_stride,
-    dk_head_stride,
-    dk_stride,
-    dv_batch_stride,
-    dv_head_stride,
-    dv_stride,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -331,7 +264,6 @@ def grad_kv_kernel(
     kv_blocks,
     scale,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -343,22 +275,19 @@ def grad_kv_kernel(
     kv_heads = heads // group
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
-    TILES: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
-    # The heads of a group may have masks of different orders; any one order visits every key block once.
+    table = (row_idx, tile_idx, tile_runs, tile_bits)
     first_key = slot * TILE_N
     if SPARSE:
+        # The heads of a group may have masks of different orders; any one order visits every key block once.
+        TILES: tl.constexpr = TABLE_BLOCK // TILE_N
         mask = tl.load(mask_index + batch * mask_batch_stride + kv_head * group * mask_head_stride)
         first_key = tl.load(col_order + mask * kv_blocks + slot // TILES) * TABLE_BLOCK + slot % TILES * TILE_N
-    k_base = k_ptr + batch.to(tl.int64) * k_batch_stride + kv_head.to(tl.int64) * k_head_stride
-    v_base = v_ptr + batch.to(tl.int64) * v_batch_stride + kv_head.to(tl.int64) * v_head_stride
-    k = load_tile(k_base, first_key, kv_len, k_stride, HEAD_DIM, DIM, TILE_N, True)
-    v = load_tile(v_base, first_key, kv_len, v_stride, HEAD_DIM, DIM, TILE_N, True)
+    k = load_tile(k_tensor, batch, kv_head, first_key, TILE_N, DIM)
+    v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM)
     dk = tl.zeros([TILE_N, DIM], tl.float32)
     dv = tl.zeros([TILE_N, DIM], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        q_base = q_ptr + batch.to(tl.int64) * q_batch_stride + head.to(tl.int64) * q_head_stride
-        dout_base = dout_ptr + batch.to(tl.int64) * dout_batch_stride + head.to(tl.int64) * dout_head_stride
         line = (batch * heads + head).to(tl.int64) * q_len
         # fmt: off
         if SPARSE:
@@ -368,122 +297,103 @@ def grad_kv_kernel(
             runs = tl.load(col_split + col * 2)
             bits = tl.load(col_split + col * 2 + 1)
             end = tl.load(col_ptr + col + mask + 1)
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, dout_base, lse_ptr + line, delta_ptr + line, q_stride, dout_stride, row_idx,
-                                   tile_idx, tile_runs, tile_bits, begin, runs, first_key, q_len, kv_len, score_scale,
-                                   HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, dout_base, lse_ptr + line, delta_ptr + line, q_stride, dout_stride, row_idx,
-                                   tile_idx, tile_runs, tile_bits, runs, bits, first_key, q_len, kv_len, score_scale,
-                                   HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, dout_base, lse_ptr + line, delta_ptr + line, q_stride, dout_stride, row_idx,
-                                   tile_idx, tile_runs, tile_bits, bits, end, first_key, q_len, kv_len, score_scale,
-                                   HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
+            dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, begin, runs,
+                                   first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+            if runs < bits:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, runs, bits,
+                                       first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
+            if bits < end:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, bits, end,
+                                       first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
         else:
             whole = q_len // TILE_M
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, dout_base, lse_ptr + line, delta_ptr + line, q_stride, dout_stride, row_idx,
-                                   tile_idx, tile_runs, tile_bits, 0, whole, first_key, q_len, kv_len, score_scale,
-                                   HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, dout_base, lse_ptr + line, delta_ptr + line, q_stride, dout_stride, row_idx,
-                                   tile_idx, tile_runs, tile_bits, whole, tl.cdiv(q_len, TILE_M), first_key, q_len, kv_len, score_scale,
-                                   HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+            dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, 0, whole,
+                                   first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+            if whole * TILE_M < q_len:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, whole,
+                                       whole + 1, first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
         # fmt: on
-    dk_base = dk_ptr + batch.to(tl.int64) * dk_batch_stride + kv_head.to(tl.int64) * dk_head_stride
-    dv_base = dv_ptr + batch.to(tl.int64) * dv_batch_stride + kv_head.to(tl.int64) * dv_head_stride
-    store_tile(dk_base, dk * scale, first_key, kv_len, dk_stride, HEAD_DIM, DIM, TILE_N)
-    store_tile(dv_base, dv, first_key, kv_len, dv_stride, HEAD_DIM, DIM, TILE_N)
+    store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
+    store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v. All with unbroken last dimensions; dlse may be None."""
+    """dq, dk, dv like q, k, v. head_dim: a multiple of 16 bytes; strides are free. dlse may be None."""
+    dout, q, k, v, out = map(describable, (dout, q, k, v, out))
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else None
-    q_config = q_config or grad_q_config(q.dtype, head_dim, block_size)
-    kv_config = kv_config or grad_kv_config(q.dtype, head_dim, block_size)
-    q_blocks, kv_blocks = (mask.by_query.row_order.shape[1], mask.by_key.row_order.shape[1]) if mask else (0, 0)
-    common = {"HEAD_DIM": head_dim, "DIM": dim, "SPARSE": mask is not None}
+    dim, block_size = padded_head_dim(head_dim), mask.block_size if mask else None
 
     delta = torch.empty_like(lse)
+    dlse_or_any = lse if dlse is None else dlse
     delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        out,
-        dout,
-        lse if dlse is None else dlse,
+        described(out, DELTA_ROWS, dim),
+        described(dout, DELTA_ROWS, dim),
+        dlse_or_any,
         delta,
-        *out.stride()[:3],
-        *dout.stride()[:3],
-        *(lse if dlse is None else dlse).stride(),
+        *dlse_or_any.stride(),
         heads,
         q_len,
         HAS_DLSE=dlse is not None,
-        HEAD_DIM=head_dim,
         DIM=dim,
         ROWS=DELTA_ROWS,
         num_warps=4,
     )
 
     dq = torch.empty_like(q)
-    tiles = q_blocks * (block_size // q_config.tile_m) if mask else triton.cdiv(q_len, q_config.tile_m)
-    grad_q_kernel[(tiles, batch * heads)](
-        q,
-        k,
-        v,
-        dout,
+    config = q_config or grad_q_config(q.dtype, head_dim, block_size)
+    m, n = config.tile_m, config.tile_n
+    grad_q_kernel[(row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)](
+        described(q, m, dim),
+        described(k, n, dim),
+        described(v, n, dim),
+        described(dout, m, dim),
+        described(dq, m, dim),
         lse,
         delta,
-        dq,
-        *((mask.mask_index, *mask.by_query, *mask.tiles) if mask else (q,) * 8),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dq.stride()[:3],
-        *mask_strides(mask),
+        *table_arguments(mask, mask and mask.by_query, lse),
         heads,
-        group,
+        heads // kv_heads,
         q_len,
         kv_len,
-        q_blocks,
+        mask.by_query.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
-        TILE_M=q_config.tile_m,
-        TILE_N=q_config.tile_n,
-        TABLE_BLOCK=block_size or q_config.tile_n,
-        num_warps=q_config.num_warps,
-        num_stages=q_config.num_stages,
-        **common,
+        DIM=dim,
+        TILE_M=m,
+        TILE_N=n,
+        TABLE_BLOCK=block_size or n,
+        SPARSE=mask is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    tiles = kv_blocks * (block_size // kv_config.tile_n) if mask else triton.cdiv(kv_len, kv_config.tile_n)
-    grad_kv_kernel[(tiles, batch * kv_heads)](
-        q,
-        k,
-        v,
-        dout,
+    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size)
+    m, n = config.tile_m, config.tile_n
+    grad_kv_kernel[(row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)](
+        described(q, m, dim),
+        described(k, n, dim),
+        described(v, n, dim),
+        described(dout, m, dim),
+        described(dk, n, dim),
+        described(dv, n, dim),
         lse,
         delta,
-        dk,
-        dv,
-        *((mask.mask_index, *mask.by_key, *mask.tiles) if mask else (q,) * 8),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        *mask_strides(mask),
+        *table_arguments(mask, mask and mask.by_key, lse),
         heads,
-        group,
+        heads // kv_heads,
         q_len,
         kv_len,
-        kv_blocks,
+        mask.by_key.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
-        TILE_M=kv_config.tile_m,
-        TILE_N=kv_config.tile_n,
-        TABLE_BLOCK=block_size or kv_config.tile_m,
-        num_warps=kv_config.num_warps,
-        num_stages=kv_config.num_stages,
-        **common,
+        DIM=dim,
+        TILE_M=m,
+        TILE_N=n,
+        TABLE_BLOCK=block_size or m,
+        SPARSE=mask is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return dq, dk, dv

@@ -18,36 +18,25 @@ BOUNDS = tl.constexpr(3)
 
 
 @triton.jit
-def load_tile(base, first_row, rows, row_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, CHECK: tl.constexpr):
-    """Rows first_row .. first_row + TILE - 1 of a (rows, HEAD_DIM) matrix as a (TILE, DIM) tile; 0 outside."""
-    row = tl.arange(0, TILE)
-    dim = tl.arange(0, DIM)
-    # 64-bit once for the tile; within it 32 bits suffice.
-    pointers = base + first_row.to(tl.int64) * row_stride + row[:, None] * row_stride + dim[None, :]
-    if CHECK:
-        inside = (first_row + row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-        tile = tl.load(pointers, mask=inside, other=0.0)
-    elif HEAD_DIM != DIM:
-        tile = tl.load(pointers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Rows first_row .. first_row + TILE - 1 of one head as a (TILE, DIM) tile; 0 outside the tensor.
+
+    tensor: descriptor of a (batch, heads, tokens, head_dim) tensor; the hardware works out addresses and bounds.
+    """
+    return tensor.load([batch, head, first_row, 0]).reshape(TILE, DIM)
 
 
 @triton.jit
-def store_tile(base, tile, first_row, rows, row_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):
-    row = tl.arange(0, TILE)
-    dim = tl.arange(0, DIM)
-    pointers = base + first_row.to(tl.int64) * row_stride + row[:, None] * row_stride + dim[None, :]
-    inside = (first_row + row < rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
+    """The reverse of ``load_tile``; what lies outside the tensor is not stored."""
+    tensor.store([batch, head, first_row, 0], tile.to(tensor.dtype).reshape(1, 1, TILE, DIM))
 
 
 @triton.jit
-def step_position(col_idx, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def step_position(index, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """The first token of a step along the walked axis; any number past the end."""
     if SPARSE:
-        block = tl.load(col_idx + step // STEPS, mask=step < end, other=0)
+        block = tl.load(index + step // STEPS, mask=step < end, other=0)
         position = block * TABLE_BLOCK + (step % STEPS) * TILE
     else:
         position = step * TILE
@@ -55,32 +44,21 @@ def step_position(col_idx, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, T
 
 
 @triton.jit
-def kept_pairs(
-    tile_idx,
-    tile_runs,
-    tile_bits,
-    entry,
-    q_in_block,
-    kv_in_block,
-    q_left,
-    kv_left,
-    TABLE_BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-):
+def kept_pairs(table, entry, q_in_block, kv_in_block, q_left, kv_left, TABLE_BLOCK: tl.constexpr, KIND: tl.constexpr):
     """Which pairs of a step are kept, of the broadcast shape of q_in_block and kv_in_block.
 
-    q_in_block, kv_in_block: int32 positions within the block, one of shape (n, 1), the other (1, n). q_left, kv_left:
-    tokens from the block's start to the end of the queries and keys.
+    table: (index, tile_idx, tile_runs, tile_bits). q_in_block, kv_in_block: int32 positions within the block, one of shape
+    (n, 1), the other (1, n). q_left, kv_left: tokens from the block's start to the end of the queries and keys.
     """
     if KIND == BOUNDS:
         kept = (q_in_block < q_left) & (kv_in_block < kv_left)
     else:
-        tile = tl.load(tile_idx + entry)
+        tile = tl.load(table[1] + entry)
         if KIND == RUNS:
-            run = tl.load(tile_runs + tile * TABLE_BLOCK + q_in_block)
+            run = tl.load(table[2] + tile * TABLE_BLOCK + q_in_block)
             kept = (kv_in_block >= (run & 0xFFFF)) & (kv_in_block < (run >> 16))
         else:
             WORDS: tl.constexpr = (TABLE_BLOCK + 31) // 32
-            words = tile_bits + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
+            words = table[3] + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
             kept = ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0
     return kept

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .common import BITS, BOUNDS, FULL, LN_2, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
 from .configs import forward_config, padded_head_dim
+from .launch import describable, described, row_count, table_arguments
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -18,21 +19,17 @@ FLOOR = tl.constexpr(-3.0e38)
 def _walk(
     state,
     q,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    col_idx,
-    tile_idx,
-    tile_runs,
-    tile_bits,
+    k_tensor,
+    v_tensor,
+    batch,
+    kv_head,
+    table,
     begin,
     end,
     first_query,
     q_len,
     kv_len,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -44,11 +41,11 @@ def _walk(
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
-    position = step_position(col_idx, begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
     for step in tl.range(begin * STEPS, last):
         # The table is read one step ahead, so that no load of keys waits for it.
-        upcoming = step_position(col_idx, step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-        k = load_tile(k_base, position, kv_len, k_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
+        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
+        k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if KIND == FULL:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
@@ -56,25 +53,17 @@ def _walk(
         else:
             block_start = position - (step % STEPS) * TILE_N
             row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
-            kept = kept_pairs(
-                tile_idx,
-                tile_runs,
-                tile_bits,
-                step // STEPS,
-                (first_query - row_start + tl.arange(0, TILE_M))[:, None],
-                (position - block_start + tl.arange(0, TILE_N))[None, :],
-                q_len - row_start,
-                kv_len - block_start,
-                TABLE_BLOCK,
-                KIND,
-            )
+            q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
+            kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
+            entry = step // STEPS
+            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - row_start, kv_len - block_start, TABLE_BLOCK, KIND)
             scores = tl.where(kept, scores * score_scale, -float("inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
-        v = load_tile(v_base, position, kv_len, v_stride, HEAD_DIM, DIM, TILE_N, KIND != FULL)
+        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
         running_max = new_max
         position = upcoming
@@ -83,10 +72,10 @@ def _walk(
 
 @triton.jit
 def attention_forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    out_tensor,
     lse_ptr,
     mask_index,
     row_ptr,
@@ -96,18 +85,6 @@ def attention_forward_kernel(
     tile_idx,
     tile_runs,
     tile_bits,
-    q_batch_stride,
-    q_head_stride,
-    q_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_stride,
-    v_batch_stride,
-    v_head_stride,
-    v_stride,
-    out_batch_stride,
-    out_head_stride,
-    out_stride,
     mask_batch_stride,
     mask_head_stride,
     heads,
@@ -116,7 +93,6 @@ def attention_forward_kernel(
     kv_len,
     q_blocks,
     score_scale,
-    HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -127,6 +103,8 @@ def attention_forward_kernel(
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
+    kv_head = head // group
+    table = (col_idx, tile_idx, tile_runs, tile_bits)
     if SPARSE:
         TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
@@ -141,82 +119,66 @@ def attention_forward_kernel(
         begin = 0
         runs = kv_len // TILE_N
         bits = runs
-        end = runs
-    k_base = k_ptr + batch.to(tl.int64) * k_batch_stride + (head // group).to(tl.int64) * k_head_stride
-    v_base = v_ptr + batch.to(tl.int64) * v_batch_stride + (head // group).to(tl.int64) * v_head_stride
-    q_base = q_ptr + batch.to(tl.int64) * q_batch_stride + head.to(tl.int64) * q_head_stride
-    q = load_tile(q_base, first_query, q_len, q_stride, HEAD_DIM, DIM, TILE_M, True)
+        end = tl.cdiv(kv_len, TILE_N)
+    q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
     state = (
         tl.zeros([TILE_M, DIM], tl.float32),
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
     # fmt: off
-    state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, begin, runs,
-                  first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+    state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, begin, runs, first_query, q_len, kv_len, score_scale,
+                  DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
     if SPARSE:
-        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, runs, bits,
-                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, bits, end,
-                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
+        # A walk of no steps is not free: it fills and drains a pipeline.
+        if runs < bits:
+            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, runs, bits, first_query, q_len, kv_len, score_scale,
+                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
+        if bits < end:
+            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len, score_scale,
+                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
     else:
-        state = _walk(state, q, k_base, v_base, k_stride, v_stride, col_idx, tile_idx, tile_runs, tile_bits, end, tl.cdiv(kv_len, TILE_N),
-                      first_query, q_len, kv_len, score_scale, HEAD_DIM, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+        if bits < end:
+            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len, score_scale,
+                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
     total = tl.where(keeps_nothing, 1.0, running_sum)
-    out_base = out_ptr + batch.to(tl.int64) * out_batch_stride + head.to(tl.int64) * out_head_stride
-    store_tile(out_base, accumulator / total[:, None], first_query, q_len, out_stride, HEAD_DIM, DIM, TILE_M)
+    store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, config=None):
-    """out like q, lse (batch, heads, q_len) float32. q, k, v: unbroken last dimension, other strides free."""
+    """out like q, lse (batch, heads, q_len) float32. head_dim: a multiple of 16 bytes; strides are free."""
+    q, k, v = map(describable, (q, k, v))
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     config = config or forward_config(q.dtype, head_dim, mask.block_size if mask else None)
-    # A dense call passes q where a table would be: the compiled kernel has no use for these arguments.
-    tables = (mask.mask_index, *mask.by_query, *mask.tiles) if mask else (q,) * 8
-    q_blocks = mask.by_query.row_order.shape[1] if mask else 0
-    tiles = q_blocks * (mask.block_size // config.tile_m) if mask else triton.cdiv(q_len, config.tile_m)
-    attention_forward_kernel[(tiles, batch * heads)](
-        q,
-        k,
-        v,
-        out,
+    m, n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
+    attention_forward_kernel[(row_count(mask and mask.by_query, q_len, m, mask and mask.block_size), batch * heads)](
+        described(q, m, dim),
+        described(k, n, dim),
+        described(v, n, dim),
+        described(out, m, dim),
         lse,
-        *tables,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        *mask_strides(mask),
+        *table_arguments(mask, mask and mask.by_query, lse),
         heads,
         heads // kv_heads,
         q_len,
         kv_len,
-        q_blocks,
+        mask.by_query.row_order.shape[1] if mask else 0,
         scale * LOG2_E.value,
-        HEAD_DIM=head_dim,
-        DIM=padded_head_dim(head_dim),
-        TILE_M=config.tile_m,
-        TILE_N=config.tile_n,
-        TABLE_BLOCK=mask.block_size if mask else config.tile_n,
+        DIM=dim,
+        TILE_M=m,
+        TILE_N=n,
+        TABLE_BLOCK=mask.block_size if mask else n,
         SPARSE=mask is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     return out, lse
-
-
-def mask_strides(mask) -> tuple[int, int]:
-    """Strides of mask_index over batch and heads: 0 along an axis that all share."""
-    if mask is None:
-        return 0, 0
-    index = mask.mask_index
-    return tuple(stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride()))

@@ -1,0 +1,34 @@
+"""What the launchers share: descriptors of tensors and the arguments that a table becomes."""
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def describable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where a descriptor can address it, else a copy: descriptors need an unbroken last dimension, and
+    a base and strides that are multiples of 16 bytes."""
+    size = tensor.element_size()
+    aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:3]) and tensor.data_ptr() % 16 == 0
+    if tensor.stride(3) == 1 and aligned and 0 not in tensor.stride():
+        return tensor
+    return tensor.contiguous()
+
+
+def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
+    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim)."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, dim])
+
+
+def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
+    """The mask's arguments of a kernel that walks ``table``; a dense kernel has no use for them, and gets placeholders."""
+    if mask is None:
+        return (placeholder,) * 8 + (0, 0)
+    index = mask.mask_index
+    strides = (stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride()))
+    return (index, *table, *mask.tiles, *strides)
+
+
+def row_count(table, length: int, tile: int, block_size: int | None) -> int:
+    """How many programs along the rows of a table, or of ``length`` tokens."""
+    return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
