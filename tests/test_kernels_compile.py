@@ -1,0 +1,45 @@
+"""The kernels as a Hopper GPU would get them, compiled here without one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_LIMIT = 232448  # bytes a program may take on sm_90
+# Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
+STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = pathlib.Path(__file__).with_name("sm90.py")
+    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
+    assert len(kernels) == 12
+    assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
+
+
+def test_products_run_on_tensor_cores_and_tiles_come_by_the_copy_engine(kernels):
+    assert all(k["wgmma"] > 0 and k["tma"] > 0 for k in kernels), kernels
+
+
+def test_registers_are_spilled_no_more_than_recorded(kernels):
+    for k in kernels:
+        assert k["stack"] <= STACK_LIMIT.get((k["kernel"], k["dim"]), 0), k
+
+
+def test_two_programs_of_the_forward_kernel_share_a_multiprocessor(kernels):
+    # 228 KiB a multiprocessor, 1 KiB of it reserved for each program; 65,536 registers, four warps a program.
+    for k in kernels:
+        if k["kernel"] == "forward":
+            assert 2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536, k
