@@ -13,12 +13,12 @@ import triton.language as tl
 
 from .common import BITS, BOUNDS, FULL, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .launch import describable, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, describable, described, row_count, table_arguments
 
 DELTA_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def delta_kernel(
     out_tensor,
     dout_tensor,
@@ -97,7 +97,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def grad_q_kernel(
     q_tensor,
     k_tensor,
@@ -237,7 +237,7 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def grad_kv_kernel(
     q_tensor,
     k_tensor,

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .common import BITS, BOUNDS, FULL, LN_2, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
 from .configs import forward_config, padded_head_dim
-from .launch import describable, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, describable, described, row_count, table_arguments
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -70,7 +70,7 @@ def _walk(
     return accumulator, running_max, running_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_forward_kernel(
     q_tensor,
     k_tensor,

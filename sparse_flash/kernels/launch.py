@@ -5,6 +5,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+# Triton compiles anew for integers that are 1 or multiples of 16. Nothing here gains by it, and a new length or number
+# of heads shall not wait for a compiler.
+NOT_SPECIALIZED = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
+
+
 def describable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where a descriptor can address it, else a copy: descriptors need an unbroken last dimension, and
     a base and strides that are multiples of 16 bytes."""

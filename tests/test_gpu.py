@@ -1,0 +1,97 @@
+"""On a GPU, for every pattern, head dimension and dtype: right by the rule of ``oracle.check``. Skipped without one."""
+
+import pytest
+import torch
+from oracle import check
+
+import sparse_flash as sf
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("poison")]
+parametrize = pytest.mark.parametrize
+
+PATTERNS = {
+    "full": "full",
+    "causal": "causal",
+    "local": "causal & local(100)",
+    "strided": "strided(3, block=32)",
+    "strided tokens": "causal & strided(7, block=1)",
+    "fixed": "causal & fixed(4, summary=1, block=32)",
+    "butterfly": "butterfly(block=32)",
+    "power_of_two": "causal & power_of_two(block=32)",
+    "dilated": "causal & dilated(9, 3, block=1)",
+    "global_tokens": "local(30) | global_tokens(5)",
+    "sinks": "causal & (local(64) | sinks(4))",
+    "random": "causal & random(0.3, block=32)",
+    "prefix": "prefix(70)",
+    "documents": "causal & documents((0, 33, 40, 200, 385))",
+    "block_diagonal": "block_diagonal(block=100)",
+    "bigbird": "bigbird(block=32)",
+    "longformer": "longformer(40, 3)",
+    "neighborhood": "neighborhood((19, 20), (5, 7))",
+    "from_blocks": 'from_blocks("110/011/101", block=128)',
+    "complement": "~local(50)",
+}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@parametrize("dtype", DTYPES, ids=str)
+@parametrize("head_dim", [16, 32, 40, 64, 80, 96, 128, 192, 256])
+@parametrize("name", PATTERNS)
+def test_every_pattern_head_dim_and_dtype_is_right(name, head_dim, dtype):
+    check("triton", PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
+
+
+@parametrize("block_size", [16, 32, 64, 128, 256])
+@parametrize("head_dim", [64, 128])
+@parametrize("name", ["causal", "local", "dilated", "documents", "bigbird", "complement"])
+def test_every_table_block_is_right(name, head_dim, block_size):
+    check("triton", PATTERNS[name], 385, 380, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim)
+
+
+@parametrize("density", [0.0, 0.02, 0.5, 1.0])
+@parametrize("tokens", [1024, 1000])
+def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(density, tokens):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    blocks = torch.rand(2, 4, 8, 8, device="cuda", generator=generator) < density
+    blocks[:, :, 3] = True
+    mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens)
+    check("triton", mask, tokens, dtype=torch.bfloat16, head_dim=64, batch=2, heads=4)
+
+
+def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph():
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    blocks = torch.rand(1, 2, 4, 4, device="cuda") < 0.5
+    sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sf.BlockMask.from_blocks(blocks, 128)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128))
+    blocks.copy_(~blocks)
+    graph.replay()
+    assert torch.equal(out, sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128)))
+
+
+def test_gradients_repeat_bit_for_bit():
+    def run():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 4, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = sf.attention(q, k, v, "causal & (local(300) | power_of_two(block=128))")
+        return torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_offsets_beyond_two_to_the_31_are_right():
+    # 2^31 numbers in q: 1 x 8 x 1,048,576 tokens x 256, of which the window needs little.
+    tokens = 1 << 20
+    q = torch.randn(1, 9, tokens, 256, device="cuda", dtype=torch.bfloat16)
+    mask = sf.compile_mask("causal & local(64)", tokens, device="cuda")
+    out = sf.attention(q, q, q, mask)
+    last = slice(tokens - 128, tokens)
+    short = sf.attention(*(q[:, :, tokens - 256 :].contiguous(),) * 3, "causal & local(64)")
+    torch.testing.assert_close(out[:, :, last], short[:, :, 128:], rtol=0, atol=0)
