@@ -13,8 +13,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-@cache
 def available() -> str | None:
+    return _available()
+
+
+@cache
+def _available() -> str | None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -24,9 +28,17 @@ def available() -> str | None:
     return None
 
 
-@cache
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU; it reads the variable when kernels are defined."""
+    return _interpreted()
+
+
+# For torch.compile, which cannot trace an import; see attention.py.
+available._dynamo_marked_constant = interpreted._dynamo_marked_constant = True
+
+
+@cache
+def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
@@ -48,26 +60,33 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale):
     from ..kernels.forward import attention_forward
 
-    padded = (_padded(t) for t in (q, k, v))
-    out, lse = attention_forward(*padded, mask, scale)
-    return _like(q, out), lse
+    ready = [_addressable(t) for t in (q, k, v)]
+    out, lse = attention_forward(*ready, mask, scale)
+    return _restored(out, ready[0], q), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     # Two passes without atomics: repeatable whether asked to be or not.
     from ..kernels.backward import attention_backward
 
-    dout, q_padded, k_padded, v_padded, out = (_padded(t) for t in (dout, q, k, v, out))
-    grads = attention_backward(dout, dlse, q_padded, k_padded, v_padded, out, lse, mask, scale)
-    return tuple(_like(tensor, grad) for tensor, grad in zip((q, k, v), grads))
+    dout, out, *ready = (_addressable(t) for t in (dout, out, q, k, v))
+    grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
+    return tuple(map(_restored, grads, ready, (q, k, v)))
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with rows of whole 16-byte pieces, which the copy engine needs; head dimensions that are multiples of 8
-    are so already."""
-    missing = -tensor.shape[3] % (16 // tensor.element_size())
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+def _addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where the copy engine can address it, else a copy, its rows padded to whole 16-byte pieces.
+
+    It needs an unbroken last dimension, and a base and strides that are multiples of 16 bytes: so do projections of q, k
+    and v in one tensor, and either order of tokens and heads, at head dimensions that are multiples of 8.
+    """
+    unit = 16 // tensor.element_size()
+    strides = tensor.stride()
+    if strides[3] == 1 and tensor.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in strides[:3]):
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit)).contiguous()
 
 
-def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-    return padded if padded.shape == tensor.shape else torch.empty_like(tensor).copy_(padded[..., : tensor.shape[3]])
+def _restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A result like ``ready`` as one like ``tensor``: its head_dim and memory order."""
+    return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])

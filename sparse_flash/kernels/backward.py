@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, BOUNDS, FULL, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
+from .common import BITS, FULL, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, describable, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, row_count, table_arguments
 
 DELTA_ROWS = 64
 
@@ -87,8 +87,8 @@ def _walk_keys(
             row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
             q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
             kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
-            entry = step // STEPS
-            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - row_start, kv_len - block_start, TABLE_BLOCK, KIND)
+            left = (q_len - row_start, kv_len - block_start)
+            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             weights = tl.where(kept, weights, 0.0)
         dweights = tl.dot(dout, v.T, input_precision="ieee")
         dscores = weights * (dweights - delta[:, None])
@@ -138,18 +138,12 @@ def grad_q_kernel(
     if SPARSE:
         TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row = mask * q_blocks + tl.load(row_order + mask * q_blocks + slot // TILES)
-        first_query = (row - mask * q_blocks) * TABLE_BLOCK + slot % TILES * TILE_M
-        begin = tl.load(row_ptr + row + mask)
-        runs = tl.load(row_split + row * 2)
-        bits = tl.load(row_split + row * 2 + 1)
-        end = tl.load(row_ptr + row + mask + 1)
+        row = tl.load(row_order + mask * q_blocks + slot // TILES)
+        first_query = row * TABLE_BLOCK + slot % TILES * TILE_M
+        bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
     else:
         first_query = slot * TILE_M
-        begin = 0
-        runs = kv_len // TILE_N
-        bits = runs
-        end = tl.cdiv(kv_len, TILE_N)
+        bounds = dense_bounds(kv_len, TILE_N)
     q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
     dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
@@ -158,19 +152,12 @@ def grad_q_kernel(
     delta = tl.load(delta_ptr + line, mask=query < q_len, other=0.0)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
     # fmt: off
-    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, begin, runs, first_query, q_len, kv_len,
-                    score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-    if SPARSE:
-        if runs < bits:
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, runs, bits, first_query, q_len, kv_len,
-                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-        if bits < end:
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len,
-                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
-    else:
-        if bits < end:
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len,
-                            score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bounds[0], bounds[1], first_query, q_len,
+                    kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+    for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
+        if bounds[KIND] < bounds[KIND + 1]:
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bounds[KIND], bounds[KIND + 1],
+                            first_query, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
     # fmt: on
     store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
 
@@ -209,10 +196,7 @@ def _walk_queries(
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
         query = position + tl.arange(0, TILE_M)
         q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
-        if KIND == FULL:
-            lse = tl.load(lse_base + query)
-        else:
-            lse = tl.load(lse_base + query, mask=query < q_len, other=0.0)
+        lse = tl.load(lse_base + query) if KIND == FULL else tl.load(lse_base + query, mask=query < q_len, other=0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
         weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
         if KIND != FULL:
@@ -220,17 +204,14 @@ def _walk_queries(
             col_start = first_key // TABLE_BLOCK * TABLE_BLOCK
             q_in_block = (position - block_start + tl.arange(0, TILE_M))[None, :]
             kv_in_block = (first_key - col_start + tl.arange(0, TILE_N))[:, None]
-            entry = step // STEPS
-            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - block_start, kv_len - col_start, TABLE_BLOCK, KIND)
+            left = (q_len - block_start, kv_len - col_start)
+            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             weights = tl.where(kept, weights, 0.0)
         dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM)
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
-        if KIND == FULL:
-            delta = tl.load(delta_base + query)
-        else:
-            delta = tl.load(delta_base + query, mask=query < q_len, other=0.0)
+        delta = tl.load(delta_base + query) if KIND == FULL else tl.load(delta_base + query, mask=query < q_len, other=0.0)
         dscores = weights * (dweights - delta[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming
@@ -289,37 +270,29 @@ def grad_kv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = (batch * heads + head).to(tl.int64) * q_len
-        # fmt: off
         if SPARSE:
             mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-            col = mask * kv_blocks + first_key // TABLE_BLOCK
-            begin = tl.load(col_ptr + col + mask)
-            runs = tl.load(col_split + col * 2)
-            bits = tl.load(col_split + col * 2 + 1)
-            end = tl.load(col_ptr + col + mask + 1)
-            dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, begin, runs,
-                                   first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-            if runs < bits:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, runs, bits,
-                                       first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-            if bits < end:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, bits, end,
-                                       first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
+            bounds = row_bounds(col_ptr, col_split, mask, first_key // TABLE_BLOCK, kv_blocks)
         else:
-            whole = q_len // TILE_M
-            dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, 0, whole,
-                                   first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-            if whole * TILE_M < q_len:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, whole,
-                                       whole + 1, first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+            bounds = dense_bounds(q_len, TILE_M)
+        # fmt: off
+        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, bounds[0],
+                               bounds[1], first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+        for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
+            if bounds[KIND] < bounds[KIND + 1]:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table,
+                                       bounds[KIND], bounds[KIND + 1], first_key, q_len, kv_len, score_scale,
+                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
         # fmt: on
     store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
     store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v. head_dim: a multiple of 16 bytes; strides are free. dlse may be None."""
-    dout, q, k, v, out = map(describable, (dout, q, k, v, out))
+    """dq, dk, dv like q, k, v. dlse may be None.
+
+    The others: unbroken rows, base and strides multiples of 16 bytes.
+    """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, block_size = padded_head_dim(head_dim), mask.block_size if mask else None

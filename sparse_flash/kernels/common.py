@@ -10,11 +10,10 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Kinds of walks. BOUNDS is the ragged end of a dense walk, where there is no table to name a tile.
+# Kinds of walks, in the order of a table's row. A dense walk has no tiles: its ragged end is a walk of kind RUNS.
 FULL = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 BITS = tl.constexpr(2)
-BOUNDS = tl.constexpr(3)
 
 
 @triton.jit
@@ -33,6 +32,25 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 
 @triton.jit
+def row_bounds(row_ptr, row_split, mask, row, rows):
+    """Where the full, run and bit entries of a row begin, and where the last end."""
+    line = mask * rows + row
+    begin = tl.load(row_ptr + line + mask)
+    runs = tl.load(row_split + line * 2)
+    bits = tl.load(row_split + line * 2 + 1)
+    end = tl.load(row_ptr + line + mask + 1)
+    return begin, runs, bits, end
+
+
+@triton.jit
+def dense_bounds(length, TILE: tl.constexpr):
+    """The same for a dense walk over ``length`` tokens, in steps: whole tiles, then the ragged end."""
+    whole = length // TILE
+    steps = (length + TILE - 1) // TILE
+    return whole * 0, whole, steps, steps
+
+
+@triton.jit
 def step_position(index, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """The first token of a step along the walked axis; any number past the end."""
     if SPARSE:
@@ -44,13 +62,15 @@ def step_position(index, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TAB
 
 
 @triton.jit
-def kept_pairs(table, entry, q_in_block, kv_in_block, q_left, kv_left, TABLE_BLOCK: tl.constexpr, KIND: tl.constexpr):
+def kept_pairs(
+    table, entry, q_in_block, kv_in_block, q_left, kv_left, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr, KIND: tl.constexpr
+):
     """Which pairs of a step are kept, of the broadcast shape of q_in_block and kv_in_block.
 
     table: (index, tile_idx, tile_runs, tile_bits). q_in_block, kv_in_block: int32 positions within the block, one of shape
     (n, 1), the other (1, n). q_left, kv_left: tokens from the block's start to the end of the queries and keys.
     """
-    if KIND == BOUNDS:
+    if not SPARSE:
         kept = (q_in_block < q_left) & (kv_in_block < kv_left)
     else:
         tile = tl.load(table[1] + entry)

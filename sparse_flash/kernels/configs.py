@@ -22,22 +22,28 @@ class Config:
 _FORWARD = {
     16: Config(128, 64, 4, 3),
     32: Config(128, 64, 4, 3),
-    64: Config(64, 128, 4, 3),  # 442 dense, 436 causal, 374 butterfly; (128, 64, 4, 3): 435, 413, 377; (128, 128, 8, 3): 397, 377, 314
-    128: Config(64, 64, 4, 3),  # 558 dense, 483 causal, 429 butterfly; (128, 64, 8, 3): 470, 468, 402; two stages: 470, 425, 408
+    # 442 dense, 436 causal, 374 butterfly; (128, 64, 4, 3): 435, 413, 377; (128, 128, 8, 3): 397, 377, 314.
+    64: Config(64, 128, 4, 3),
+    # 558 dense, 483 causal, 429 butterfly; (128, 64, 8, 3): 470, 468, 402; with two stages: 470, 425, 408.
+    128: Config(64, 64, 4, 3),
     256: Config(128, 64, 8, 2),
 }
 _GRAD_Q = {
     16: Config(128, 64, 4, 3),
     32: Config(128, 64, 4, 3),
-    64: Config(128, 64, 4, 3),  # 632 dense, 639 causal, 534 butterfly; (64, 64, 4, 2): 604, 569, 482
-    128: Config(128, 64, 8, 3),  # 649 dense, 642 causal, 510 butterfly; (64, 64, 4, 2): 634, 569, 508
+    # 632 dense, 639 causal, 534 butterfly; (64, 64, 4, 2): 604, 569, 482.
+    64: Config(128, 64, 4, 3),
+    # 649 dense, 642 causal, 510 butterfly; (64, 64, 4, 2): 634, 569, 508.
+    128: Config(128, 64, 8, 3),
     256: Config(64, 32, 4, 2),
 }
 _GRAD_KV = {
     16: Config(64, 128, 4, 3),
     32: Config(64, 128, 4, 3),
-    64: Config(64, 64, 4, 3),  # 524 dense, 457 causal, 395 butterfly; (128, 64, 4, 2): 540, 314, 277; (32, 128, 4, 3): 446, 447, 417
-    128: Config(64, 64, 4, 2),  # 578 dense, 580 causal, 489 butterfly; (64, 128, 8, 3): 575, 557, 467; three stages spill: 495, 472, 389
+    # 524 dense, 457 causal, 395 butterfly; (128, 64, 4, 2): 540, 314, 277; (32, 128, 4, 3): 446, 447, 417.
+    64: Config(64, 64, 4, 3),
+    # 578 dense, 580 causal, 489 butterfly; (64, 128, 8, 3): 575, 557, 467; three stages spill: 495, 472, 389.
+    128: Config(64, 64, 4, 2),
     256: Config(32, 64, 8, 2),
 }
 # fp32 products run on the ordinary units, in full precision: small tiles, so that they stay in registers.

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, BOUNDS, FULL, LN_2, LOG2_E, RUNS, kept_pairs, load_tile, step_position, store_tile
+from .common import BITS, FULL, LN_2, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
 from .configs import forward_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, describable, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, row_count, table_arguments
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -55,8 +55,8 @@ def _walk(
             row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
             q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
             kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
-            entry = step // STEPS
-            kept = kept_pairs(table, entry, q_in_block, kv_in_block, q_len - row_start, kv_len - block_start, TABLE_BLOCK, KIND)
+            left = (q_len - row_start, kv_len - block_start)
+            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             scores = tl.where(kept, scores * score_scale, -float("inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_max[:, None])
@@ -108,18 +108,12 @@ def attention_forward_kernel(
     if SPARSE:
         TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row = mask * q_blocks + tl.load(row_order + mask * q_blocks + slot // TILES)
-        first_query = (row - mask * q_blocks) * TABLE_BLOCK + slot % TILES * TILE_M
-        begin = tl.load(row_ptr + row + mask)
-        runs = tl.load(row_split + row * 2)
-        bits = tl.load(row_split + row * 2 + 1)
-        end = tl.load(row_ptr + row + mask + 1)
+        row = tl.load(row_order + mask * q_blocks + slot // TILES)
+        first_query = row * TABLE_BLOCK + slot % TILES * TILE_M
+        bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
     else:
         first_query = slot * TILE_M
-        begin = 0
-        runs = kv_len // TILE_N
-        bits = runs
-        end = tl.cdiv(kv_len, TILE_N)
+        bounds = dense_bounds(kv_len, TILE_N)
     q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
     state = (
         tl.zeros([TILE_M, DIM], tl.float32),
@@ -127,20 +121,13 @@ def attention_forward_kernel(
         tl.zeros([TILE_M], tl.float32),
     )
     # fmt: off
-    state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, begin, runs, first_query, q_len, kv_len, score_scale,
-                  DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-    if SPARSE:
+    state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bounds[0], bounds[1], first_query, q_len, kv_len,
+                  score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
+    for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
         # A walk of no steps is not free: it fills and drains a pipeline.
-        if runs < bits:
-            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, runs, bits, first_query, q_len, kv_len, score_scale,
-                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, RUNS)
-        if bits < end:
-            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len, score_scale,
-                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BITS)
-    else:
-        if bits < end:
-            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bits, end, first_query, q_len, kv_len, score_scale,
-                          DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, BOUNDS)
+        if bounds[KIND] < bounds[KIND + 1]:
+            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bounds[KIND], bounds[KIND + 1], first_query,
+                          q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -152,8 +139,10 @@ def attention_forward_kernel(
 
 
 def attention_forward(q, k, v, mask, scale, config=None):
-    """out like q, lse (batch, heads, q_len) float32. head_dim: a multiple of 16 bytes; strides are free."""
-    q, k, v = map(describable, (q, k, v))
+    """out like q, lse (batch, heads, q_len) float32.
+
+    q, k, v: unbroken rows, base and strides multiples of 16 bytes.
+    """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty_like(q)

@@ -4,20 +4,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
 # Triton compiles anew for integers that are 1 or multiples of 16. Nothing here gains by it, and a new length or number
 # of heads shall not wait for a compiler.
 NOT_SPECIALIZED = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
-
-
-def describable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a descriptor can address it, else a copy: descriptors need an unbroken last dimension, and
-    a base and strides that are multiples of 16 bytes."""
-    size = tensor.element_size()
-    aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:3]) and tensor.data_ptr() % 16 == 0
-    if tensor.stride(3) == 1 and aligned and 0 not in tensor.stride():
-        return tensor
-    return tensor.contiguous()
 
 
 def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
@@ -30,7 +19,7 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
-    strides = (stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride()))
+    strides = (stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride(), strict=True))
     return (index, *table, *mask.tiles, *strides)
 
 
