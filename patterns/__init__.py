@@ -1,6 +1,43 @@
 """The built-in patterns, one a file; ``sparse_flash`` exports them all."""
 
-from .causal import Causal as causal  # noqa: N813
-from .local import Local as local  # noqa: N813
+from .bigbird import BigBird as bigbird
+from .block_diagonal import BlockDiagonal as block_diagonal
+from .butterfly import Butterfly as butterfly
+from .causal import Causal as causal
+from .dilated import Dilated as dilated
+from .documents import Documents as documents
+from .fixed import Fixed as fixed
+from .from_blocks import FromBlocks as from_blocks
+from .from_mask_fn import FromMaskFn as from_mask_fn
+from .full import Full as full
+from .global_tokens import GlobalTokens as global_tokens
+from .local import Local as local
+from .longformer import Longformer as longformer
+from .neighborhood import Neighborhood as neighborhood
+from .power_of_two import PowerOfTwo as power_of_two
+from .prefix import Prefix as prefix
+from .random import Random as random
+from .sinks import Sinks as sinks
+from .strided import Strided as strided
 
-__all__ = ["causal", "local"]
+__all__ = [
+    "bigbird",
+    "block_diagonal",
+    "butterfly",
+    "causal",
+    "dilated",
+    "documents",
+    "fixed",
+    "from_blocks",
+    "from_mask_fn",
+    "full",
+    "global_tokens",
+    "local",
+    "longformer",
+    "neighborhood",
+    "power_of_two",
+    "prefix",
+    "random",
+    "sinks",
+    "strided",
+]

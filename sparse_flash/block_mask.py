@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
-from .tiles import FULL_TILE, TilePool, pack_runs, unpack_bits, unpack_runs
+from .tiles import FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 
@@ -130,7 +130,9 @@ class BlockMask:
             )
         blocks = blocks if blocks.dim() == 4 else blocks[None, None]
         q_blocks, kv_blocks = blocks.shape[2:]
-        grid = BlockGrid(q_len or q_blocks * block_size, kv_len or kv_blocks * block_size, block_size)
+        q_len = q_blocks * block_size if q_len is None else q_len
+        kv_len = kv_blocks * block_size if kv_len is None else kv_len
+        grid = BlockGrid(q_len, kv_len, block_size)
         if grid.shape != (q_blocks, kv_blocks):
             raise ValueError(
                 f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
@@ -149,7 +151,9 @@ class BlockMask:
         tile = torch.where(cut, (last_row.int() * (1 + last_col.int())), 0)
         heights = [block_size, cut_row or block_size, cut_row or block_size]
         widths = [cut_col or block_size, block_size, cut_col or block_size]
-        runs = np.stack([pack_runs(np.zeros(block_size), np.where(np.arange(block_size) < h, w, 0)) for h, w in zip(heights, widths)])
+        # By operations on the device: a copy from the host would be one more read of host memory in each graph replay.
+        token = torch.arange(block_size, dtype=torch.int32, device=blocks.device)
+        runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
         return cls(
             q_len=grid.q_len,
             kv_len=grid.kv_len,
@@ -158,7 +162,7 @@ class BlockMask:
             mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
             by_query=_table_of_maps(maps, cut, tile),
             by_key=_table_of_maps(maps.mT, cut.mT, tile.mT),
-            tile_runs=_constant(runs, blocks.device),
+            tile_runs=torch.stack(runs),
             tile_bits=torch.zeros((2, block_size, -(-block_size // 32)), dtype=torch.int32, device=blocks.device),
         )
 
@@ -191,7 +195,7 @@ class BlockMask:
                     f"mask 0 has {compiled[0]._shape_key}, mask {head} has {mask._shape_key}"
                 )
         digests = [mask._digest for mask in compiled]
-        stored = {digest: mask for digest, mask in zip(reversed(digests), reversed(compiled))}
+        stored = dict(zip(digests, compiled, strict=True))
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         joined = _join([stored[digest] for digest in numbers])
         index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32)
@@ -261,7 +265,10 @@ class BlockMask:
                 numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
         grid = BlockGrid(self.kv_len, self.q_len, size)
         which = np.searchsorted(self._mask_bounds(), np.arange(len(rows)), side="right")
-        single = [BlockMask.from_entries(grid, Entries(cols[which == m], rows[which == m], numbers[which == m]), pool) for m in range(self.masks)]
+        single = []
+        for mask in range(self.masks):
+            mine = which == mask
+            single.append(BlockMask.from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
         return replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -352,7 +359,9 @@ class BlockMask:
     def equal(self, other: BlockMask) -> bool:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
         mine, theirs = self.tensors(), other.tensors()
-        return self._shape_key == other._shape_key and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs))
+        return self._shape_key == other._shape_key and all(
+            torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True)
+        )
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -406,18 +415,12 @@ def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) ->
     runs = ptr[:, 1:] - (maps & cut).sum(-1, dtype=torch.int32)
     # Each kept block goes to its place; the others all go to one place past the end.
     place = ptr[:, :-1, None] + maps.cumsum(-1, dtype=torch.int32) - 1
-    place = torch.where(maps, place, maps.numel()).view(-1).long()
+    place = torch.where(maps, place, maps.numel()).reshape(-1).long()
     columns = torch.arange(n_cols, dtype=torch.int32, device=maps.device).expand(maps.shape).reshape(-1)
     col_idx = torch.zeros(maps.numel() + 1, dtype=torch.int32, device=maps.device).scatter_(0, place, columns)
     tile_idx = torch.zeros_like(col_idx).scatter_(0, place, tile.to(torch.int32).expand(maps.shape).reshape(-1))
     heaviest = torch.argsort(count, dim=-1, descending=True, stable=True).to(torch.int32)
     return Table(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx)
-
-
-def _constant(array: np.ndarray, device) -> torch.Tensor:
-    """A small constant on a device without a host synchronization, which copying from pageable memory would be."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:

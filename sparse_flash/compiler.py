@@ -3,7 +3,7 @@
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. What is still partial is decided by tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states; then blocks that must be alike are found before any
-   pair is looked at: on one diagonal for shift-invariant rules, of equal runs for rules made of runs.
+   pair is looked at: on one diagonal for rules of the distance, of equal runs for rules made of runs.
 3. A block found empty is dropped and one found full is promoted, so the table depends on the mask's meaning alone.
 """
 
@@ -17,9 +17,12 @@ import scipy.sparse
 from .block_mask import BlockMask, Entries, as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from .rules import BEYOND
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
+_BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
+_MOST_RUNS = 256  # runs a query beyond which looking at tokens is as fast
 _LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
 
 
@@ -75,8 +78,8 @@ class _Compilation:
         tiles = np.full(len(rows), FULL_TILE, np.int64)
         cut = (self.grid.heights(rows) < self.grid.block_size) | (self.grid.widths(cols) < self.grid.block_size)
         if cut.any():
-            zero = np.zeros((int(cut.sum()), self.grid.block_size, 1), np.int64)
-            tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, :, 0])
+            zero = np.zeros((int(cut.sum()), 1, self.grid.block_size), np.int64)
+            tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, 0])
         return rows, cols, tiles
 
     def decided_blocks(self, states: BlockRuns):
@@ -91,7 +94,7 @@ class _Compilation:
                 kinds, which = unique_rows(leaf_states)
                 for kind, example in enumerate(kinds):
                     chosen = which == kind
-                    rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist())))
+                    rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
                     tiles[chosen] = self.decide(rule, rows[chosen], cols[chosen])
                 kept = tiles != EMPTY_TILE
                 self.bar.advance(len(rows) * self.grid.block_size**2)
@@ -99,24 +102,51 @@ class _Compilation:
 
     def decide(self, rule: Pattern, rows, cols) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        if _shift_invariant(rule):
+        if _alike_on_diagonals(rule, self.grid.block_size):
             alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
             first, inverse = unique_rows(alike)
             rows, cols = rows[first], cols[first]
         else:
             inverse = slice(None)
-        runs = _row_runs(rule, self.grid.q_positions(rows), limit=self.grid.block_size // 4)
-        return (self.from_tokens(rule, rows, cols) if runs is None else self.from_runs(rows, cols, *runs))[inverse]
+        if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
+            return self.from_tokens(rule, rows, cols)[inverse]
+        return self.from_runs(rule, rows, cols)[inverse]
 
-    def from_runs(self, rows, cols, first, stop) -> np.ndarray:
-        start = cols[:, None, None] * self.grid.block_size
-        packed = self.clipped(rows, cols, first - start, stop - start)
-        if packed.shape[2] == 1:
-            return self.pool.add_runs(packed[:, :, 0])
+    def from_runs(self, rule, rows, cols) -> np.ndarray:
+        """Of the runs of each query, only those that touch the block are looked at: a window over an image has many, one
+        or two of them in any block."""
+        tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
+        distinct, row = np.unique(rows, return_inverse=True)
+        count = _row_runs(rule, self.grid.q_positions(distinct[:1]))[0].shape[-1]
+        step = max(1, _BATCH_NUMBERS // (size * count))
+        for low in range(0, len(distinct), step):
+            chosen = np.flatnonzero((row >= low) & (row < low + step))
+            first, stop = _row_runs(rule, self.grid.q_positions(distinct[low : low + step]))
+            first, stop = np.ascontiguousarray(first.swapaxes(1, 2)), np.ascontiguousarray(stop.swapaxes(1, 2))
+            local, start = row[chosen] - low, cols[chosen, None] * size
+            kept = stop > first
+            least, most = np.where(kept, first, BEYOND).min(2), np.where(kept, stop, -BEYOND).max(2)
+            touches = (least[local] < start + size) & (most[local] > start)
+            width = max(1, touches.sum(1).max())
+            picked = np.argsort(~touches, axis=1, kind="stable")[:, :width]
+            for part in _slices(len(chosen), max(1, _BATCH_NUMBERS // (size * width))):
+                where = local[part, None], picked[part]
+                r, c = rows[chosen[part]], cols[chosen[part]]
+                packed = self.clipped(r, c, first[where] - start[part, :, None], stop[where] - start[part, :, None])
+                if width <= size // 4:
+                    tiles[chosen[part]] = self.pool_runs(packed)
+                else:
+                    tiles[chosen[part]] = self.from_tokens(rule, r, c)
+        return tiles
+
+    def pool_runs(self, packed) -> np.ndarray:
+        """Tile numbers of packed runs (n, runs, block)."""
+        if packed.shape[1] == 1 or ((packed != 0).sum(1) <= 1).all():
+            return self.pool.add_runs(packed.sum(1, dtype=np.int32))
         unique, inverse = unique_rows(packed.reshape(len(packed), -1))
         tiles = []
         for batch in dense_batches(len(unique), self.grid.block_size):
-            part = packed[unique[batch]]
+            part = packed[unique[batch]].swapaxes(1, 2)
             tiles.append(self.pool.add_dense(runs_to_dense(part & 0xFFFF, part >> 16, self.grid.block_size)))
         return np.concatenate(tiles)[inverse]
 
@@ -128,15 +158,22 @@ class _Compilation:
             cut_rows, cut_cols = self.grid.heights(r) < size, self.grid.widths(c) < size
             if cut_rows.any() or cut_cols.any():
                 token = np.arange(size)
-                kept = kept & (token < self.grid.heights(r)[:, None])[:, :, None] & (token < self.grid.widths(c)[:, None])[:, None, :]
+                kept = (
+                    kept & (token < self.grid.heights(r)[:, None])[:, :, None] & (token < self.grid.widths(c)[:, None])[:, None, :]
+                )
             tiles.append(self.pool.add_dense(kept))
         return np.concatenate(tiles)
 
     def clipped(self, rows, cols, first, stop) -> np.ndarray:
-        """Runs (n, block, runs) relative to their block, cut to it and to the lengths, packed."""
-        first, stop = np.maximum(first, 0), np.minimum(stop, self.grid.widths(cols)[:, None, None])
+        """Runs (n, runs, block) relative to their block, cut to it and to the lengths, packed."""
+        width = self.grid.widths(cols)[:, None, None]
+        first, stop = np.clip(first, 0, width), np.minimum(stop, width)
         within = np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None]
-        return pack_runs(first, np.where(within[:, :, None], stop, 0))
+        return pack_runs(first, np.where(within[:, None, :], stop, 0))
+
+
+def _slices(count: int, step: int):
+    return (slice(low, min(low + step, count)) for low in range(0, count, step))
 
 
 def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
@@ -175,13 +212,15 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return {EMPTY: False, FULL: True, PARTIAL: pattern}[states[pattern]]
 
 
-def _shift_invariant(pattern: Pattern) -> bool:
+def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
     if isinstance(pattern, (And, Or)):
-        return all(map(_shift_invariant, pattern.operands))
-    return _shift_invariant(pattern.operand) if isinstance(pattern, Not) else pattern.shift_invariant
+        return all(_alike_on_diagonals(p, block_size) for p in pattern.operands)
+    if isinstance(pattern, Not):
+        return _alike_on_diagonals(pattern.operand, block_size)
+    return pattern.shift_period is not None and block_size % pattern.shift_period == 0
 
 
-def _row_runs(pattern: Pattern, q: np.ndarray, limit: int):
+def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS):
     """The pattern as runs of keys (first, stop), each (*q.shape, runs), or None where that takes more than ``limit``."""
     if isinstance(pattern, (And, Or)):
         parts = [_row_runs(p, q, limit) for p in pattern.operands]

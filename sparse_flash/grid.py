@@ -32,8 +32,9 @@ class BlockGrid:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be a positive integer number of tokens; got {value!r}")
             object.__setattr__(self, name, int(value))
-        if self.block_size not in BLOCK_SIZES:
+        if not isinstance(self.block_size, (int, np.integer)) or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be a power of two in 16..256; got {self.block_size!r}; try 128")
+        object.__setattr__(self, "block_size", int(self.block_size))
 
     @property
     def q_blocks(self) -> int:
@@ -116,7 +117,7 @@ class BlockRuns:
         state = np.where(coo.data, FULL, EMPTY) if coo.dtype == bool else coo.data
         unknown = np.setdiff1d(state, [EMPTY, PARTIAL, FULL])
         if unknown.size:
-            raise ValueError(f"block states must be 0 (empty), 1 (partial) or 2 (full); got {unknown[0]!r}")
+            raise ValueError(f"block states must be 0 (empty), 1 (partial) or 2 (full); got {unknown[0]}")
         row, col = coo.coords
         return cls.from_row_runs(coo.shape, row, col.astype(np.int64), col.astype(np.int64) + 1, state)
 
@@ -144,6 +145,10 @@ class BlockRuns:
 
     def __invert__(self) -> BlockRuns:
         return BlockRuns(self.shape, self.starts, (FULL - self.states).astype(np.int8))
+
+    def agreeing(self, other: BlockRuns) -> BlockRuns:
+        """The states where both have the same; partial elsewhere."""
+        return self._combine(other, lambda mine, theirs: np.where(mine == theirs, mine, PARTIAL).astype(np.int8))
 
     def at(self, index: np.ndarray) -> np.ndarray:
         """The states of the blocks with these row-major indices, int8."""

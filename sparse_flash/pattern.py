@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from . import spec
-from .grid import BlockGrid, BlockRuns
+from .grid import BlockGrid
 
 ENTRY_POINT_GROUP = "sparse_flash.patterns"
 
@@ -40,6 +40,11 @@ class Pattern:
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
+
+    @property
+    def shift_period(self) -> int | None:
+        """The token rule is the same where both positions move by this many tokens; None where it need not be."""
+        return 1 if self.shift_invariant else None
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Which pairs may attend: bool, broadcastable to the broadcast shape of the two int64 position arrays.
@@ -220,7 +225,8 @@ def register_pattern(name: str):
             raise TypeError(f"@register_pattern({name!r}) must decorate a subclass of sparse_flash.Pattern; got {cls!r}")
         if "__dataclass_params__" not in vars(cls) or not cls.__dataclass_params__.frozen:
             raise TypeError(
-                f"pattern {name!r}: {cls.__qualname__} must be a frozen dataclass; put @dataclass(frozen=True) under @register_pattern"
+                f"pattern {name!r}: {cls.__qualname__} must be a frozen dataclass; "
+                "put @dataclass(frozen=True) under @register_pattern"
             )
         owner = _registry.get(name)
         if owner is not None and not (_owner(owner) == _owner(cls) and cls.__module__ == "__main__"):
@@ -284,8 +290,12 @@ def _build(tree: spec.Call | spec.Operation, text: str) -> Pattern:
         cls = pattern_class(tree.name)
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
+    signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+    try:
+        signature.bind(*tree.positional, **tree.keyword)
+    except TypeError as error:
+        raise spec.SpecError(f"{tree.name}{signature}: {error}", text, tree.column) from None
     try:
         return cls(*tree.positional, **tree.keyword)
     except (TypeError, ValueError) as error:
-        message = f"{tree.name}{inspect.signature(cls)}: {error}".replace("'", "")
-        raise spec.SpecError(message, text, tree.column) from error
+        raise spec.SpecError(str(error), text, tree.column) from error

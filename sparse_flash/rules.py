@@ -8,20 +8,42 @@ DistancePattern the rule speaks of the distance between two units        strided
 from __future__ import annotations
 
 import numpy as np
+import scipy.sparse
 
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import Pattern
 
-# Units below this many tokens leave few blocks empty, and listing their cells would cost as much as looking at tokens.
+# Looking at all pairs of units smaller than this would cost as much as looking at tokens.
 SMALLEST_LISTED_UNIT = 16
+# The end of a run that has none: past every position, and far enough from 2^63 to add positions to.
+BEYOND = 1 << 62
 _CHUNK = 1 << 20
 
 
 def positive_int(pattern: str, name: str, value, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``; raises ValueError otherwise."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}; got {value!r}")
+    """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:
+        most = " and at most 2**62" if isinstance(value, int) and value > BEYOND else ""
+        raise ValueError(f"{pattern}: {name} must be an integer of at least {least}{most}; got {value!r}")
     return int(value)
+
+
+def int_tuple(pattern: str, name: str, values, least: int = 1) -> tuple[int, ...]:
+    """A tuple of ints from a tuple, list, array or tensor, each checked as by ``positive_int``."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (tuple, list)):
+        raise ValueError(f"{pattern}: {name} must be a sequence of integers; got {values!r}")
+    return tuple(positive_int(pattern, f"{name}[{k}]", value, least) for k, value in enumerate(values))
+
+
+def optional_factors(pattern: str, value) -> int | None:
+    """How many powers of two: None for all of them, else 0 .. 62."""
+    if value is None:
+        return None
+    factors = positive_int(pattern, "factors", value, least=0)
+    if factors > 62:
+        raise ValueError(f"{pattern}: factors must be at most 62; got {factors}; None is no limit")
+    return factors
 
 
 class RunPattern(Pattern):
@@ -40,23 +62,42 @@ class RunPattern(Pattern):
     def block_rule(self, grid: BlockGrid):
         """Run by run: some query of a block row reaches from the least first to the greatest stop; all of them reach
         from the greatest first to the least stop."""
-        size = grid.block_size
         runs = self.row_runs(np.array([grid.offset]))[0].shape[-1]
-        step = max(1, _CHUNK // (size * runs))
         pieces = []
-        for low in range(0, grid.q_blocks, step):
-            rows = np.arange(low, min(low + step, grid.q_blocks))
+        for rows in _row_chunks(grid, grid.block_size * runs):
             first, stop = self.row_runs(grid.q_positions(rows))
             first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
             empty = stop <= first
-            some_first = np.where(empty, grid.kv_len, first).min(1) // size
-            some_stop = -(-np.where(empty, 0, stop).max(1) // size)
-            all_first = -(-np.where(empty, grid.kv_len, first).max(1) // size)
-            all_stop = np.where(empty, 0, stop).min(1)
-            all_stop = np.where(all_stop == grid.kv_len, grid.kv_blocks, all_stop // size)
-            pieces += [(rows[:, None], some_first, some_stop, PARTIAL), (rows[:, None], all_first, all_stop, FULL)]
-        columns = [np.concatenate([np.broadcast_to(p[k], p[1].shape).ravel() for p in pieces]) for k in range(4)]
-        return BlockRuns.from_row_runs(grid.shape, *columns)
+            first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
+            pieces.append(_block_runs(grid, rows, first.min(1), stop.max(1), PARTIAL))
+            pieces.append(_block_runs(grid, rows, first.max(1), stop.min(1), FULL))
+        return _joined(grid, pieces)
+
+
+def _row_chunks(grid: BlockGrid, numbers_per_row: int):
+    """The block rows, in chunks about which so many numbers fit in bounded memory."""
+    step = max(1, _CHUNK // numbers_per_row)
+    return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
+
+
+def _block_runs(grid: BlockGrid, rows, first, stop, state) -> tuple:
+    """Runs of blocks (row, first, stop, state) from runs of tokens, one or more for each block row.
+
+    rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL takes every block that a run touches,
+    FULL those that it covers.
+    """
+    size = grid.block_size
+    first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
+    if state == PARTIAL:
+        first, stop = first // size, -(-stop // size)
+    else:
+        first, stop = -(-first // size), np.where(stop == grid.kv_len, grid.kv_blocks, stop // size)
+    row, run = np.nonzero(stop > first)
+    return rows[row], first[row, run], stop[row, run], np.full(len(row), state)
+
+
+def _joined(grid: BlockGrid, pieces: list[tuple]) -> BlockRuns:
+    return BlockRuns.from_row_runs(grid.shape, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
 class UnitPattern(Pattern):
@@ -72,7 +113,7 @@ class UnitPattern(Pattern):
     def unit_pairs(self, first: int, stop: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
         """All kept (i, j) with first <= i < stop and 0 <= j < cols, each pair once, as two int64 arrays."""
         pairs = []
-        step = max(1, (4 * _CHUNK) // cols)
+        step = max(1, _CHUNK // cols)
         j = np.arange(cols)[None, :]
         for low in range(first, stop, step):
             i = np.arange(low, min(low + step, stop))[:, None]
@@ -91,36 +132,51 @@ class UnitPattern(Pattern):
         return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
 
     def block_rule(self, grid: BlockGrid):
-        unit, size = self.block, grid.block_size
-        if unit < SMALLEST_LISTED_UNIT:
+        lists_pairs = type(self).unit_pairs is not UnitPattern.unit_pairs
+        if self.block < SMALLEST_LISTED_UNIT and not lists_pairs:
             return None
-        i, j = self.unit_pairs(grid.offset // unit, (grid.kv_len - 1) // unit + 1, -(-grid.kv_len // unit))
-        # Kept units overlap no other, so the areas that they cover in a block add up to the block's kept pairs.
-        row, top, bottom = _overlaps(i * unit - grid.offset, unit, grid.q_len, size)
-        col, left, right = _overlaps(j * unit, unit, grid.kv_len, size)
-        flat, area = [], []
-        for r in range(row.shape[1]):
-            for c in range(col.shape[1]):
-                pairs = (bottom - top)[:, r] * (right - left)[:, c]
-                flat.append((row[:, r] * grid.kv_blocks + col[:, c])[pairs > 0])
-                area.append(pairs[pairs > 0])
-        flat, inverse = np.unique(np.concatenate(flat), return_inverse=True)
-        kept = np.bincount(inverse, np.concatenate(area), len(flat)).astype(np.int64)
-        rows, cols = np.divmod(flat, grid.kv_blocks)
-        state = np.where(kept == grid.heights(rows) * grid.widths(cols), FULL, PARTIAL)
+        first, stop = grid.offset // self.block, (grid.kv_len - 1) // self.block + 1
+        i, j = self.unit_pairs(first, stop, stop)
+        return self._large_units(grid, i, j) if self.block >= grid.block_size else self._small_units(grid, i, j)
+
+    def _small_units(self, grid: BlockGrid, i, j) -> BlockRuns:
+        """Kept units overlap no other, so the areas that they cover in a block add up to the block's kept pairs."""
+        kept = scipy.sparse.csr_array(grid.shape, dtype=np.int64)
+        for row, height in _overlaps(i * self.block - grid.offset, self.block, grid.q_len, grid.block_size):
+            for col, width in _overlaps(j * self.block, self.block, grid.kv_len, grid.block_size):
+                pairs = height * width
+                some = pairs > 0
+                kept += scipy.sparse.csr_array((pairs[some], (row[some], col[some])), shape=grid.shape)
+        kept = kept.tocoo()
+        rows, cols = (index.astype(np.int64) for index in kept.coords)
+        state = np.where(kept.data == grid.heights(rows) * grid.widths(cols), FULL, PARTIAL)
         return BlockRuns.from_row_runs(grid.shape, rows, cols, cols + 1, state)
+
+    def _large_units(self, grid: BlockGrid, i, j) -> BlockRuns:
+        """The queries of a block row lie in one unit or in two; where both say the same of a block, that is its state."""
+        order = np.lexsort((j, i))
+        i, j = i[order], j[order]
+        starts = np.append(True, (i[1:] != i[:-1]) | (j[1:] != j[:-1] + 1))[: len(i)]
+        stops = np.append(starts[1:], True)[: len(i)]
+        unit, first, stop = i[starts], j[starts] * self.block, (j[stops] + 1) * self.block
+        rows = np.arange(grid.q_blocks)
+        q = grid.q_positions(rows)[:, [0, -1]] // self.block
+        sides = []
+        for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
+            low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
+            row = np.repeat(rows, high - low)
+            run = np.arange(len(row)) - np.repeat(np.cumsum(high - low) - high, high - low)
+            sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in (PARTIAL, FULL)]))
+        return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
 
 
 def _overlaps(start: np.ndarray, unit: int, length: int, size: int):
-    """Cuts token ranges [start, start + unit) into their parts in each block of ``size`` tokens that they can touch.
-
-    Returns block, first, stop: (ranges, parts) int64; parts outside [0, length) have stop <= first.
-    """
-    part = np.arange(-(-(unit - 1) // size) + 1)
-    block = start[:, None] // size + part
-    first = np.maximum(np.maximum(start[:, None], block * size), 0)
-    stop = np.minimum(np.minimum(start[:, None] + unit, (block + 1) * size), length)
-    return block, first, np.maximum(stop, first)
+    """Cuts token ranges [start, start + unit), unit < size, into their parts in blocks of ``size`` tokens: yields (block,
+    tokens) of the first part and of the second; parts outside [0, length) have no tokens."""
+    for part in range(2):
+        block = start // size + part
+        first = np.maximum(np.maximum(start, block * size), 0)
+        yield block, np.maximum(np.minimum(np.minimum(start + unit, (block + 1) * size), length) - first, 0)
 
 
 class DistancePattern(UnitPattern):
@@ -131,18 +187,28 @@ class DistancePattern(UnitPattern):
         raise NotImplementedError
 
     @property
-    def shift_invariant(self) -> bool:
-        return self.block == 1
+    def shift_period(self) -> int:
+        return self.block
 
     def unit_rule(self, i, j):
         return self.distance_rule(i - j)
 
-    def unit_pairs(self, first, stop, cols):
-        distance = np.arange(first - cols + 1, stop)
-        distance = distance[self.distance_rule(distance)]
-        low = np.maximum(first, distance)
-        count = np.maximum(np.minimum(stop, cols + distance) - low, 0)
-        before = np.concatenate([[0], np.cumsum(count)])
-        which = np.repeat(np.arange(len(distance)), count)
-        i = low[which] + np.arange(before[-1]) - before[which]
-        return i, i - distance[which]
+    def block_rule(self, grid: BlockGrid):
+        """From the runs of kept distances [low, high): queries of units top .. bottom reach key units top - high + 1 ..
+        bottom - low, and all of them reach bottom - high + 1 .. top - low."""
+        unit, pieces = self.block, []
+        # A block covers at least so many distances, so that a shorter gap separates no block, nor a shorter run fills one.
+        least = 2 * max(1, grid.block_size // unit) - 1
+        distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
+        edges = np.diff(self.distance_rule(distance).astype(np.int8), prepend=0, append=0)
+        low, high = np.flatnonzero(edges > 0) + distance[0], np.flatnonzero(edges < 0) + distance[0]
+        apart = low[1:] - high[:-1] >= least
+        some = low[np.append(True, apart)[: len(low)]], high[np.append(apart, True)[: len(low)]]
+        every = low[high - low >= least], high[high - low >= least]
+        for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):
+            q = grid.q_positions(rows)
+            top, bottom = q[:, :1] // unit, q[:, -1:] // unit
+            reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
+            covered = (bottom - every[1] + 1) * unit, (top - every[0] + 1) * unit
+            pieces += [_block_runs(grid, rows, *reached, PARTIAL), _block_runs(grid, rows, *covered, FULL)]
+        return _joined(grid, pieces)

@@ -76,7 +76,8 @@ class TilePool:
         unique, inverse = unique_rows(packed)
         first, stop = unpack_runs(packed[unique])
         kept = (stop - first).sum(1)
-        return np.array([self._add(False, tile, n) for tile, n in zip(packed[unique], kept.tolist())], np.int64)[inverse]
+        numbers = [self._add(False, tile, n) for tile, n in zip(packed[unique], kept.tolist(), strict=True)]
+        return np.array(numbers, np.int64)[inverse]
 
     def add_dense(self, kept: np.ndarray) -> np.ndarray:
         """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those of one run a row become run tiles."""

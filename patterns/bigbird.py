@@ -1,0 +1,55 @@
+"""bigbird: a window, a few global units, and random units.
+
+formula: dilated(window, 1) | global_tokens(global_blocks * block) | random(density, seed), in units of block tokens
+source: arXiv:2007.14062, sec. 2 and app. D
+
+    ########
+    ####....        bigbird(density=0.1, block=1)
+    ####....
+    #.###...
+    #.####..
+    #.#.###.
+    #....###
+    #.....##
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import DerivedPattern, register_pattern
+from sparse_flash.rules import positive_int
+
+from .dilated import Dilated
+from .global_tokens import GlobalTokens
+from .random import Random
+
+
+@register_pattern("bigbird")
+@dataclass(frozen=True)
+class BigBird(DerivedPattern):
+    """Window, global and random units together; symmetric but for the random ones, and meant without causal.
+
+    window: units to each side, the unit itself included: 2 is the paper's window of three blocks. global_blocks: units at
+    the start. density: the probability of a random unit; the paper's r random blocks a row are r / units, where ``random``
+    says why this is a density. seed: of the random units. block: tokens in a unit.
+    """
+
+    window: int = 2
+    global_blocks: int = 1
+    density: float = 0.01
+    seed: int = 0
+    block: int = 128
+
+    def __post_init__(self):
+        for name in ("window", "global_blocks", "block"):
+            object.__setattr__(self, name, positive_int("bigbird", name, getattr(self, name)))
+        draws = Random(self.density, self.seed, self.block)
+        object.__setattr__(self, "density", draws.density)
+        object.__setattr__(self, "seed", draws.seed)
+
+    @property
+    def expression(self):
+        return (
+            Dilated(self.window, 1, self.block)
+            | GlobalTokens(self.global_blocks * self.block)
+            | Random(self.density, self.seed, self.block)
+        )

@@ -1,0 +1,33 @@
+"""block_diagonal: chunks of equal length; a token sees its own chunk.
+
+formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (the first half of "fixed")
+
+    ##..
+    ##..        block_diagonal(block=2)
+    ..##
+    ..##
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import RunPattern, positive_int
+
+
+@register_pattern("block_diagonal")
+@dataclass(frozen=True)
+class BlockDiagonal(RunPattern):
+    """Tokens of one chunk. block: tokens in a chunk. For chunks of several lengths take ``documents``."""
+
+    block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "block", positive_int("block_diagonal", "block", self.block))
+
+    @property
+    def shift_period(self):
+        return self.block
+
+    def row_runs(self, q):
+        first = q[..., None] // self.block * self.block
+        return first, first + self.block

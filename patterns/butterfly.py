@@ -1,0 +1,54 @@
+"""butterfly: flat block butterfly; a unit sees itself and the units whose number differs in one binary digit.
+
+formula: i == j or i ^ j in {1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
+source: arXiv:2112.00029, sec. 3.2; arXiv:2205.14135, sec. 3.3
+
+    ###.#...
+    ##.#.#..        butterfly(block=1)
+    #.##..#.
+    .###...#
+    #...###.
+    .#..##.#
+    ..#.#.##
+    ...#.###
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import UnitPattern, optional_factors, positive_int
+
+
+@register_pattern("butterfly")
+@dataclass(frozen=True)
+class Butterfly(UnitPattern):
+    """Units at a Hamming distance of at most one.
+
+    factors: how many low digits may differ, i ^ j < 2**factors; None for no limit. block: tokens in a unit.
+
+    Without causal, log2(units) layers connect every pair of units. With causal a key's number can only have digits of the
+    query's *cleared*, so most of the past stays out of reach at any depth: unit 8 sees units 8 and 0, and nothing in
+    between however many layers follow. For causal models take ``power_of_two``, the difference form, or add ``local``.
+    """
+
+    factors: int | None = None
+    block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "factors", optional_factors("butterfly", self.factors))
+        object.__setattr__(self, "block", positive_int("butterfly", "block", self.block))
+
+    def unit_rule(self, i, j):
+        differ = i ^ j
+        # Queries before the first key have negative units, which differ from every key's unit in the sign.
+        kept = (differ >= 0) & (differ & (differ - 1) == 0)
+        return kept if self.factors is None else kept & (differ < 1 << self.factors)
+
+    def unit_pairs(self, first, stop, cols):
+        digits = max(stop - 1, cols - 1, 0).bit_length()
+        flips = [0] + [1 << k for k in range(digits if self.factors is None else min(digits, self.factors))]
+        i = np.repeat(np.arange(max(first, 0), max(stop, 0)), len(flips))
+        j = i ^ np.tile(flips, len(i) // len(flips))
+        return i[j < cols], j[j < cols]

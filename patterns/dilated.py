@@ -1,0 +1,40 @@
+"""dilated: a sliding window with gaps.
+
+formula: |i - j| < window * dilation and (i - j) % dilation == 0, with i = q // block, j = kv // block
+source: arXiv:2004.05150, sec. 3.1
+
+    #.#.....
+    .#.#....        dilated(2, 2, block=1)
+    #.#.#...
+    .#.#.#..
+    ..#.#.#.
+    ...#.#.#
+    ....#.#.
+    .....#.#
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import DistancePattern, positive_int
+
+
+@register_pattern("dilated")
+@dataclass(frozen=True)
+class Dilated(DistancePattern):
+    """Every dilation-th unit of a window; with causal a unit sees ``window`` units, itself included.
+
+    window: units seen to each side, the unit itself included. dilation: units from one to the next; 1 is a plain window
+    of whole units. block: tokens in a unit. A dilation of tokens, ``block=1``, leaves no block of the window empty.
+    """
+
+    window: int
+    dilation: int
+    block: int = 128
+
+    def __post_init__(self):
+        for name in ("window", "dilation", "block"):
+            object.__setattr__(self, name, positive_int("dilated", name, getattr(self, name)))
+
+    def distance_rule(self, distance):
+        return (abs(distance) < self.window * self.dilation) & (distance % self.dilation == 0)

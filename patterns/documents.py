@@ -1,0 +1,57 @@
+"""documents: packed sequences; a token sees the tokens of its own document.
+
+formula: cu[d] <= q, kv < cu[d + 1] for one document d
+source: cu_seqlens of the variable-length call of FlashAttention (arXiv:2205.14135); arXiv:2107.02027
+
+    ##..
+    ##..        documents([0, 2, 3, 4])
+    ..#.
+    ...#
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import RunPattern, int_tuple
+
+
+@register_pattern("documents")
+@dataclass(frozen=True)
+class Documents(RunPattern):
+    """Tokens of one document.
+
+    cu_seqlens: tokens; where each document starts, and where the last one ends: (documents + 1,) integers in a tuple,
+    list, array or tensor, from 0 upwards. Empty documents are left out, so that patterns of one meaning are equal. Tokens
+    past the end of the last document keep nothing and are seen by nothing.
+    """
+
+    cu_seqlens: tuple[int, ...]
+
+    def __post_init__(self):
+        bounds = int_tuple("documents", "cu_seqlens", self.cu_seqlens, least=0)
+        if len(bounds) < 2 or bounds[0] != 0:
+            raise ValueError(
+                f"documents: cu_seqlens must start with 0 and end with the number of tokens; got {bounds[:4]}; "
+                "for lengths take (0, *itertools.accumulate(lengths))"
+            )
+        falls = next((k for k in range(1, len(bounds)) if bounds[k] < bounds[k - 1]), None)
+        if falls is not None:
+            raise ValueError(
+                f"documents: cu_seqlens must not decrease; got {bounds[falls - 1]}, then {bounds[falls]} at {falls}; "
+                "for lengths take (0, *itertools.accumulate(lengths))"
+            )
+        if bounds[-1] == 0:
+            raise ValueError(f"documents: cu_seqlens must end with the number of tokens, at least 1; got {bounds[:4]}")
+        object.__setattr__(self, "cu_seqlens", tuple(dict.fromkeys(bounds)))
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """cu_seqlens between two copies of its ends, for the tokens before and after all documents."""
+        return np.array([self.cu_seqlens[0], *self.cu_seqlens, self.cu_seqlens[-1]])
+
+    def row_runs(self, q):
+        document = np.searchsorted(self._bounds[1:-1], q, side="right")[..., None]
+        return self._bounds[document], self._bounds[document + 1]

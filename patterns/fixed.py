@@ -1,0 +1,43 @@
+"""fixed: segments of stride units; each segment's last units, its summary, are seen from everywhere.
+
+formula: i // stride == j // stride or j % stride >= stride - summary, with i = q // block, j = kv // block
+source: arXiv:1904.10509, sec. 4.3 (stride is its l, summary its c; there with causal)
+
+    ###..#..#
+    ###..#..#        fixed(3, block=1)
+    ###..#..#
+    ..####..#
+    ..####..#
+    ..####..#
+    ..#..####
+    ..#..####
+    ..#..####
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import UnitPattern, positive_int
+
+
+@register_pattern("fixed")
+@dataclass(frozen=True)
+class Fixed(UnitPattern):
+    """A unit sees its own segment and the summary units of all segments.
+
+    stride: units in a segment. summary: how many units at a segment's end are seen from everywhere, at most stride.
+    block: tokens in a unit.
+    """
+
+    stride: int
+    summary: int = 1
+    block: int = 128
+
+    def __post_init__(self):
+        for name in ("stride", "summary", "block"):
+            object.__setattr__(self, name, positive_int("fixed", name, getattr(self, name)))
+        if self.summary > self.stride:
+            raise ValueError(f"fixed: summary must be at most stride={self.stride}; got {self.summary}; full() keeps everything")
+
+    def unit_rule(self, i, j):
+        return (i // self.stride == j // self.stride) | (j % self.stride >= self.stride - self.summary)

@@ -1,0 +1,78 @@
+"""from_blocks: whole units, kept where an array of zeros and ones says so.
+
+formula: array[i + rows - cols, j] == 1, with i = q // block, j = kv // block, (rows, cols) the array's shape
+
+    #...
+    ##..        from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], block=1),
+    #.#.        in spec text from_blocks("1000/1100/1010/1001", block=1)
+    #..#
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import UnitPattern, positive_int
+
+
+@register_pattern("from_blocks")
+@dataclass(frozen=True)
+class FromBlocks(UnitPattern):
+    """Units that an array keeps.
+
+    blocks: (rows, cols) zeros and ones or booleans in nested lists, an array or a tensor, kept as text with a slash between
+    rows: "110/011". block: tokens in a unit.
+
+    The array's last row and column are one unit, as the last query has the position of the last key: of a wide array,
+    with fewer queries than keys, the first row stands for unit cols - rows. Units outside the array keep nothing. Where
+    kv_len - q_len is no multiple of block, units of queries do not start at the first query. For maps that change from
+    call to call, ``BlockMask.from_blocks`` makes the table itself, with blocks counted from the first query.
+    """
+
+    blocks: str
+    block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "blocks", _as_text(self.blocks))
+        object.__setattr__(self, "block", positive_int("from_blocks", "block", self.block))
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        return np.array([[digit == "1" for digit in row] for row in self.blocks.split("/")])
+
+    @property
+    def _shift(self) -> int:
+        """The unit of queries that the array's first row stands for."""
+        return self._array.shape[1] - self._array.shape[0]
+
+    def unit_rule(self, i, j):
+        rows, cols = self._array.shape
+        row = i - self._shift
+        inside = (row >= 0) & (row < rows) & (j >= 0) & (j < cols)
+        return inside & self._array[np.clip(row, 0, rows - 1), np.clip(j, 0, cols - 1)]
+
+    def unit_pairs(self, first, stop, cols):
+        row, j = np.nonzero(self._array)
+        i = row + self._shift
+        kept = (i >= first) & (i < stop) & (j < cols)
+        return i[kept], j[kept]
+
+
+def _as_text(blocks) -> str:
+    if isinstance(blocks, str):
+        rows = blocks.split("/")
+        if not rows[0] or any(len(row) != len(rows[0]) or set(row) - {"0", "1"} for row in rows):
+            raise ValueError(f"from_blocks: text must be rows of 0 and 1 of one length, such as '110/011'; got {blocks[:60]!r}")
+        return blocks
+    try:
+        array = np.array(blocks.tolist() if hasattr(blocks, "tolist") else blocks)
+    except ValueError:
+        raise ValueError("from_blocks: the rows of blocks must have one length") from None
+    if array.ndim != 2 or not array.size or not np.isin(array, (0, 1)).all():
+        raise ValueError(
+            f"from_blocks: blocks must be a (rows, cols) array of zeros and ones; got {array.dtype} of shape {array.shape}; "
+            "for one map a head use BlockMask.per_head or BlockMask.from_blocks"
+        )
+    return "/".join("".join("01"[int(kept)] for kept in row) for row in array.tolist())

@@ -1,0 +1,43 @@
+"""from_mask_fn: a function of your own.
+
+formula: fn(q, kv)
+
+    #.#.
+    .#.#        from_mask_fn(lambda q, kv: (q + kv) % 2 == 0)
+    #.#.
+    .#.#
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparse_flash.pattern import Pattern, register_pattern
+
+
+@register_pattern("from_mask_fn")
+@dataclass(frozen=True)
+class FromMaskFn(Pattern):
+    """Pairs for which a function is true.
+
+    fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
+    positions in tokens; returns booleans of their broadcast shape. It must depend on nothing else.
+
+    Nothing is known of its blocks, so compiling looks at every token of every block. ``&`` with a pattern whose blocks are
+    known, such as ``local(1024)``, leaves only those to look at. Equal when the function is the same object. It has no spec
+    text and, if the function is a lambda, cannot be pickled: a class of your own with @register_pattern has both.
+    """
+
+    fn: Callable
+
+    def __post_init__(self):
+        if not callable(self.fn):
+            raise TypeError(f"from_mask_fn: fn must be a function of (q, kv) index arrays; got {type(self.fn).__name__}")
+
+    def token_rule(self, q, kv):
+        return self.fn(q, kv)
+
+    def to_spec(self):
+        raise ValueError(
+            f"from_mask_fn({getattr(self.fn, '__name__', self.fn)}) has no spec text, as a function has none; "
+            "write a Pattern class with @register_pattern, whose name and parameters stand in the text"
+        )

@@ -1,0 +1,28 @@
+"""full: every query sees every key.
+
+formula: True          source: arXiv:1706.03762, sec. 3.2.1
+
+    ####
+    ####
+    ####
+    ####
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import BEYOND, RunPattern
+
+
+@register_pattern("full")
+@dataclass(frozen=True)
+class Full(RunPattern):
+    """Every pair. Attention takes the dense path for it; in expressions it is the neutral element of ``&``."""
+
+    shift_invariant = True
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.zeros_like(q), np.full_like(q, BEYOND)

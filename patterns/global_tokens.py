@@ -1,0 +1,31 @@
+"""global_tokens: the first tokens see every token and are seen by every token.
+
+formula: 0 <= q < tokens or kv < tokens          source: arXiv:2004.05150, sec. 3.1; arXiv:2007.14062, sec. 2
+
+    ####
+    #...        global_tokens(1)
+    #...
+    #...
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import BEYOND, RunPattern, positive_int
+
+
+@register_pattern("global_tokens")
+@dataclass(frozen=True)
+class GlobalTokens(RunPattern):
+    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is the half with keys alone."""
+
+    tokens: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", positive_int("global_tokens", "tokens", self.tokens))
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.zeros_like(q), np.where((q >= 0) & (q < self.tokens), BEYOND, self.tokens)

@@ -1,0 +1,40 @@
+"""longformer: a sliding window and a few global tokens.
+
+formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150, sec. 3.1
+
+    ######
+    ###...        longformer(2)
+    ####..
+    #.###.
+    #..###
+    #...##
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import DerivedPattern, register_pattern
+from sparse_flash.rules import positive_int
+
+from .global_tokens import GlobalTokens
+from .local import Local
+
+
+@register_pattern("longformer")
+@dataclass(frozen=True)
+class Longformer(DerivedPattern):
+    """Window and global tokens together.
+
+    window: tokens to each side, the token itself included; the paper's w counts both sides, about twice this.
+    tokens: how many tokens at the start are global (the classification token: 1).
+    """
+
+    window: int
+    tokens: int = 1
+
+    def __post_init__(self):
+        for name in ("window", "tokens"):
+            object.__setattr__(self, name, positive_int("longformer", name, getattr(self, name)))
+
+    @property
+    def expression(self):
+        return Local(self.window) | GlobalTokens(self.tokens)

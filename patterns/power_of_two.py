@@ -1,0 +1,43 @@
+"""power_of_two: a unit sees itself and the units at distances 1, 2, 4, 8, ...: the butterfly's difference form.
+
+formula: |i - j| in {0, 1, 2, 4, ...}, below 2**factors, with i = q // block, j = kv // block
+source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the digits of arXiv:2112.00029
+
+    ###.#...
+    ####.#..        power_of_two(block=1)
+    #####.#.
+    .#####.#
+    #.#####.
+    .#.#####
+    ..#.####
+    ...#.###
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import DistancePattern, optional_factors, positive_int
+
+
+@register_pattern("power_of_two")
+@dataclass(frozen=True)
+class PowerOfTwo(DistancePattern):
+    """Units at a distance of 0 or a power of two.
+
+    factors: how many powers, |i - j| < 2**factors; None for no limit. block: tokens in a unit.
+
+    With causal a unit still reaches every earlier unit, in at most log2(units) layers: the binary digits of the distance
+    are the steps. ``causal & butterfly`` does not.
+    """
+
+    factors: int | None = None
+    block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "factors", optional_factors("power_of_two", self.factors))
+        object.__setattr__(self, "block", positive_int("power_of_two", "block", self.block))
+
+    def distance_rule(self, distance):
+        far = abs(distance)
+        kept = far & (far - 1) == 0
+        return kept if self.factors is None else kept & (far < 1 << self.factors)

@@ -1,0 +1,35 @@
+"""prefix: prefix-LM; the first tokens are seen from everywhere, the others as in a causal mask.
+
+formula: kv < tokens or kv <= q          source: arXiv:1910.10683, sec. 3.2.1 and fig. 3 (right)
+
+    ##..
+    ##..        prefix(2)
+    ###.
+    ####
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import RunPattern, positive_int
+
+
+@register_pattern("prefix")
+@dataclass(frozen=True)
+class Prefix(RunPattern):
+    """The causal pattern and the first ``tokens`` keys, which see each other both ways.
+
+    It *includes* causal, as in T5: write ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys
+    alone take ``sinks``.
+    """
+
+    tokens: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", positive_int("prefix", "tokens", self.tokens))
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.zeros_like(q), np.maximum(q + 1, self.tokens)

@@ -1,0 +1,62 @@
+"""random: each pair of units is kept with a given probability.
+
+formula: hash(seed, i, j) < density * 2**64, with i = q // block, j = kv // block
+source: arXiv:2007.14062, sec. 2 (there a fixed number of keys a query)
+
+    #....##.
+    ...##...        random(0.25, seed=1, block=1)
+    ...##...
+    .....#.#
+    .....#..
+    .##.#.#.
+    .....#.#
+    .#.#....
+"""
+
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import UnitPattern, positive_int
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@register_pattern("random")
+@dataclass(frozen=True)
+class Random(UnitPattern):
+    """Pairs of units drawn independently.
+
+    density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**63 - 1. block: tokens in a unit.
+
+    Every pair is decided from (seed, i, j) alone, by a hash of integers: the same on every machine, and a longer sequence
+    extends a shorter one. That is why it takes a density: a fixed number of units a row, drawn among all units, would be
+    drawn anew at each length. Rows may keep nothing; add a window, as ``bigbird`` does.
+    """
+
+    density: float
+    seed: int = 0
+    block: int = 128
+
+    def __post_init__(self):
+        density = self.density
+        if isinstance(density, (bool, np.bool_)) or not isinstance(density, (Real, np.floating)) or not 0 < density <= 1:
+            raise ValueError(f"random: density must be a number, 0 < density <= 1; got {density!r}")
+        object.__setattr__(self, "density", float(density))
+        object.__setattr__(self, "seed", positive_int("random", "seed", self.seed, least=0))
+        object.__setattr__(self, "block", positive_int("random", "block", self.block))
+
+    def unit_rule(self, i, j):
+        # splitmix64 (doi:10.1145/2660193.2660195): each row is a stream that starts at a hash of (seed, i).
+        i, j = np.asarray(i).astype(np.uint64), np.asarray(j).astype(np.uint64)
+        start = _mixed(_mixed(np.full(1, self.seed, np.uint64) + np.uint64(_GOLDEN)) ^ (i * np.uint64(_GOLDEN)))
+        # The upper 53 bits, for then the threshold is exact for every density that a float can hold to that precision.
+        return (_mixed(start + j * np.uint64(_GOLDEN)) >> np.uint64(11)) < np.uint64(round(self.density * 2**53))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,31 @@
+"""sinks: every query sees the first tokens.
+
+formula: kv < tokens          source: arXiv:2309.17453, sec. 3.2
+
+    #...
+    #...        sinks(1)
+    #...
+    #...
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import RunPattern, positive_int
+
+
+@register_pattern("sinks")
+@dataclass(frozen=True)
+class Sinks(RunPattern):
+    """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
+
+    tokens: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))
+
+    def row_runs(self, q):
+        q = q[..., None]
+        return np.zeros_like(q), np.full_like(q, self.tokens)

@@ -1,0 +1,39 @@
+"""strided: the nearest units, and every stride-th unit beyond.
+
+formula: |i - j| < stride or (i - j) % stride == 0, with i = q // block, j = kv // block
+source: arXiv:1904.10509, sec. 4.3 (there with causal: 0 <= i - j)
+
+    ####..#.
+    #####..#        strided(3, block=1)
+    ######..
+    #######.
+    .#######
+    ..######
+    #..#####
+    .#..####
+"""
+
+from dataclasses import dataclass
+
+from sparse_flash.pattern import register_pattern
+from sparse_flash.rules import DistancePattern, positive_int
+
+
+@register_pattern("strided")
+@dataclass(frozen=True)
+class Strided(DistancePattern):
+    """Units nearer than ``stride`` and units whose distance is a multiple of it.
+
+    stride: units. block: tokens in a unit. The paper's stride counts tokens, ``block=1``; a stride of tokens that is
+    shorter than the table's blocks leaves no block empty, so it saves nothing. The unit is what makes it sparse.
+    """
+
+    stride: int
+    block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "stride", positive_int("strided", "stride", self.stride))
+        object.__setattr__(self, "block", positive_int("strided", "block", self.block))
+
+    def distance_rule(self, distance):
+        return (abs(distance) < self.stride) | (distance % self.stride == 0)

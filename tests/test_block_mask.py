@@ -1,0 +1,224 @@
+"""BlockMask: the table decodes as its docstring says, both ways; maps made at run time; masks of several heads."""
+
+import pickle
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+
+
+def decoded(mask, number, table, rows, cols):
+    """One stored mask, by the five lines of BlockMask's docstring: (rows, cols, block, block) bool."""
+    size, found = mask.block_size, {}
+    for r in range(rows):
+        begin, end = table.row_ptr[number, r].item(), table.row_ptr[number, r + 1].item()
+        runs, bits = table.row_split[number, r].tolist()
+        assert begin <= runs <= bits <= end
+        for e in range(begin, end):
+            tile = None if e < runs else (mask.tile_runs if e < bits else mask.tile_bits)[table.tile_idx[e]]
+            block = np.ones((size, size), bool)
+            if tile is not None and e < bits:
+                first, stop = (tile.numpy() & 0xFFFF)[:, None], (tile.numpy() >> 16)[:, None]
+                block = (np.arange(size) >= first) & (np.arange(size) < stop)
+            elif tile is not None:
+                words = tile.numpy().view(np.uint32)
+                block = np.array([[row[c // 32] >> np.uint32(c % 32) & 1 for c in range(size)] for row in words], bool)
+            key = (r, table.col_idx[e].item())
+            assert key not in found and key[1] < cols
+            found[key] = block
+    return found
+
+
+def assembled(found, mask, q_len, kv_len, by_key=False):
+    size = mask.block_size
+    dense = np.zeros((-(-q_len // size) * size, -(-kv_len // size) * size), bool)
+    for (r, c), block in found.items():
+        r, c = (c, r) if by_key else (r, c)
+        dense[r * size : (r + 1) * size, c * size : (c + 1) * size] = block
+    # Blocks cut short by the lengths have tiles that say so: nothing is kept outside.
+    assert not dense[q_len:].any() and not dense[:, kv_len:].any()
+    return dense[:q_len, :kv_len]
+
+
+@settings(max_examples=80)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_both_tables_decode_by_the_docstring_to_the_same_pairs(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    q_blocks, kv_blocks = mask.grid.shape
+    rows = decoded(mask, 0, mask.by_query, q_blocks, kv_blocks)
+    cols = decoded(mask, 0, mask.by_key, kv_blocks, q_blocks)
+    assert {(r, c) for r, c in rows} == {(r, c) for c, r in cols}
+    expected = strategies.dense(pattern, *lengths)
+    np.testing.assert_array_equal(assembled(rows, mask, *lengths), expected)
+    np.testing.assert_array_equal(assembled(cols, mask, *lengths, by_key=True), expected)
+
+
+@settings(max_examples=80)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    for table in (mask.by_query, mask.by_key):
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in table)
+        weight = table.row_ptr[0].diff()
+        order = table.row_order[0].long()
+        assert sorted(order.tolist()) == list(range(len(weight))) and (weight[order].diff() <= 0).all()
+        bounds = torch.cat([table.row_ptr[0, :-1, None], table.row_split[0], table.row_ptr[0, 1:, None]], 1)
+        for begin, end in torch.stack([bounds[:, :-1], bounds[:, 1:]], -1).view(-1, 2).tolist():
+            assert (table.col_idx[begin:end].diff() > 0).all()
+
+
+@settings(max_examples=80)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_transpose_exchanges_queries_and_keys_and_twice_is_the_same_table(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    other = mask.transpose()
+    torch.testing.assert_close(other.to_dense(), mask.to_dense().T)
+    assert (other.q_len, other.kv_len, other.keeps_all) == (mask.kv_len, mask.q_len, mask.keeps_all)
+    assert other.transpose().equal(mask)
+
+
+@settings(max_examples=80)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_densities_states_and_bytes_are_those_of_the_dense_mask_and_the_tensors(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    kept = strategies.dense(pattern, *lengths)
+    assert mask.density == pytest.approx(kept.mean()) and mask.kept_pairs().tolist() == [kept.sum()]
+    assert mask.block_density == pytest.approx((mask.block_states() > 0).double().mean().item())
+    assert mask.nbytes == sum(t.untyped_storage().nbytes() for t in mask.tensors())
+    assert repr(mask).startswith(f"BlockMask(q_len={lengths[0]}, kv_len={lengths[1]}, block_size={block_size}, masks=1")
+
+
+maps = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(0, 999)).map(
+    lambda n: torch.from_numpy(np.random.default_rng(n[4]).random(n[:4]) < 0.5)
+)
+
+
+@settings(max_examples=80)
+@given(blocks=maps, block_size=st.sampled_from([16, 64]), cut=st.tuples(st.integers(0, 15), st.integers(0, 15)))
+def test_block_map_of_run_time_keeps_its_blocks_cut_to_the_lengths(blocks, block_size, cut):
+    batch, heads, rows, cols = blocks.shape
+    q_len, kv_len = rows * block_size - cut[0], cols * block_size - cut[1]
+    mask = sf.BlockMask.from_blocks(blocks, block_size, q_len, kv_len)
+    expected = blocks.repeat_interleave(block_size, 2).repeat_interleave(block_size, 3)[:, :, :q_len, :kv_len]
+    dense = mask.to_dense().view(batch, heads, q_len, kv_len)
+    torch.testing.assert_close(dense, expected)
+    torch.testing.assert_close(mask.transpose().to_dense().view(batch, heads, kv_len, q_len), expected.mT)
+    for number in range(batch * heads):
+        for by_key, table in ((False, mask.by_query), (True, mask.by_key)):
+            shape = (cols, rows) if by_key else (rows, cols)
+            found = decoded(mask, number, table, *shape)
+            np.testing.assert_array_equal(
+                assembled(found, mask, q_len, kv_len, by_key), expected.view(-1, q_len, kv_len)[number].numpy()
+            )
+    assert mask.density == pytest.approx(expected.double().mean().item())
+    assert mask.block_density == pytest.approx(blocks.double().mean().item())
+    weight = mask.by_query.row_ptr.diff(dim=1)
+    assert (weight.gather(1, mask.by_query.row_order.long()).diff(dim=1) <= 0).all()
+
+
+@settings(max_examples=60)
+@given(blocks=maps, block_size=st.sampled_from([16, 32]), cut=st.integers(0, 15))
+def test_block_map_of_run_time_keeps_what_the_compiled_pattern_keeps(blocks, block_size, cut):
+    # The pattern counts units from the last position, the map blocks from the first query; alike where both are cut alike.
+    one = blocks[0, 0]
+    q_len, kv_len = (n * block_size - cut for n in one.shape)
+    run_time = sf.BlockMask.from_blocks(one, block_size, q_len, kv_len)
+    compiled = sf.compile_mask(sf.from_blocks(one, block_size), q_len, kv_len, block_size)
+    torch.testing.assert_close(run_time.to_dense(), compiled.to_dense())
+    torch.testing.assert_close(run_time.block_states(), compiled.block_states())
+    assert run_time.kept_pairs().tolist() == compiled.kept_pairs().tolist()
+    entries = [sorted(zip(*(a.tolist() for a in m.entries()[:3]), strict=True)) for m in (run_time, compiled)]
+    assert entries[0] == entries[1]  # the same blocks with a tile: those that are cut
+
+
+def test_lengths_of_a_block_map_default_to_whole_blocks():
+    mask = sf.BlockMask.from_blocks(torch.ones(2, 3, dtype=torch.bool), 32)
+    assert (mask.q_len, mask.kv_len, tuple(mask.mask_index.shape)) == (64, 96, (1, 1)) and mask.to_dense().all()
+
+
+@pytest.mark.parametrize(
+    "blocks, arguments, message",
+    [
+        (torch.ones(2, 2), {}, r"bool tensor of shape .* got torch\.float32.*use \.bool\(\)"),
+        (torch.ones(2, 2, 2, dtype=torch.bool), {}, r"got torch\.bool of shape \(2, 2, 2\)"),
+        (torch.ones(2, 2, dtype=torch.bool), {"block_size": 48}, "power of two in 16..256"),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            {"q_len": 300},
+            "map of 2 x 2 blocks, but 300 x 256 tokens in blocks of 128 are 3 x 2",
+        ),
+        (torch.ones(2, 2, dtype=torch.bool), {"kv_len": 0}, "kv_len must be a positive integer"),
+    ],
+)
+def test_block_map_that_does_not_fit_is_refused(blocks, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sf.BlockMask.from_blocks(blocks, **{"block_size": 128, **arguments})
+
+
+@settings(max_examples=40)
+@given(heads=st.lists(strategies.expressions, min_size=1, max_size=5), lengths=strategies.lengths, size=strategies.block_sizes)
+def test_each_head_has_its_own_mask_in_both_tables(heads, lengths, size):
+    mask = sf.BlockMask.per_head(heads, *lengths, block_size=size)
+    expected = np.stack([strategies.dense(p, *lengths) for p in heads])
+    assert mask.mask_index.shape == (1, len(heads)) and mask.mask_index.dtype == torch.int32
+    np.testing.assert_array_equal(mask.to_dense().numpy().reshape(expected.shape), expected)
+    np.testing.assert_array_equal(mask.transpose().to_dense().numpy().reshape(len(heads), *lengths[::-1]), expected.swapaxes(1, 2))
+    assert mask.density == pytest.approx(expected.mean()) and mask.keeps_all == expected.all()
+    for head, number in enumerate(mask.mask_index[0].tolist()):
+        found = decoded(mask, number, mask.by_key, *mask.grid.shape[::-1])
+        np.testing.assert_array_equal(assembled(found, mask, *lengths, by_key=True), expected[head])
+    assert mask.masks == len({e.tobytes() for e in expected})  # one meaning, one mask
+
+
+def test_heads_that_mean_the_same_mask_cost_one_mask():
+    one = sf.compile_mask(sf.causal() & sf.local(200), 4096)
+    heads = [one, "causal & local(200)", sf.local(200) & sf.causal(), ~(~sf.causal() | ~sf.local(200))] * 8
+    mask = sf.BlockMask.per_head(heads)
+    assert mask.masks == 1 and mask.nbytes == one.nbytes + 31 * 4 and mask.mask_index.tolist() == [[0] * 32]
+    mixed = sf.BlockMask.per_head([one, "causal", one, "causal"])
+    assert mixed.masks == 2 and mixed.mask_index.tolist() == [[0, 1, 0, 1]]
+    assert mixed.nbytes < one.nbytes + sf.compile_mask("causal", 4096).nbytes + 1024
+
+
+def test_heads_that_do_not_fit_together_are_refused():
+    one = sf.compile_mask(sf.causal(), 256)
+    with pytest.raises(ValueError, match="got an empty list"):
+        sf.BlockMask.per_head([])
+    with pytest.raises(ValueError, match=r"mask 0 has \(256, 256, 128\), mask 1 has \(512, 512, 128\)"):
+        sf.BlockMask.per_head([one, sf.compile_mask(sf.causal(), 512)])
+    with pytest.raises(ValueError, match=r"one head each; mask 1 has \(1, 2\)"):
+        sf.BlockMask.per_head([one, sf.BlockMask.per_head([one, "full"])])
+    with pytest.raises(ValueError, match="q_len is needed"):
+        sf.BlockMask.per_head([sf.causal()])
+    with pytest.raises(TypeError, match="must be a Pattern, its spec text or a BlockMask; got int"):
+        sf.BlockMask.per_head([one, 3])
+
+
+@settings(max_examples=40)
+@given(pattern=strategies.expressions, lengths=strategies.lengths)
+def test_tensors_and_pickle_carry_the_whole_mask(pattern, lengths):
+    mask = sf.compile_mask(pattern, *lengths, 64)
+    again = sf.BlockMask.from_tensors(*lengths, 64, mask.tensors(), mask.keeps_all)
+    assert again.equal(mask) and pickle.loads(pickle.dumps(mask)).equal(mask)
+    assert pickle.loads(pickle.dumps(mask)).keeps_all == mask.keeps_all
+
+
+def test_mask_moves_to_a_device_whole_and_stays_itself_where_it_is():
+    mask = sf.compile_mask("causal & local(100)", 1000)
+    assert mask.to("cpu") is mask
+    moved = mask.to("meta")
+    assert moved.device.type == "meta" and {t.device.type for t in moved.tensors()} == {"meta"}
+    assert [t.shape for t in moved.tensors()] == [t.shape for t in mask.tensors()] and moved.nbytes == mask.nbytes
+    assert sf.compile_mask("causal", 64, device="meta").device.type == "meta"
+
+
+def test_equality_is_of_lengths_blocks_and_contents():
+    mask = sf.compile_mask("causal", 256, block_size=64)
+    assert mask.equal(sf.compile_mask("causal", 256, block_size=64))
+    others = [("causal", 255, 64), ("causal", 256, 32), ("causal & local(255)", 256, 64), ("causal & local(100)", 256, 64)]
+    assert not any(mask.equal(sf.compile_mask(text, n, block_size=size)) for text, n, size in others)

@@ -1,0 +1,345 @@
+"""The compiler: tables hold what the token rule says, are canonical, and cost what they keep."""
+
+import tracemalloc
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import scipy.sparse
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+from sparse_flash import block_mask, compiler, rules, tiles
+from sparse_flash.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+
+MILLION = 1 << 20
+
+
+@pytest.mark.parametrize("name", sorted(strategies.by_name))
+@settings(max_examples=25)
+@given(data=st.data(), lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_table_of_every_pattern_is_its_token_rule(name, data, lengths, block_size):
+    pattern = data.draw(strategies.by_name[name])
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
+
+
+@settings(max_examples=400)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_table_of_every_expression_is_its_token_rule_and_visits_no_empty_block(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    expected = strategies.dense(pattern, *lengths)
+    np.testing.assert_array_equal(mask.to_dense().numpy(), expected)
+    np.testing.assert_array_equal(mask.block_states().numpy(), states_of(expected, block_size))
+    assert mask.keeps_all == expected.all() and mask.kept_pairs().tolist() == [expected.sum()]
+
+
+def states_of(kept, size):
+    """Block states by definition."""
+    rows, cols = (range(0, n, size) for n in kept.shape)
+    blocks = [[kept[r : r + size, c : c + size] for c in cols] for r in rows]
+    return np.array([[FULL if b.all() else PARTIAL if b.any() else EMPTY for b in row] for row in blocks])
+
+
+@settings(max_examples=300)
+@given(pattern=strategies.leaves, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_block_rules_call_no_block_empty_or_full_that_is_not(pattern, lengths, block_size):
+    grid = BlockGrid(*lengths, block_size)
+    states = pattern.block_rule(grid)
+    if states is None:  # small units, and derived patterns
+        return
+    claimed = states.at(np.arange(grid.q_blocks * grid.kv_blocks)).reshape(grid.shape)
+    truth = states_of(strategies.dense(pattern, *lengths), block_size)
+    settled = claimed != PARTIAL
+    np.testing.assert_array_equal(claimed[settled], truth[settled])
+
+
+@pytest.mark.parametrize("name", sorted(set(strategies.by_name) - {"bigbird", "longformer"}))
+def test_block_rules_settle_all_blocks_of_whole_units(name):
+    aligned = {
+        "butterfly": sf.butterfly(block=64),
+        "power_of_two": sf.power_of_two(block=128),
+        "strided": sf.strided(3, block=64),
+        "fixed": sf.fixed(4, block=128),
+        "dilated": sf.dilated(3, 2, block=64),
+        "random": sf.random(0.3, block=192),
+        "from_blocks": sf.from_blocks(np.eye(9), block=64),
+        "full": sf.full(),
+        "block_diagonal": sf.block_diagonal(192),
+        "sinks": sf.sinks(128),
+        "global_tokens": sf.global_tokens(128),
+        "documents": sf.documents([0, 64, 256, 576]),
+    }
+    if name not in aligned:
+        assert name in ("causal", "local", "prefix", "neighborhood")  # their edges are slanted
+        return
+    assert aligned[name].block_rule(BlockGrid(576, 576, 64)).count(PARTIAL) == 0
+
+
+@settings(max_examples=60)
+@given(a=strategies.expressions, b=strategies.expressions, c=strategies.leaves, n=strategies.lengths, size=strategies.block_sizes)
+def test_expressions_of_one_meaning_compile_to_one_table(a, b, c, n, size):
+    def table(p):
+        return sf.compile_mask(p, *n, size)
+
+    for one, other in (
+        (~(a & b), ~a | ~b),
+        (a & (b | c), (a & b) | (a & c)),
+        (a & (a | b), a),
+        (a | (b & ~b), a),
+        (a & b, sf.from_mask_fn((a & b).token_rule)),
+        (sf.full() & c, ~~c),
+        (a | ~a, sf.full()),
+    ):
+        assert table(one).equal(table(other)), (one, other)
+
+
+def test_parameters_that_mean_the_same_mask_compile_to_one_table():
+    for one, other in (
+        (sf.local(10**6), sf.full()),
+        (sf.prefix(300), sf.causal() | sf.sinks(300)),
+        (sf.causal() & sf.prefix(77), sf.causal()),
+        (sf.block_diagonal(96), sf.documents(range_of(96))),
+        (sf.strided(1, block=64), sf.full()),
+        (sf.dilated(90, 1, block=1), sf.local(90)),
+        (sf.neighborhood((1000,), 1000), sf.full()),
+        (sf.butterfly(0, block=100), sf.block_diagonal(100)),
+        (sf.butterfly(1, block=50), sf.block_diagonal(100)),
+    ):
+        one, other = (sf.compile_mask(p, 1000, block_size=64) for p in (one, other))
+        assert one.equal(other) and one.keeps_all == other.keeps_all
+    assert not sf.compile_mask(sf.local(7), 1000).equal(sf.compile_mask(sf.local(8), 1000))
+
+
+def range_of(step, tokens=1056):
+    return list(range(0, tokens + 1, step))
+
+
+def distinct_tiles(mask):
+    _, _, kind, tile = mask.entries()
+    return len(set(tile[kind == 1].tolist())), len(set(tile[kind == 2].tolist()))
+
+
+@pytest.mark.parametrize(
+    "pattern, runs, bits",
+    [
+        (sf.causal(), 1, 0),
+        (sf.causal() & sf.local(256), 2, 0),
+        (sf.local(256), 2, 0),
+        (sf.causal() & (sf.local(256) | sf.butterfly(block=128)), 2, 0),
+        (sf.causal() & (sf.sinks(4) | sf.local(256)), 3, 1),
+        (sf.causal() & sf.documents([0, 128, 512, 4096]), 1, 0),
+        (sf.strided(4, block=128), 0, 0),
+        (sf.causal() & sf.strided(64, block=1), 1, 2),
+    ],
+)
+@pytest.mark.parametrize("n", [1024, 4096])
+def test_number_of_tiles_does_not_grow_with_the_length(pattern, runs, bits, n):
+    assert distinct_tiles(sf.compile_mask(pattern, n)) == (runs, bits)
+
+
+@settings(max_examples=150)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_tiles_are_distinct_all_used_and_bits_only_where_rows_keep_several_runs(pattern, lengths, block_size):
+    mask = sf.compile_mask(pattern, *lengths, block_size)
+    _, _, kind, tile = mask.entries()
+    for number, stored in ((1, mask.tile_runs), (2, mask.tile_bits)):
+        used = np.unique(tile[kind == number])
+        assert used.tolist() == list(range(len(used))) and len(stored) == max(2, len(used))
+        assert len(torch.unique(stored[: len(used)].flatten(1), dim=0)) == len(used)
+    bits = mask._decode(*(a[kind == 2] for a in (kind, tile)))
+    assert ((bits[:, :, 1:] & ~bits[:, :, :-1]).sum(2) + bits[:, :, 0]).max(1, initial=0).min(initial=2) >= 2
+
+
+@pytest.mark.parametrize(
+    "pattern, pairs",
+    [
+        (sf.causal() & sf.local(1024), 1024 * MILLION - 1024 * 1023 // 2),
+        (sf.local(1000), 1999 * MILLION - 1000 * 999),
+        (sf.butterfly(), MILLION * 128 * 14),
+        (sf.causal() & sf.butterfly(), MILLION // 128 * (128 * 129 // 2) + MILLION * 128 * 13 // 2),
+        (sf.global_tokens(100), 2 * 100 * MILLION - 100 * 100),
+        (sf.documents(range_of(1000, MILLION)), 1048 * 1000**2),
+        (sf.causal() & sf.documents(range_of(4096, MILLION)), 256 * 4096 * 4097 // 2),
+        (sf.dilated(4, 1000, block=128), 128 * 128 * (8192 + 2 * (7192 + 6192 + 5192))),
+        (sf.neighborhood((1024, 1024), (5, 7)), MILLION * 35),
+        (sf.causal() & ~sf.causal(), 0),
+    ],
+)
+def test_million_token_table_keeps_the_number_of_pairs_of_the_closed_form(pattern, pairs):
+    mask = sf.compile_mask(pattern, MILLION)
+    assert mask.kept_pairs().tolist() == [pairs]
+    assert mask.density == pytest.approx(pairs / MILLION**2)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sf.causal() & sf.local(1024),
+        sf.causal() & (sf.local(1024) | sf.butterfly()),
+        sf.bigbird(),
+        sf.neighborhood((256, 256), 7),
+        sf.causal() & sf.documents([0, 5_000, 5_001, 23_456, 65_536]),
+        sf.from_mask_fn(lambda q, kv: q == kv) & sf.block_diagonal(100),
+    ],
+)
+def test_compiling_takes_a_hundredth_of_the_memory_of_the_attention_matrix(pattern):
+    n = 65_536
+    tracemalloc.start()
+    sf.compile_mask(pattern, n)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < n * n // 100
+
+
+@dataclass(frozen=True)
+class TokensOnly(sf.Pattern):
+    def token_rule(self, q, kv):
+        return (q * 7 + kv * 3) % 11 < 4
+
+
+@dataclass(frozen=True)
+class BlocksOnly(sf.Pattern):
+    """Whole blocks of the table, where row + column is even."""
+
+    as_bool: bool = True
+
+    def block_rule(self, grid):
+        kept = np.add.outer(np.arange(grid.q_blocks), np.arange(grid.kv_blocks)) % 2 == 0
+        return scipy.sparse.csr_array(kept if self.as_bool else kept * np.int8(2))
+
+
+@pytest.mark.parametrize("lengths", [(200, 200), (70, 190), (190, 70)])
+def test_class_with_a_token_rule_alone_compiles_by_looking_at_every_block(lengths):
+    mask = sf.compile_mask(sf.causal() & TokensOnly(), *lengths, 32)
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(sf.causal() & TokensOnly(), *lengths))
+
+
+@pytest.mark.parametrize("as_bool", [True, False])
+def test_class_with_a_block_rule_alone_compiles_alone_and_with_others(as_bool):
+    n, size = 150, 32
+    checkers = (np.add.outer(np.arange(n) // size, np.arange(n) // size) % 2 == 0).copy()
+    assert (sf.compile_mask(BlocksOnly(as_bool), n, block_size=size).to_dense().numpy() == checkers).all()
+    both = sf.compile_mask(sf.local(9) & ~BlocksOnly(as_bool), n, block_size=size)
+    np.testing.assert_array_equal(both.to_dense().numpy(), strategies.dense(sf.local(9), n, n) & ~checkers)
+
+
+def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
+    @dataclass(frozen=True)
+    class Wrong(sf.Pattern):
+        kind: str
+
+        def block_rule(self, grid):
+            if self.kind == "shape":
+                return scipy.sparse.csr_array((3, 3), dtype=np.int8)
+            return np.ones(grid.shape) if self.kind == "dense" else scipy.sparse.csr_array(np.full(grid.shape, 3))
+
+    for kind, message in (
+        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got shape \(3, 3\)"),
+        ("dense", "must return a scipy.sparse matrix"),
+        ("states", r"0 \(empty\), 1 \(partial\) or 2 \(full\); got 3"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sf.compile_mask(Wrong(kind), 64, block_size=16)
+
+
+def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_it():
+    @dataclass(frozen=True)
+    class Vague(sf.Pattern):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Vague defines no token_rule"):
+        sf.compile_mask(Vague(), 64)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"q_len": 0}, "q_len must be a positive integer number of tokens; got 0"),
+        ({"q_len": 64.0}, "q_len must be"),
+        ({"q_len": True}, "q_len must be"),
+        ({"q_len": 64, "kv_len": -1}, "kv_len must be a positive integer number of tokens; got -1"),
+        ({"q_len": 64, "block_size": 48}, r"power of two in 16\.\.256; got 48; try 128"),
+        ({"q_len": 64, "block_size": 8}, r"power of two in 16\.\.256"),
+        ({"q_len": 64, "block_size": 512}, r"power of two in 16\.\.256"),
+        ({"q_len": 64, "block_size": 64.0}, r"power of two in 16\.\.256; got 64\.0"),
+    ],
+)
+def test_lengths_and_block_sizes_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sf.compile_mask(sf.causal(), **arguments)
+
+
+def test_only_patterns_and_their_text_compile():
+    with pytest.raises(TypeError, match=r"must be a sparse_flash\.Pattern or its spec text; got list"):
+        sf.compile_mask([1], 64)
+    with pytest.raises(ValueError, match="unknown pattern 'casual'"):
+        sf.compile_mask("casual", 64)
+    assert sf.compile_mask("causal & local(9)", np.int64(64)).equal(sf.compile_mask(sf.local(9) & sf.causal(), 64))
+
+
+def test_progress_bar_changes_nothing_but_standard_error(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars for terminals alone
+    pattern = sf.from_mask_fn(lambda q, kv: q % 3 == kv % 3)
+    shown = sf.compile_mask(pattern, 500, block_size=32, progress=True)
+    told = capsys.readouterr()
+    assert "compiling" in told.err and not told.out
+    assert shown.equal(sf.compile_mask(pattern, 500, block_size=32)) and not capsys.readouterr().err
+
+
+@settings(max_examples=60)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
+def test_size_of_the_batches_that_bound_memory_makes_no_difference(pattern, lengths, block_size):
+    whole = sf.compile_mask(pattern, *lengths, block_size)
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(compiler, "_CHUNK", 5)
+        small.setattr(compiler, "_BATCH_NUMBERS", 3 * block_size)
+        small.setattr(rules, "_CHUNK", 2 * block_size)
+        small.setattr(tiles, "_BATCH_PAIRS", 2 * block_size**2)
+        small.setattr(block_mask, "_DENSE_CHUNK", 2 * block_size**2)
+        pieces = sf.compile_mask(pattern, *lengths, block_size)
+        assert pieces.equal(whole)
+        np.testing.assert_array_equal(pieces.to_dense().numpy(), strategies.dense(pattern, *lengths))
+
+
+states = st.integers(1, 6).flatmap(
+    lambda rows: st.integers(1, 9).flatmap(
+        lambda cols: st.lists(
+            st.lists(st.sampled_from([0, 0, 1, 2, 2]), min_size=cols, max_size=cols), min_size=rows, max_size=rows
+        )
+    )
+)
+
+
+@settings(max_examples=150)
+@given(first=states, seed=st.integers(0, 999))
+def test_block_runs_are_three_valued_logic_on_states(first, seed):
+    a = np.array(first, np.int8)
+    b = np.random.default_rng(seed).integers(0, 3, a.shape).astype(np.int8)
+
+    def runs(array):
+        return BlockRuns.from_sparse(scipy.sparse.coo_array(array))
+
+    def states_of_runs(r):
+        return r.at(np.arange(a.size)).reshape(a.shape)
+
+    for got, expected in (
+        (runs(a), a),
+        (runs(a) & runs(b), np.minimum(a, b)),
+        (runs(a) | runs(b), np.maximum(a, b)),
+        (~runs(a), 2 - a),
+        (runs(a).agreeing(runs(b)), np.where(a == b, a, PARTIAL)),
+    ):
+        np.testing.assert_array_equal(states_of_runs(got), expected)
+        np.testing.assert_array_equal(got.to_sparse().toarray(), expected)
+        assert all(got.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))
+        # Canonical: equal states have equal runs.
+        assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
+        for state in (PARTIAL, FULL):
+            pieces = list(got.blocks(state, chunk=3))
+            rows, cols = (np.concatenate([p[k] for p in pieces]) for k in range(2))
+            assert list(zip(rows, cols, strict=True)) == list(zip(*np.nonzero(expected == state), strict=True))
+            assert all(len(p[0]) <= 3 for p in pieces)

@@ -1,0 +1,388 @@
+"""Each pattern keeps the pairs that its formula says, and takes and refuses the parameters that it should."""
+
+import os
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+from sparse_flash import patterns
+
+TOKENS = 44
+EARLIEST = -9  # queries before the first key, as where there are more queries than keys
+
+
+def splitmix64(x):
+    mask = 2**64 - 1
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def is_drawn(p, i, j):
+    """``random`` again, in Python's integers."""
+    golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+    row = splitmix64(splitmix64((p.seed + golden) & mask) ^ ((i * golden) & mask))
+    return splitmix64((row + j * golden) & mask) >> 11 < round(p.density * 2**53)
+
+
+def is_power(n):
+    return n > 0 and bin(n).count("1") == 1
+
+
+def in_window_of(p, q, kv):
+    """``neighborhood``: cell by cell, the window moved inward step by step until it lies on the grid."""
+    cells = int(np.prod(p.shape))
+    if not (0 <= q < cells and 0 <= kv < cells):
+        return False
+    for axis, (extent, window) in enumerate(zip(p.shape, p.window, strict=True)):
+        after = int(np.prod(p.shape[axis + 1 :]))
+        at, key = q // after % extent, kv // after % extent
+        seen = list(range(at - window // 2, at - window // 2 + window))
+        while seen[0] < 0:
+            seen = [s + 1 for s in seen]
+        while seen[-1] >= extent:
+            seen = [s - 1 for s in seen]
+        if key not in seen:
+            return False
+    return True
+
+
+def block_is_set(p, i, j):
+    rows = p.blocks.split("/")
+    row = i - (len(rows[0]) - len(rows))
+    return 0 <= row < len(rows) and j < len(rows[0]) and rows[row][j] == "1"
+
+
+def of_units(rule):
+    return lambda p, q, kv: rule(p, q // p.block, kv // p.block)
+
+
+FORMULAS = {
+    "bigbird": lambda p, q, kv: (
+        abs(q // p.block - kv // p.block) < p.window
+        or 0 <= q < p.global_blocks * p.block
+        or kv < p.global_blocks * p.block
+        or is_drawn(p, q // p.block, kv // p.block)
+    ),
+    "block_diagonal": of_units(lambda p, i, j: i == j),
+    "butterfly": of_units(lambda p, i, j: i == j or (is_power(i ^ j) and (p.factors is None or i ^ j < 2**p.factors))),
+    "causal": lambda p, q, kv: kv <= q,
+    "dilated": of_units(lambda p, i, j: any(abs(i - j) == step * p.dilation for step in range(p.window))),
+    "documents": lambda p, q, kv: any(a <= q < b and a <= kv < b for a, b in pairwise(p.cu_seqlens)),
+    "fixed": of_units(lambda p, i, j: i // p.stride == j // p.stride or j % p.stride in range(p.stride - p.summary, p.stride)),
+    "from_blocks": of_units(block_is_set),
+    "full": lambda p, q, kv: True,
+    "global_tokens": lambda p, q, kv: q in range(p.tokens) or kv in range(p.tokens),
+    "local": lambda p, q, kv: -p.window < q - kv < p.window,
+    "longformer": lambda p, q, kv: abs(q - kv) < p.window or q in range(p.tokens) or kv in range(p.tokens),
+    "neighborhood": in_window_of,
+    "power_of_two": of_units(lambda p, i, j: i == j or (is_power(abs(i - j)) and (p.factors is None or abs(i - j) < 2**p.factors))),
+    "prefix": lambda p, q, kv: kv < p.tokens or kv <= q,
+    "random": of_units(is_drawn),
+    "sinks": lambda p, q, kv: kv < p.tokens,
+    "strided": of_units(lambda p, i, j: abs(i - j) < p.stride or (i - j) % p.stride == 0),
+}
+
+PICTURED = {
+    "bigbird": sf.bigbird(density=0.1, block=1),
+    "block_diagonal": sf.block_diagonal(block=2),
+    "butterfly": sf.butterfly(block=1),
+    "causal": sf.causal(),
+    "dilated": sf.dilated(2, 2, block=1),
+    "documents": sf.documents([0, 2, 3, 4]),
+    "fixed": sf.fixed(3, block=1),
+    "from_blocks": sf.from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]], block=1),
+    "from_mask_fn": sf.from_mask_fn(lambda q, kv: (q + kv) % 2 == 0),
+    "full": sf.full(),
+    "global_tokens": sf.global_tokens(1),
+    "local": sf.local(2),
+    "longformer": sf.longformer(2),
+    "neighborhood": sf.neighborhood((3, 3), 2),
+    "power_of_two": sf.power_of_two(block=1),
+    "prefix": sf.prefix(2),
+    "random": sf.random(0.25, seed=1, block=1),
+    "sinks": sf.sinks(1),
+    "strided": sf.strided(3, block=1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+@settings(max_examples=15)
+@given(data=st.data())
+def test_token_rule_is_the_formula(name, data):
+    p = data.draw(strategies.by_name[name])
+    q, kv = np.arange(EARLIEST, TOKENS), np.arange(TOKENS)
+    expected = np.array([[bool(FORMULAS[name](p, i, j)) for j in kv.tolist()] for i in q.tolist()])
+    np.testing.assert_array_equal(np.broadcast_to(p.token_rule(q[:, None], kv[None, :]), expected.shape), expected)
+
+
+def test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name():
+    built_in = [name for name in sf.list_patterns() if sf.pattern.pattern_class(name).__module__.startswith("sparse_flash.")]
+    assert list(patterns.__all__) == sorted(patterns.__all__) == built_in == sorted(PICTURED)
+    assert {*FORMULAS, "from_mask_fn"} == set(PICTURED) and set(strategies.by_name) == set(FORMULAS)
+    assert all(getattr(sf, name) is sf.pattern.pattern_class(name) for name in built_in)
+
+
+@pytest.mark.parametrize("name", sorted(PICTURED))
+def test_picture_in_the_docstring_is_the_pattern(name):
+    doc = sys.modules[f"sparse_flash.patterns.{name}"].__doc__
+    cells = [line.split()[0] for line in doc.splitlines() if line.strip() and set(line.split()[0]) <= set(".#")]
+    shown = np.array([[cell == "#" for cell in row] for row in cells])
+    np.testing.assert_array_equal(shown, strategies.dense(PICTURED[name], *shown.shape))
+    assert "source:" in doc or name in ("from_blocks", "from_mask_fn")
+
+
+def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
+    kept = strategies.dense(sf.causal() & sf.local(5), 20, 20)
+    np.testing.assert_array_equal(kept.sum(1), np.minimum(np.arange(20) + 1, 5))
+    assert kept[12, 8:13].all() and not kept[12, 7] and not kept[12, 13]
+    np.testing.assert_array_equal(strategies.dense(sf.local(1), 7, 7), np.eye(7, dtype=bool))
+
+
+@settings(max_examples=60)
+@given(pattern=strategies.expressions, kv_len=st.integers(2, 200), data=st.data())
+def test_fewer_queries_see_what_the_last_queries_of_the_square_mask_see(pattern, kv_len, data):
+    q_len = data.draw(st.integers(1, kv_len))
+    square = sf.compile_mask(pattern, kv_len, block_size=32).to_dense()
+    decoding = sf.compile_mask(pattern, q_len, kv_len, block_size=32).to_dense()
+    torch.testing.assert_close(decoding, square[kv_len - q_len :])
+
+
+def test_queries_before_the_first_key_keep_nothing_under_causal_and_the_window_follows_the_end():
+    kept = strategies.dense(sf.causal(), 10, 4)
+    assert not kept[:6].any() and kept[6:].sum() == 10
+    assert strategies.dense(sf.local(2), 10, 4)[9].tolist() == [False, False, True, True]
+    assert not strategies.dense(sf.global_tokens(2), 10, 4)[:6, 2:].any()
+
+
+def reachable(step):
+    """Which pairs are connected after any number of layers."""
+    reach = step
+    while True:
+        further = (reach.astype(int) @ reach.astype(int)) > 0
+        if (further == reach).all():
+            return reach
+        reach = further
+
+
+def test_causal_butterfly_never_reaches_most_of_the_past_and_power_of_two_reaches_all_of_it():
+    units, past = 32, np.tril(np.ones((32, 32), bool))
+    butterfly = reachable(strategies.dense(sf.causal() & sf.butterfly(block=1), units, units))
+    expected = np.array([[i & j == j for j in range(units)] for i in range(units)])  # digits are only ever cleared
+    np.testing.assert_array_equal(butterfly, expected)
+    assert butterfly.sum() < 0.5 * past.sum()
+    np.testing.assert_array_equal(reachable(strategies.dense(sf.causal() & sf.power_of_two(block=1), units, units)), past)
+    assert reachable(strategies.dense(sf.butterfly(block=1), units, units)).all()
+
+
+def test_token_stride_shorter_than_a_block_leaves_no_block_empty_and_units_do():
+    tokens = sf.compile_mask(sf.strided(8, block=1), 2048, block_size=64)
+    units = sf.compile_mask(sf.strided(8, block=64), 2048, block_size=64)
+    assert tokens.block_density == 1.0 and units.block_density < 0.6
+    assert units.density == units.block_density  # whole units, so no block is kept in part
+
+
+def test_prefix_includes_causal_and_causal_takes_the_prefix_away():
+    n, prefix = 24, strategies.dense(sf.prefix(9), 24, 24)
+    np.testing.assert_array_equal(prefix, strategies.dense(sf.causal() | sf.sinks(9), n, n))
+    np.testing.assert_array_equal(strategies.dense(sf.causal() & sf.prefix(9), n, n), strategies.dense(sf.causal(), n, n))
+    assert prefix[0, 8] and not prefix[0, 9]
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(["random", "bigbird"]), data=st.data(), short=st.integers(1, 200), more=st.integers(0, 200))
+def test_longer_sequence_extends_the_random_pairs_of_a_shorter_one(name, data, short, more):
+    p = data.draw(strategies.by_name[name])
+    longer = sf.compile_mask(p, short + more, block_size=64).to_dense()
+    torch.testing.assert_close(sf.compile_mask(p, short, block_size=16).to_dense(), longer[:short, :short])
+
+
+def test_random_pairs_have_the_density_asked_for_in_every_row_block_and_depend_on_the_seed():
+    one, other = (strategies.dense(sf.random(0.2, seed, block=1), 600, 600) for seed in (0, 1))
+    spread = 5 * (0.2 * 0.8 / 600) ** 0.5
+    assert abs(one.mean() - 0.2) < 0.005 and (abs(one.mean(0) - 0.2) < spread).all() and (abs(one.mean(1) - 0.2) < spread).all()
+    # Independent of the other seed and of the transpose: kept together as often as chance has it.
+    assert abs((one & other).mean() - 0.04) < 0.004 and abs((one & one.T).mean() - 0.04) < 0.004
+    assert strategies.dense(sf.random(1, block=1), 50, 50).all()
+
+
+@pytest.mark.parametrize("shape, window", [((40,), 7), ((11, 9), (4, 9)), ((8, 32, 32), (3, 7, 5))])
+def test_neighborhood_keeps_exactly_the_window_of_every_query(shape, window):
+    cells, size = int(np.prod(shape)), int(np.prod(np.broadcast_to(window, len(shape))))
+    mask = sf.compile_mask(sf.neighborhood(shape, window), cells)
+    assert mask.kept_pairs().tolist() == [cells * size]
+    # Many cells at once: numpy's own unravel_index is wrong on some arrays of this size.
+    q = np.arange(cells)
+    per_query = sum(sf.neighborhood(shape, window).token_rule(q[:, None], kv[None, :]).sum(1) for kv in np.array_split(q, 16))
+    assert (per_query == size).all()
+
+
+def test_documents_of_one_meaning_are_equal_and_empty_ones_are_left_out():
+    bounds = [0, 5, 5, 9]
+    same = [
+        sf.documents(bounds),
+        sf.documents((0, 5, 9)),
+        sf.documents(np.array(bounds, np.int32)),
+        sf.documents(torch.tensor(bounds, dtype=torch.int32)),
+    ]
+    assert len(set(same)) == 1 and same[0].to_spec() == "documents((0, 5, 9))"
+    kept = strategies.dense(same[0], 12, 12)
+    assert kept.sum() == 25 + 16 and not kept[9:].any() and not kept[:, 9:].any()
+
+
+def test_from_blocks_takes_lists_arrays_tensors_and_text_alike():
+    rows = [[1, 1, 0], [0, 1, 1]]
+    same = [rows, np.array(rows), np.array(rows, bool), torch.tensor(rows), torch.tensor(rows).bool(), "110/011"]
+    assert len({sf.from_blocks(blocks, 16) for blocks in same}) == 1
+    assert sf.from_blocks(rows).to_spec() == "from_blocks('110/011', block=128)"
+
+
+def test_last_row_of_a_wide_or_tall_block_array_belongs_to_the_last_query():
+    wide, tall = np.array([[1, 0, 1], [0, 1, 1]], bool), np.array([[1, 0], [0, 1], [1, 1]], bool)
+    for array in (wide, tall):
+        rows, cols = array.shape
+        kept = strategies.dense(sf.from_blocks(array, block=16), 16 * rows, 16 * cols)
+        np.testing.assert_array_equal(kept, array.repeat(16, 0).repeat(16, 1))
+    assert not strategies.dense(sf.from_blocks(wide, block=16), 64, 64)[48:].any()  # outside the array
+
+
+def test_mask_function_is_the_token_rule_and_a_known_pattern_beside_it_spares_looking():
+    looked_at = []
+
+    def parity(q, kv):
+        looked_at.append(np.broadcast(q, kv).size)
+        return (q * kv) % 3 == 0
+
+    n = 1024
+    alone = sf.compile_mask(sf.from_mask_fn(parity), n, block_size=64)
+    everything = sum(looked_at)
+    looked_at.clear()
+    both = sf.compile_mask(sf.from_mask_fn(parity) & sf.local(64), n, block_size=64)
+    assert everything == n * n and sum(looked_at) < everything / 4
+    i = np.arange(n)
+    expected = (i[:, None] * i) % 3 == 0
+    np.testing.assert_array_equal(alone.to_dense().numpy(), expected)
+    np.testing.assert_array_equal(both.to_dense().numpy(), expected & (abs(i[:, None] - i) < 64))
+
+
+def test_mask_function_has_no_spec_text_and_the_error_says_what_to_write_instead():
+    for pattern in (sf.from_mask_fn(max), sf.causal() & ~sf.from_mask_fn(max)):
+        with pytest.raises(ValueError, match="@register_pattern"):
+            pattern.to_spec()
+        assert "max" in str(pattern)
+
+
+@settings(max_examples=100)
+@given(pattern=strategies.expressions)
+def test_pickled_pattern_is_equal_has_the_same_hash_and_carries_no_caches(pattern):
+    hash(pattern)
+    strategies.dense(pattern, 20, 20)
+    data = pickle.dumps(pattern)
+    again = pickle.loads(data)
+    assert again == pattern and hash(again) == hash(pattern) and {again: 1}[pattern] == 1
+    assert data == pickle.dumps(again)
+
+
+def test_pattern_pickled_under_another_hash_seed_is_found_in_a_dict_here():
+    pattern = sf.causal() & (sf.from_blocks("10/11", 16) | ~sf.documents([0, 3, 9])) & sf.random(0.5)
+    write = (
+        "import pickle, sys, sparse_flash as sf\n"
+        f"p = sf.parse({pattern.to_spec()!r}); hash(p)\n"
+        "sys.stdout.buffer.write(pickle.dumps(p))"
+    )
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    run = subprocess.run([sys.executable, "-c", write], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+    assert {pattern: "found"}[pickle.loads(run.stdout)] == "found"
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (lambda: sf.local(np.int64(8)), lambda: sf.local(8)),
+        (lambda: sf.butterfly(np.int32(3), block=np.int64(64)), lambda: sf.butterfly(3, 64)),
+        (lambda: sf.random(np.float64(0.5)), lambda: sf.random(0.5)),
+        (lambda: sf.random(1), lambda: sf.random(1.0)),
+        (lambda: sf.neighborhood([64, 64], 7), lambda: sf.neighborhood(np.array([64, 64]), (7, 7))),
+        (lambda: sf.neighborhood((9,), torch.tensor(3)), lambda: sf.neighborhood((9,), [3])),
+        (lambda: sf.bigbird(block=np.int64(32)), lambda: sf.bigbird(block=32)),
+    ],
+)
+def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, other):
+    assert one() == other() and hash(one()) == hash(other()) and one().to_spec() == other().to_spec()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: sf.local(0), "window must be an integer of at least 1; got 0"),
+        (lambda: sf.local(2.0), "window must be an integer"),
+        (lambda: sf.local(True), "got True"),
+        (lambda: sf.local(2**63), r"at most 2\*\*62"),
+        (lambda: sf.butterfly(block=0), "block must be an integer of at least 1"),
+        (lambda: sf.butterfly(-1), "factors must be an integer of at least 0"),
+        (lambda: sf.power_of_two(63), "factors must be at most 62.*None is no limit"),
+        (lambda: sf.fixed(4, 5), "summary must be at most stride=4; got 5"),
+        (lambda: sf.documents([1, 2]), r"must start with 0.*itertools\.accumulate"),
+        (lambda: sf.documents([0]), "must start with 0 and end with"),
+        (lambda: sf.documents([0, 5, 3]), "must not decrease; got 5, then 3 at 2"),
+        (lambda: sf.documents([0, 0]), "at least 1"),
+        (lambda: sf.documents(np.array([0, 1.5])), "must be an integer"),
+        (lambda: sf.documents(9), "sequence of integers; got 9"),
+        (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
+        (lambda: sf.random(float("nan")), "0 < density <= 1"),
+        (lambda: sf.random("0.5"), "0 < density <= 1"),
+        (lambda: sf.random(0.5, seed=-1), "seed must be an integer of at least 0"),
+        (lambda: sf.bigbird(density=2), "0 < density <= 1"),
+        (lambda: sf.neighborhood((4, 4), 5), r"none larger than the axis; got \(5, 5\)"),
+        (lambda: sf.neighborhood((4, 4), (3,)), "one number for each axis"),
+        (lambda: sf.neighborhood((2, 2, 2, 2), 1), "1 to 3 axes"),
+        (lambda: sf.neighborhood(64, 7), "shape must be a sequence"),
+        (lambda: sf.from_blocks("110/01"), "one length"),
+        (lambda: sf.from_blocks("120"), "rows of 0 and 1"),
+        (lambda: sf.from_blocks([[1, 2]]), "zeros and ones"),
+        (lambda: sf.from_blocks([[1, 0], [1]]), "one length"),
+        (lambda: sf.from_blocks(torch.ones(2, 2, 2)), r"shape \(2, 2, 2\).*per_head"),
+        (lambda: sf.from_blocks([]), "zeros and ones"),
+    ],
+)
+def test_bad_parameters_are_refused_with_what_was_got_and_the_way_out(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_mask_function_must_be_callable_and_return_booleans_of_the_right_shape():
+    with pytest.raises(TypeError, match="must be a function"):
+        sf.from_mask_fn(3)
+    with pytest.raises(TypeError, match="must return booleans; got int64"):
+        sf.compile_mask(sf.from_mask_fn(lambda q, kv: q - kv), 100)
+    with pytest.raises(ValueError, match="must broadcast to"):
+        sf.compile_mask(sf.from_mask_fn(lambda q, kv: (q > kv)[..., :3]), 100)
+
+
+@pytest.mark.parametrize("huge", [2**40, 2**62])
+def test_parameters_far_beyond_the_sequence_neither_overflow_nor_take_memory(huge):
+    n = 200
+    assert sf.compile_mask(sf.local(huge), n).keeps_all
+    assert sf.compile_mask(sf.butterfly(block=huge), n).keeps_all
+    assert sf.compile_mask(sf.dilated(huge, huge, block=1), n).equal(sf.compile_mask(sf.local(1), n))
+    assert sf.compile_mask(sf.block_diagonal(huge) & ~sf.sinks(huge), n).kept_pairs().tolist() == [0]
+    kept = sf.compile_mask(~sf.documents([0, 100, huge]) | sf.local(3), n)
+    np.testing.assert_array_equal(kept.to_dense().numpy(), strategies.dense(~sf.documents([0, 100, huge]) | sf.local(3), n, n))
+
+
+@settings(max_examples=60)
+@given(pattern=strategies.leaves)
+def test_fields_of_a_pattern_cannot_be_set(pattern):
+    fields = list(pattern.__dataclass_fields__)
+    assume(fields)
+    with pytest.raises(AttributeError):
+        setattr(pattern, fields[0], 1)

@@ -1,0 +1,273 @@
+"""Spec text: both ways, canonical, with errors that point at the column; and the registry of names."""
+
+import string
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+import pytest
+import strategies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_flash as sf
+from sparse_flash import pattern as pattern_module
+from sparse_flash.spec import SpecError, read, write_call
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry that a test may add to."""
+    monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
+    return pattern_module._registry
+
+
+@settings(max_examples=300)
+@given(pattern=strategies.expressions)
+def test_text_of_every_pattern_reads_back_as_an_equal_one_with_the_same_text(pattern):
+    text = pattern.to_spec()
+    again = sf.parse(text)
+    assert again == pattern and hash(again) == hash(pattern) and again.to_spec() == text
+    assert sf.Pattern.from_spec(f"  ( {text} )\n") == pattern and str(pattern) == text
+
+
+@settings(max_examples=100)
+@given(a=strategies.leaves, b=strategies.expressions, c=strategies.expressions)
+def test_order_grouping_and_repetition_make_no_difference_to_equality_or_text(a, b, c):
+    for same in (
+        [a & b & c, c & (b & a), (a & a) & (c & b)],
+        [a | b | c, (c | b) | a, a | (b | c) | b],
+        [a, ~~a, a & a, a | a],
+        [~(a & b), ~(b & a)],
+    ):
+        assert len(set(same)) == 1 and len({p.to_spec() for p in same}) == 1
+
+
+def test_and_binds_tighter_than_or_and_not_tightest():
+    a, b, c = sf.causal(), sf.local(3), sf.sinks(2)
+    assert sf.parse("causal | local(3) & sinks(2)") == a | (b & c) != (a | b) & c
+    assert sf.parse("~causal & local(3)") == ~a & b != ~(a & b)
+    assert sf.parse("~(causal & local(3))") == ~(a & b) and sf.parse("~~causal") == a
+
+
+@pytest.mark.parametrize(
+    "text, pattern",
+    [
+        ("butterfly", sf.butterfly()),
+        ("butterfly()", sf.butterfly()),
+        ("butterfly(None, 64,)", sf.butterfly(block=64)),
+        ("butterfly( block = 6_4 )", sf.butterfly(block=64)),
+        ("random(5e-1, seed=7)", sf.random(0.5, 7)),
+        ("documents([0, 5, 9])", sf.documents([0, 5, 9])),
+        ("documents((0, 5, 9,))", sf.documents([0, 5, 9])),
+        ('from_blocks("10/11", block=16)', sf.from_blocks([[1, 0], [1, 1]], 16)),
+        ("from_blocks(((1, 0), (1, 1)), 16)", sf.from_blocks([[1, 0], [1, 1]], 16)),
+        ("neighborhood((300,), 7)", sf.neighborhood([300], 7)),
+        ("causal\n & local(4)", sf.causal() & sf.local(4)),
+    ],
+)
+def test_reader_takes_the_notation_that_python_users_would_write(text, pattern):
+    assert sf.parse(text) == pattern
+
+
+@pytest.mark.parametrize(
+    "text, column, message",
+    [
+        ("", 0, "expected a pattern name.*got the end of the spec"),
+        ("   ", 3, "got the end of the spec"),
+        ("causal &", 8, "expected a pattern name"),
+        ("causal & & local(3)", 9, "got '&'"),
+        ("causal local(3)", 7, "expected '&', '|' or the end"),
+        ("(causal", 7, r"expected '\)'"),
+        ("causal)", 6, "or the end of the spec, got"),
+        ("causal & $", 9, r"unexpected '\$'"),
+        ("causal & locl(3)", 9, "unknown pattern 'locl'; did you mean 'local'"),
+        ("causal & local", 9, r"local\(window: int\): missing a required argument: 'window'"),
+        ("causal & local(wndow=3)", 9, r"local\(window: int\)"),
+        ("causal | local(0)", 9, "window must be an integer of at least 1; got 0"),
+        ("local(window=3, window=4)", 16, "given twice"),
+        ("butterfly(block=3, 4)", 19, "positional argument after a named one"),
+        ("local(3 4)", 8, r"expected ',' or '\)'"),
+        ("local(", 6, "expected a number, a string"),
+        ("local(causal)", 6, "expected a number, a string.*got 'causal'"),
+        ("local(1__0)", 6, "cannot read '1__0'"),
+        ("documents((0, 5)", 16, r"expected ',' or '\)'"),
+        ("documents([0 5])", 13, r"expected ',' or '\]'"),
+        ("from_blocks('10/1)", 12, 'unexpected "\'"'),
+        ("from_mask_fn(1)", 0, "must be a function"),
+    ],
+)
+def test_error_points_at_the_column_and_says_what_was_expected(text, column, message):
+    with pytest.raises(SpecError, match=message) as error:
+        sf.parse(text)
+    assert error.value.column == column and error.value.text == text
+    first, shown, caret = str(error.value).rsplit("\n", 2)
+    assert first.endswith(f"(column {column + 1})") and shown == f"  {text}" and caret == " " * (column + 2) + "^"
+
+
+@settings(max_examples=300)
+@given(text=st.text(st.sampled_from("causl(&|~)[],=13.'\"_ \n" + string.ascii_lowercase), max_size=30))
+def test_any_text_either_reads_or_raises_the_one_error(text):
+    try:
+        read(text)
+    except SpecError as error:
+        assert 0 <= error.column <= len(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "causal.__class__", "local(().__class__)", "local(3) if 1 else full", "local(1+1)"]
+)
+def test_spec_text_is_never_run_as_code(text):
+    with pytest.raises(SpecError):
+        sf.parse(text)
+
+
+def test_text_must_be_a_string_and_values_must_have_a_notation():
+    with pytest.raises(TypeError, match="must be a string; got int"):
+        sf.parse(3)
+    with pytest.raises(ValueError, match="a set has no spec text"):
+        write_call("local", [{1}], {})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200)
+@given(positional=st.lists(VALUES, max_size=3), keyword=st.dictionaries(st.sampled_from(["block", "seed", "x"]), VALUES))
+def test_every_value_that_can_be_written_reads_back(positional, keyword):
+    call = read(write_call("ring", positional, keyword))
+    assert call.name == "ring" and repr(call.positional) == repr(tuple(positional)) and call.keyword == keyword
+
+
+@pytest.mark.parametrize(
+    "name, near", [("casual", "causal"), ("butterfy", "butterfly"), ("neighbourhood", "neighborhood"), ("global", "global_tokens")]
+)
+def test_unknown_name_suggests_the_nearest(name, near):
+    with pytest.raises(ValueError, match=f"unknown pattern '{name}'; did you mean.*'{near}'"):
+        sf.parse(name)
+
+
+def test_unknown_name_near_to_none_lists_all_names():
+    with pytest.raises(ValueError) as error:
+        sf.parse("xyzzy")
+    assert all(name in str(error.value) for name in sf.list_patterns())
+
+
+@pytest.mark.parametrize("use", [bool, lambda p: p and p, lambda p: not p, lambda p: p or p])
+def test_truth_value_of_a_pattern_is_refused_with_the_operators_to_use(use):
+    for pattern in (sf.causal(), sf.causal() & sf.local(2), ~sf.causal()):
+        with pytest.raises(TypeError, match=r"combine patterns with & \| ~ instead of and, or, not"):
+            use(pattern)
+
+
+@pytest.mark.parametrize("combine", [lambda p: p & "local(3)", lambda p: p | 3, lambda p: None & p])
+def test_patterns_combine_with_patterns_alone(combine):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        combine(sf.causal())
+
+
+def define_ring():
+    @sf.register_pattern("ring")
+    @dataclass(frozen=True)
+    class Ring(sf.Pattern):
+        period: int
+        phase: int | None = None
+
+        def token_rule(self, q, kv):
+            return (q - kv) % self.period == (self.phase or 0)
+
+    return Ring
+
+
+def test_registered_class_is_usable_in_text_and_expressions(registry):
+    ring = define_ring()
+    assert "ring" in sf.list_patterns()
+    assert sf.parse("causal & ring(4)") == sf.causal() & ring(4) and (sf.causal() & ring(4)).to_spec() == "causal & ring(4)"
+    assert ring(4, phase=1).to_spec() == "ring(4, phase=1)" and sf.parse("ring(4, phase=1)") == ring(4, 1)
+    i = np.arange(100)
+    expected = ((i[:, None] - i) % 4 == 0) & (i[:, None] >= i)
+    np.testing.assert_array_equal(sf.compile_mask("causal & ring(4)", 100, block_size=16).to_dense().numpy(), expected)
+
+
+def test_name_that_is_taken_is_refused_naming_both_owners(registry):
+    first = define_ring()
+    with pytest.raises(ValueError) as error:
+        define_ring()
+    assert str(error.value).count(f"{first.__module__}.{first.__qualname__}") == 2 and "another name" in str(error.value)
+    with pytest.raises(ValueError, match=r"test_spec.*already registered by sparse_flash\.patterns\.local\.Local"):
+        sf.register_pattern("local")(first)
+    assert registry["ring"] is first and sf.local is pattern_module.pattern_class("local")
+
+
+def test_class_of_a_notebook_may_be_defined_again(registry):
+    def define():
+        cls = dataclass(frozen=True)(type("Cell", (sf.Pattern,), {"__module__": "__main__", "__qualname__": "Cell"}))
+        return sf.register_pattern("cell")(cls)
+
+    define()
+    again = define()
+    assert pattern_module.pattern_class("cell") is again
+
+
+def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_registered(registry):
+    class Bare(sf.Pattern):
+        pass
+
+    @dataclass
+    class Thawed(sf.Pattern):
+        n: int
+
+    for cls in (Bare, Thawed):
+        with pytest.raises(TypeError, match=r"must be a frozen dataclass; put @dataclass\(frozen=True\)"):
+            sf.register_pattern("bare")(cls)
+    with pytest.raises(TypeError, match=r"must decorate a subclass of sparse_flash\.Pattern"):
+        sf.register_pattern("bare")(lambda q, kv: q > kv)
+    for name in ("two words", "", 3, "a-b"):
+        with pytest.raises(ValueError, match="must be an identifier"):
+            sf.register_pattern(name)
+    assert "bare" not in sf.list_patterns()
+    with pytest.raises(ValueError, match="Thawed has no spec text: register it"):
+        Thawed(3).to_spec()
+
+
+@dataclass(frozen=True)
+class Offered(sf.Pattern):
+    """What another package would offer."""
+
+    n: int = 1
+
+    def token_rule(self, q, kv):
+        return kv < self.n
+
+
+@pytest.fixture
+def installed(registry, monkeypatch):
+    """Stands for packages that offer patterns: the group is read anew, with the entry points that the test gives."""
+    monkeypatch.setattr(Offered, "name", None)
+
+    def install(*entries):
+        points = [metadata.EntryPoint(name, value, "sparse_flash.patterns") for name, value in entries]
+        monkeypatch.setattr(pattern_module, "_entry_points_read", False)
+        monkeypatch.setattr(metadata, "entry_points", lambda group: points if group == "sparse_flash.patterns" else [])
+
+    return install
+
+
+def test_patterns_of_installed_packages_are_found_at_the_first_look(installed):
+    installed(("offered", f"{__name__}:Offered"))
+    assert sf.parse("offered(3) & causal") == Offered(3) & sf.causal()
+    assert "offered" in sf.list_patterns() and Offered(3).to_spec() == "offered(n=3)"
+
+
+def test_broken_plug_in_is_named_and_does_not_take_the_others_away(installed):
+    installed(("broken", "no_such_module:Pattern"), ("local", f"{__name__}:Offered"), ("offered", f"{__name__}:Offered"))
+    with pytest.warns(UserWarning) as warned:
+        names = sf.list_patterns()
+    messages = [str(w.message) for w in warned]
+    assert any("'broken' (no_such_module:Pattern)" in m and "No module named" in m for m in messages)
+    assert any("'local'" in m and "already registered by sparse_flash.patterns.local.Local" in m for m in messages)
+    assert "offered" in names and "broken" not in names and sf.parse("local(3)") == sf.local(3)
