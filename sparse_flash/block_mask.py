@@ -298,7 +298,7 @@ class BlockMask:
 
     def kept_pairs(self) -> np.ndarray:
         """(masks,) int64: how many (query, key) pairs each stored mask keeps."""
-        return np.bincount(self._entry_masks, self._entry_pairs, self.masks).astype(np.int64)
+        return np.bincount(self._entry_masks, self.entry_pairs, self.masks).astype(np.int64)
 
     @cached_property
     def _entry_masks(self) -> np.ndarray:
@@ -306,7 +306,7 @@ class BlockMask:
         return np.repeat(np.arange(self.masks), np.diff(bounds, prepend=0))
 
     @cached_property
-    def _entry_pairs(self) -> np.ndarray:
+    def entry_pairs(self) -> np.ndarray:
         _, _, kind, tile = self.entries()
         runs, bits = (t.cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs)
@@ -333,7 +333,7 @@ class BlockMask:
         (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
         rows, cols, *_ = self.entries()
-        full = self._entry_pairs == self.grid.heights(rows) * self.grid.widths(cols)
+        full = self.entry_pairs == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
         states[self._entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._per_head(torch.from_numpy(states))

@@ -1,0 +1,202 @@
+"""How a case is timed, and what its memory is.
+
+GPU: medians of CUDA-event times over runs with a cold cache. CPU: medians of wall time. Memory: the most bytes that one
+forward and backward pass holds in tensors at once, beyond its inputs, as PyTorch's allocators count them on both devices
+(on a CPU through the profiler's allocation events, so that what the process held before does not count).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+
+import sparse_flash
+
+from .cases import Case, CompileCase
+from .check import TOLERANCE, sampled_errors
+from .peers import Problem, peer
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+_CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
+_GPU_WARMUP_MS, _GPU_MS = 50, 200
+
+
+class OverLimit(BaseException):
+    """A case ran past its time. Not an Exception, so that no library's fallback takes it for its own failure."""
+
+
+@contextmanager
+def time_limit(seconds: int | None):
+    """Raises OverLimit in the body once it has run this long; does nothing off the main thread."""
+    if not seconds or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def over(*_):
+        raise OverLimit
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(case: Case | CompileCase, device: torch.device, limit: int | None = None, seconds: float | None = None) -> dict:
+    """The result of a case as plain data: its numbers, or one of {"refused": why}, {"over_limit": seconds},
+    {"failed": error}. seconds: how long to repeat on a CPU."""
+    begin = time.perf_counter()
+    try:
+        with time_limit(limit):
+            measured = _compile(case) if isinstance(case, CompileCase) else _attention(case, device, seconds or _CPU_SECONDS)
+    except OverLimit:
+        measured = {"over_limit": limit}
+    except Exception as error:
+        # A peer that cannot run is a result: the others still can.
+        text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+        measured = {"failed": text[:400]}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return measured | {"took_s": round(time.perf_counter() - begin, 2)}
+
+
+def _attention(case: Case, device: torch.device, seconds: float) -> dict:
+    shape = case.shape
+    pattern = sparse_flash.parse(case.spec)
+    mask = sparse_flash.compile_mask(pattern, shape.tokens, device=device)
+    dtype = DTYPES[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
+    # FlexAttention has no backward pass on a CPU and refuses inputs that want one.
+    backward = not (device.type == "cpu" and case.peer.startswith("flex"))
+    q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_(backward) for _ in range(3))
+    problem, rival = Problem(pattern, mask, q, k, v), peer(case.peer)
+    if case.peer == "fa4":
+        problem = problem.memory_order(0, 2, 1, 3)  # its own layout, (batch, tokens, heads, head_dim)
+    kept = int(mask.kept_pairs()[0])
+    facts = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "kept_pairs": kept,
+        "density": mask.density,
+        "block_density": mask.block_density,
+        "table_bytes": 0 if mask.keeps_all else mask.nbytes,
+        "input_bytes": 3 * q.numel() * q.element_size(),
+    }
+    reason = rival.refuses(problem)
+    if reason:
+        return facts | {"refused": reason}
+    if hasattr(rival, "runs_on"):
+        facts["backend"] = rival.runs_on(problem)
+    begin = time.perf_counter()
+    fn = rival.prepare(problem)
+    errors = sampled_errors(problem, fn, backward)
+    facts["first_call_s"] = time.perf_counter() - begin
+    flops = 4 * kept * shape.head_dim * shape.heads * shape.batch
+
+    with torch.no_grad():
+        forward, repeats = _median_ms(fn, device, seconds)
+    result = facts | {"forward_ms": forward, "forward_tflops": flops / forward / 1e9, "repeats": repeats}
+    if backward:
+        out = fn()
+        dout = torch.randn_like(out)
+        result["backward_ms"], _ = _median_ms(
+            lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds
+        )
+        result["backward_tflops"] = 2.5 * flops / result["backward_ms"] / 1e9
+        del out
+
+        def both():
+            out = fn()
+            return torch.autograd.grad(out, problem.leaves, dout)
+
+        result["extra_bytes"] = peak_bytes(both, device)
+    tolerance = TOLERANCE[dtype]
+    return result | {"errors": errors, "correct": all(e <= tolerance for e in errors.values())}
+
+
+def _median_ms(fn: Callable, device: torch.device, seconds: float) -> tuple[float, int | None]:
+    """(median milliseconds, repeats where counted); ``fn`` has run before."""
+    if device.type == "cuda":
+        import triton
+
+        return triton.testing.do_bench(fn, warmup=_GPU_WARMUP_MS, rep=_GPU_MS, quantiles=[0.5]), None
+    times: list[float] = []
+    while len(times) < _CPU_LEAST or (sum(times) < seconds and len(times) < _CPU_MOST):
+        begin = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - begin)
+        if sum(times) > 8 * seconds:
+            break
+    return statistics.median(times) * 1e3, len(times)
+
+
+def peak_bytes(fn: Callable, device: torch.device) -> int:
+    """The most bytes that tensors made by ``fn`` hold at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fn()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = fn()
+    del result
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@contextmanager
+def _quiet_stderr():
+    """Without the profiler's notes, which its library writes past Python."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def _compile(case: CompileCase) -> dict:
+    pattern = sparse_flash.parse(case.spec)
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < 3:
+        begin = time.perf_counter()
+        mask = sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)
+        times.append(time.perf_counter() - begin)
+    # Tracing slows allocation down, so that memory has a run of its own.
+    tracemalloc.start()
+    try:
+        sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return {
+        "compile_s": statistics.median(times),
+        "peak_bytes": peak,
+        "table_bytes": mask.nbytes,
+        "kept_blocks": int(mask.by_query.row_ptr[0, -1]),
+        "density": mask.density,
+        "block_density": mask.block_density,
+    }

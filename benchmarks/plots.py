@@ -1,0 +1,188 @@
+"""PNG plots from the JSON alone, each in a light and a dark version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .results import finished
+from .tables import Row, gains, rows
+
+
+@dataclass(frozen=True)
+class Theme:
+    name: str
+    paper: str
+    ink: str
+    faint: str
+    grid: str
+
+
+THEMES = (
+    Theme("light", "#ffffff", "#1d2530", "#69707c", "#e3e6eb"),
+    Theme("dark", "#171b22", "#e6e9ee", "#9aa3b0", "#2d343f"),
+)
+_COLOURS = ("#2f7de1", "#e0752d", "#22a06b", "#a455d6", "#d64550", "#1aa3b8", "#b8921a", "#d65aa8", "#7f8c9b", "#6b8e23")
+_MARKERS = "osD^vPX*<>"
+
+
+def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
+    """Writes the plots of the suites that were measured; returns {plot: {theme: path}}."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: dict[str, dict[str, Path]] = {}
+    for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers)):
+        for theme in THEMES:
+            figure = plot(data, theme)
+            if figure is None:
+                break
+            path = folder / (f"{name}.png" if theme.name == "light" else f"{name}-{theme.name}.png")
+            figure.savefig(path, facecolor=theme.paper)
+            paths.setdefault(name, {})[theme.name] = path
+    return paths
+
+
+def _figure(width: float, height: float, columns: int, theme: Theme, **shared):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor=theme.paper)
+    axes = figure.subplots(1, columns, squeeze=False, **shared)[0]
+    for ax in axes:
+        ax.set_facecolor(theme.paper)
+        ax.tick_params(colors=theme.faint, which="both", labelsize=9)
+        ax.grid(True, color=theme.grid, linewidth=0.8)
+        ax.set_axisbelow(True)
+        for side, spine in ax.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(theme.grid)
+    return figure, axes
+
+
+def _label(ax, theme: Theme, title: str, x: str, y: str) -> None:
+    ax.set_title(title, color=theme.ink, fontsize=11, loc="left")
+    ax.set_xlabel(x, color=theme.faint, fontsize=9)
+    ax.set_ylabel(y, color=theme.faint, fontsize=9)
+
+
+def _legend(figure, theme: Theme, handles, columns: int) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, labelcolor=theme.ink)
+
+
+def _plain_ticks(axis) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _speedup(data: dict, theme: Theme):
+    found = [gain for gain in gains(data) if gain.forward]
+    if not found:
+        return None
+    from matplotlib.lines import Line2D
+
+    figure, axes = _figure(11, 5.8, 2, theme, sharey=True)
+    least = min(gain.row.result["density"] for gain in found)
+    for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
+        span = (100 * least * 0.8, 110)
+        ax.plot(span, [100 / x for x in span], color=theme.faint, linewidth=1, linestyle="--")
+        ax.axhline(1, color=theme.faint, linewidth=1)
+        for number, gain in enumerate(found):
+            y = getattr(gain, value)
+            if y:
+                x = 100 * gain.row.result["density"]
+                ax.scatter(x, y, s=150, color=_COLOURS[number % 10], edgecolor=theme.paper, linewidth=0.8, zorder=3)
+                ax.annotate(
+                    str(number + 1), (x, y), ha="center", va="center_baseline", color="white", fontsize=7, weight="bold", zorder=4
+                )
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        _plain_ticks(ax.xaxis)
+        _plain_ticks(ax.yaxis)
+        ax.invert_xaxis()
+        _label(
+            ax, theme, title, "pairs kept, %  (sparser to the right)", "times as fast as dense attention" if ax is axes[0] else ""
+        )
+    handles = [
+        Line2D([], [], marker="o", linestyle="", markersize=8, color=_COLOURS[n % 10], label=f"{n + 1}  {_shorter(gain.row.label)}")
+        for n, gain in enumerate(found)
+    ]
+    handles.append(Line2D([], [], color=theme.faint, linestyle="--", label="1 / density"))
+    _legend(figure, theme, handles, 3)
+    return figure
+
+
+def _length(data: dict, theme: Theme):
+    found = rows(data, "length")
+    if not found:
+        return None
+    from matplotlib.lines import Line2D
+
+    figure, axes = _figure(11, 5, 2, theme)
+    series: dict[str, list[Row]] = {}
+    for row in found:
+        series.setdefault(row.name, []).append(row)
+    panels = (
+        (axes[0], "Time", "ms, forward and backward", lambda row: row.total_ms),
+        (axes[1], "Memory beyond the inputs", "MiB", lambda row: row.result.get("extra_bytes", 0) / 2**20),
+    )
+    for ax, title, unit, value in panels:
+        for number, line in enumerate(series.values()):
+            points = [(row.tokens, value(row)) for row in line if value(row)]
+            if points:
+                style = "-" if line[0].ours else "--"
+                ax.plot(
+                    *zip(*points), style, marker=_MARKERS[number % 10], markersize=5, color=_COLOURS[number % 10], linewidth=1.7
+                )
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(
+            sorted({row.tokens for row in found}),
+            [f"{n // 1024}K" if n >= 1024 else str(n) for n in sorted({row.tokens for row in found})],
+        )
+        _label(ax, theme, title, "tokens", unit)
+    handles = [
+        Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].ours else "--", label=name)
+        for n, (name, line) in enumerate(series.items())
+    ]
+    _legend(figure, theme, handles, 3)
+    return figure
+
+
+def _peers(data: dict, theme: Theme):
+    found = [row for row in rows(data, "peers", every=True) if finished(row.result)]
+    if not found:
+        return None
+    from matplotlib.patches import Patch
+
+    problems = list(dict.fromkeys((row.shape, row.label) for row in found))
+    peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith("sparse_flash"), peer != "flex", peer))
+    at = {(row.shape, row.label, row.peer): row.result for row in found}
+    slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
+    height = sum(0.24 * len(s) + 0.22 for s in slots)
+    figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
+    # Each problem takes one bar for each peer that ran, so that there are no gaps for those that did not.
+    y, ticks = 0.0, []
+    for problem, present in zip(problems, slots):
+        ticks.append(y + (len(present) - 1) / 2)
+        for peer in present:
+            result, colour = at[(*problem, peer)], _COLOURS[peers.index(peer) % 10]
+            for ax, key in ((axes[0], "forward_tflops"), (axes[1], "backward_tflops")):
+                if result.get(key):
+                    ax.barh(y, result[key], height=0.82, color=colour)
+                    ax.annotate(f" {result[key]:.3g}", (result[key], y), va="center_baseline", color=theme.faint, fontsize=7.5)
+            y += 1
+        y += 0.9
+    axes[0].set_yticks(ticks, [f"{_shorter(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
+    axes[0].invert_yaxis()
+    for ax, title in zip(axes, ("Forward", "Backward")):
+        ax.grid(False, axis="y")
+        ax.margins(x=0.1, y=0.01)
+        _label(ax, theme, title, "TFLOP/s over kept pairs", "")
+    _legend(figure, theme, [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)], len(peers))
+    return figure
+
+
+def _shorter(label: str) -> str:
+    return label if len(label) <= 44 else label[:41] + "..."

@@ -1,0 +1,122 @@
+"""One self-contained HTML page from the JSON alone: tables, plots, environment, method."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from . import plots
+from .cases import OURS
+from .results import Results, finished
+from .tables import TEXT_COLUMNS, dense_rival, gains, tables
+
+PAGE = "report.html"
+_ENVIRONMENT = {
+    "device": "Measured on",
+    "cpu": "CPU",
+    "cpu_threads": "CPU threads",
+    "load_at_start": "Load average at the start",
+    "gpu_memory_gib": "GPU memory, GiB",
+    "capability": "Compute capability",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "platform": "Platform",
+    "python": "Python",
+    "torch": "torch",
+    "triton": "triton",
+    "flash-attn-4": "flash-attn-4",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "sparse_flash": "sparse_flash",
+    "commit": "Commit",
+    "source": "Digest of the sources",
+    "date": "Started",
+}
+_CAPTIONS = {
+    "speedup": "How many times as fast as dense attention, against the pairs kept. On the dashed line, time is proportional to "
+    "what is kept.",
+    "length": "Time and memory against length. A mask of fixed row length costs time in proportion to the tokens; dense attention, "
+    "to their square.",
+    "peers": "Speed over the kept pairs only, beside the peers in the same run.",
+}
+
+
+def write(results: Results) -> Path:
+    """Draws the plots and writes the page beside the JSON; returns the page's path."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    drawn = plots.draw(results.data, results.folder)
+    embedded = {name: {theme: _data_uri(path) for theme, path in themes.items()} for name, themes in drawn.items()}
+    templates = Environment(
+        loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = templates.get_template("report.html.j2").render(
+        headlines=headlines(results.data),
+        environment=[
+            (title, results.data["environment"][key]) for key, title in _ENVIRONMENT.items() if results.data["environment"].get(key)
+        ],
+        settings=results.data["settings"],
+        plots=[(name, _CAPTIONS[name], themes) for name, themes in embedded.items()],
+        tables=tables(results.data),
+        left=lambda column: Markup(' class="left"') if column in TEXT_COLUMNS else "",
+        device=results.data["environment"]["device"],
+        on_gpu=results.data["settings"]["device"] == "cuda",
+        date=results.data["environment"]["date"][:10],
+    )
+    path = results.folder / PAGE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def headlines(data: dict) -> list[tuple[str, str]]:
+    """(figure, what it says) for the top of the page."""
+    found = []
+    _, dense = dense_rival(data)
+    best = max((g for g in gains(data) if g.total), key=lambda g: g.total, default=None)
+    if best:
+        found.append((f"{best.total:.1f}x", f"as fast as dense {dense.peer}, forward and backward, with {best.row.label}"))
+        sparse = [g for g in gains(data) if g.total and 0 < g.row.result["block_density"] < 0.5]
+        if sparse:
+            shares = sorted(g.total * g.row.result["block_density"] for g in sparse)
+            found.append(
+                (
+                    f"{shares[len(shares) // 2]:.0%}",
+                    "of the ideal speed-up (all blocks / visited blocks), median of the masks under half density",
+                )
+            )
+    checked = [e["result"] for e in data["cases"].values() if "correct" in e["result"]]
+    if checked:
+        right = sum(r["correct"] for r in checked)
+        found.append(
+            (f"{right} of {len(checked)}", "attention results agree with float64 attention of sampled queries, gradients included")
+        )
+    compiled = [e for e in data["cases"].values() if e["case"]["kind"] == "compile" and finished(e["result"])]
+    if compiled:
+        longest = max(compiled, key=lambda e: (e["case"]["tokens"], e["result"]["compile_s"]))
+        found.append(
+            (
+                f"{longest['result']['compile_s']:.2f} s",
+                f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens",
+            )
+        )
+    ratios = _ratios_to_flex(data)
+    if ratios:
+        found.append((f"{min(ratios):.2f}x to {max(ratios):.2f}x", "the speed of FlexAttention, over the rows that both ran"))
+    return found
+
+
+def _ratios_to_flex(data: dict) -> list[float]:
+    found = []
+    for entry in data["cases"].values():
+        case, result = entry["case"], entry["result"]
+        if case["kind"] == "attention" and case["peer"].partition(":")[0] == OURS and finished(result):
+            for other in data["cases"].values():
+                same = other["case"].get("peer") == "flex" and all(other["case"][k] == case[k] for k in ("shape", "spec"))
+                if same and finished(other["result"]):
+                    found += [result[k] / other["result"][k] for k in ("forward_tflops", "backward_tflops") if k in other["result"]]
+    return found
+
+
+def _data_uri(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

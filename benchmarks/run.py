@@ -1,0 +1,120 @@
+"""The loop: choose cases, measure those that are missing, keep each result, draw."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cases, report
+from .results import Results, environment, finished, why_not
+
+
+@dataclass(frozen=True)
+class Options:
+    """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is left for
+    another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers."""
+
+    specs: tuple[str, ...] = ()
+    suites: tuple[str, ...] = cases.SUITES
+    out: Path | None = None
+    device: str | None = None
+    backend: str = "auto"
+    quick: bool = False
+    resume: bool = True
+    any_source: bool = False
+    retry: bool = False
+    only: tuple[str, ...] = ()
+    limit: int | None = None
+
+
+LIMITS = {"cpu": 60, "cuda": 90}
+
+
+def run(options: Options, console) -> Results:
+    """Measures, prints progress to a rich console, and returns the results. An interrupt (KeyboardInterrupt) keeps
+    what is there, and the report is written all the same."""
+    import torch
+
+    device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    suites = cases.choose(options.suites, device.type, options.quick, options.specs, options.backend)
+    from .measure import DTYPES
+
+    settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
+    found = environment(device)
+    folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick)
+    results, note = Results.open(folder, found, settings, options.resume, options.any_source)
+    console.print(f"measuring on {found['device']}; results go to {folder}")
+    if note:
+        console.print(note)
+    if device.type == "cpu" and (found["load_at_start"] or 0) > found["cpu_threads"] / 2:
+        console.print(f"warning: other programs use this CPU (load average {found['load_at_start']}): times will vary")
+    for suite, chosen in suites.items():
+        known = results.data["suites"].get(suite, [])
+        results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in chosen)]))
+    todo = list(dict.fromkeys(case for chosen in suites.values() for case in chosen if _wanted(case, results, options)))
+    try:
+        _measure(todo, results, device, options, console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what was measured is in {results.path}, and the same command goes on from there")
+        raise
+    finally:
+        results.save()
+        report.write(results)
+    return results
+
+
+def _device(name: str):
+    import torch
+
+    if name.partition(":")[0] not in LIMITS:
+        raise ValueError(f"device must be 'cpu' or 'cuda'; got {name!r}")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' asked for, but PyTorch finds no GPU here; leave --device out or pass --device cpu")
+    return torch.device(name)
+
+
+def _wanted(case, results: Results, options: Options) -> bool:
+    if options.only and not any(part in case.key for part in options.only):
+        return False
+    known = results.get(case.key)
+    return known is None or (options.retry and not finished(known))
+
+
+def _measure(todo: Iterable, results: Results, device, options: Options, console) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from . import measure
+
+    limit, seconds = options.limit or LIMITS[device.type], 0.05 if options.quick else None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(todo))
+        for case in todo:
+            bar.update(task, description=case.key[:70])
+            with warnings.catch_warnings():
+                # Peers warn of what they cannot do before they raise it, and the error is kept.
+                warnings.simplefilter("ignore")
+                result = measure.run(case, device, limit, seconds)
+            results.add(case, result)
+            bar.advance(task)
+            console.print(f"{case.key}: {_brief(result)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _brief(result: dict) -> str:
+    if not finished(result):
+        return why_not(result)
+    if "compile_s" in result:
+        return f"{result['compile_s']:.3f} s, {result['peak_bytes'] / 2**20:.0f} MiB"
+    text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
+    if "backward_ms" in result:
+        text += f", backward {result['backward_ms']:.3g} ms ({result['backward_tflops']:.3g} TFLOP/s)"
+    return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
+
+
+def default_folder(device: str, quick: bool) -> Path:
+    """Where results go unless the user says."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path("runs") / f"bench-{slug}{'-quick' if quick else ''}"

@@ -1,0 +1,29 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import typer
+
+from . import bench, doctor, masks
+
+app = typer.Typer(
+    help="Block-sparse attention whose cost is proportional to what the mask keeps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("patterns")(masks.patterns)
+app.command("show")(masks.show)
+app.command("gallery")(masks.gallery)
+app.command("explain")(masks.explain)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(installed("sparse-flash"))

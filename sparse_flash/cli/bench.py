@@ -1,0 +1,93 @@
+"""``bench``: measures, and prints the tables of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from sparse_flash.benchmarks.cases import SUITES
+
+from .console import output, user_errors
+
+
+def bench(
+    specs: Annotated[
+        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Masks to measure instead of the suites' own.")
+    ] = None,
+    suite: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all (the default); may be given again.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for results; runs/bench-DEVICE by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU by default where there is one.")] = None,
+    backend: Annotated[str, typer.Option(help="The back end of sparse_flash.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in seconds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from earlier results, or set them aside.")] = True,
+    any_source: Annotated[bool, typer.Option("--any-source", help="Go on even if sparse_flash's code has changed since.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run only cases whose line contains this; may be given again.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
+    report_only: Annotated[Path | None, typer.Option(help="Write tables, plots and report of this folder's results again.")] = None,
+) -> None:
+    """Measures speed and memory, beside PyTorch's dense attention and FlexAttention, and writes a report."""
+    import torch
+
+    import sparse_flash
+    from sparse_flash.benchmarks import cases, report
+    from sparse_flash.benchmarks.results import Results
+    from sparse_flash.benchmarks.run import Options, run
+    from sparse_flash.benchmarks.tables import TEXT_COLUMNS, tables
+
+    console = output()
+    with user_errors():
+        suites = _suites(suite, specs)
+        if report_only:
+            results = Results.read(report_only)
+            report.write(results)
+        else:
+            for spec in specs or ():
+                sparse_flash.parse(spec)
+            canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
+            if list_cases:
+                kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+                for name, chosen in cases.choose(suites, kind, quick, canonical, backend).items():
+                    for case in chosen:
+                        if not only or any(part in case.key for part in only):
+                            console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
+                return
+            chosen = Options(canonical, suites, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
+    if not report_only:
+        results = _run(chosen, console, run)
+    for table in tables(results.data):
+        console.print()
+        console.print(_printed(table, TEXT_COLUMNS))
+        for note in table.notes:
+            console.print(Text(note, "dim"))
+    console.print(f"\nreport: {results.folder / report.PAGE}\nnumbers: {results.path}", highlight=False)
+
+
+def _run(options, console, run):
+    with user_errors():
+        return run(options, console)
+
+
+def _suites(asked: list[str] | None, specs: list[str] | None) -> tuple[str, ...]:
+    if not asked:
+        # With masks of the user's own, what he asks is how they do; peers compile for minutes.
+        return ("speedup", "length", "compile") if specs else SUITES
+    unknown = [name for name in asked if name not in (*SUITES, "all")]
+    if unknown:
+        raise ValueError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}, all")
+    return SUITES if "all" in asked else tuple(dict.fromkeys(asked))
+
+
+def _printed(table, text_columns: tuple[str, ...]) -> Table:
+    printed = Table(title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(table.columns):
+        text = number == 0 or column in text_columns
+        printed.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    for row in table.rows:
+        printed.add_row(*(Text(cell, "bold red" if cell == "NO" else "") for cell in row))
+    return printed

@@ -1,0 +1,91 @@
+"""``doctor``: what this machine has, and which back end runs what."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from rich.table import Table
+from rich.text import Text
+
+from .console import output
+
+
+def doctor() -> None:
+    """Versions, the GPU, and why each back end can or cannot run."""
+    import torch
+
+    console = output()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in ("sparse-flash", "torch", "triton", "numpy", "scipy"):
+        table.add_row(name, _version(name))
+    table.add_row("CPU", f"{torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(index)
+            table.add_row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
+        table.add_row("CUDA", str(torch.version.cuda or torch.version.hip))
+    else:
+        built = torch.version.cuda or torch.version.hip
+        table.add_row("GPU", "none" + ("" if built else "; this torch is built without GPU support"))
+    console.print(table)
+    console.print()
+    console.print(_back_ends(torch))
+    console.print("\nA plain entry runs; 'auto' takes the first back end from the left that does ('reference' only by name).")
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _calls(torch) -> list[tuple[str, object]]:
+    """Calls that users make, by what is special about each."""
+    from sparse_flash.backends import Call
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    base = {"device": device, "batch": 1, "heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096, "head_dim": 128}
+    base |= {"block_size": 128}
+    calls = [("float32, sparse, on the CPU", base | {"device": torch.device("cpu"), "dtype": torch.float32})]
+    usual = {"dtype": torch.bfloat16}
+    where = f"on {'the GPU' if cuda else 'the CPU'}"
+    calls += [
+        (f"bfloat16, sparse, {where}", base | usual),
+        (f"bfloat16, dense, {where}", base | usual | {"block_size": None}),
+        (f"float16, grouped-query, {where}", base | {"dtype": torch.float16, "kv_heads": 2}),
+        (f"float64, sparse, {where}", base | {"dtype": torch.float64}),
+        (f"bfloat16, blocks of 16, head_dim 40, {where}", base | usual | {"block_size": 16, "head_dim": 40}),
+        (f"bfloat16, dropout, {where}", base | usual | {"dropout_p": 0.1}),
+    ]
+    return [(name, Call(**fields)) for name, fields in calls]
+
+
+def _back_ends(torch) -> Table:
+    from sparse_flash import backends
+
+    table = Table("call", *backends.NAMES, box=None, pad_edge=False, header_style="bold")
+    absent = {name: _ask(name, "available") for name in backends.NAMES}
+    table.add_row(Text("any, on this machine", "cyan"), *map(_verdict, absent.values()))
+    for name, call in _calls(torch):
+        verdicts = (Text("no", "red") if absent[b] else _verdict(_ask(b, "supports", call)) for b in backends.NAMES)
+        table.add_row(Text(name, "cyan"), *verdicts)
+    return table
+
+
+def _ask(name: str, question: str, *arguments) -> str | None:
+    from sparse_flash import backends
+
+    try:
+        return getattr(backends.backend(name), question)(*arguments)
+    except ImportError as error:
+        return f"it cannot be imported: {error}"
+
+
+def _verdict(reason: str | None) -> Text:
+    return Text("runs", "green") if reason is None else Text(f"no: {reason}", "red", overflow="fold")

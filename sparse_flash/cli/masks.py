@@ -1,0 +1,193 @@
+"""``patterns``, ``show`` and ``explain``: looking at masks before running them."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .console import can_draw, output, picture_size, size_text, user_errors
+
+Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
+KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")]
+
+
+def patterns() -> None:
+    """Lists the patterns that a spec may name."""
+    from sparse_flash.pattern import list_patterns, pattern_class
+
+    table = Table("name", "arguments", "keeps", "from", box=None, pad_edge=False, header_style="bold")
+    for name in list_patterns():
+        cls = pattern_class(name)
+        arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())
+        owner = "built in" if cls.__module__.startswith("sparse_flash.patterns.") else cls.__module__
+        table.add_row(Text(name, "bold cyan"), Text(arguments), Text(_first_sentence(cls)), Text(owner, "dim"))
+    output().print(table)
+    output().print("\nCombine them with & | ~ and parentheses. Lengths are tokens; block= is the unit of a pattern in tokens.")
+
+
+def _first_sentence(cls: type) -> str:
+    paragraph = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".")
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+
+
+def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
+    """(pattern, mask, seconds)."""
+    import sparse_flash
+
+    with user_errors():
+        pattern = sparse_flash.parse(spec)
+        begin = time.perf_counter()
+        mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size)
+        return pattern, mask, time.perf_counter() - begin
+
+
+def show(
+    spec: Spec,
+    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 4096,
+    kv_len: KvLen = None,
+    block_size: BlockSize = 128,
+    level: Annotated[str, typer.Option(help="tokens, blocks, or auto: tokens where they all fit the picture.")] = "auto",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file as well.")] = None,
+) -> None:
+    """Draws a mask: queries downwards, keys to the right."""
+    from sparse_flash import draw
+
+    if out:
+        with user_errors():
+            draw.checked_path(out)
+    pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size)
+    console = output()
+    unicode = can_draw("▀█▓▒░·")
+    colour = console.color_system in ("256", "truecolor")  # 16 colours do not tell the shares apart
+    columns, lines = picture_size()
+    half_blocks = colour and unicode
+    width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
+    # Square cells for square masks; a pipe or a file has no last line to stay above.
+    side = min(width, height) if console.is_terminal else width
+    with user_errors():
+        picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
+    console.print(Text(str(pattern), "bold"), soft_wrap=True)
+    console.print(
+        f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})\n"
+    )
+    console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
+    console.print(draw.legend(colour, unicode))
+    console.print(f"keeps {mask.density:.3%} of the pairs, visits {mask.block_density:.3%} of the blocks of {block_size}")
+    if out:
+        with user_errors():
+            draw.save(mask, out, str(pattern), level)
+        console.print(f"wrote {out}")
+
+
+# What the README shows: kinds of masks, each at a size where its form is seen.
+_GALLERY = (
+    "causal & local(512)",
+    "causal & (sinks(128) | local(384))",
+    "longformer(384, tokens=128)",
+    "bigbird(density=0.06)",
+    "strided(6)",
+    "butterfly",
+    "causal & power_of_two",
+    "causal & documents([0, 900, 2600, 4096])",
+)
+
+
+def gallery(
+    specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Eight kinds of masks by default.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .png or .svg file.")] = Path("patterns.png"),
+    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries and keys, in tokens.")] = 4096,
+    block_size: BlockSize = 128,
+) -> None:
+    """Draws the blocks of several masks side by side in one file."""
+    from sparse_flash import draw
+
+    with user_errors():
+        draw.checked_path(out)
+        compiled = [_compiled(spec, q_len, None, block_size) for spec in specs or _GALLERY]
+        draw.gallery([(spec, mask) for spec, (_, mask, _) in zip(specs or _GALLERY, compiled)], out)
+    output().print(f"wrote {out}")
+
+
+def explain(
+    spec: Spec,
+    q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 65536,
+    kv_len: KvLen = None,
+    block_size: BlockSize = 128,
+    heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
+) -> None:
+    """What a mask costs, what it saves, and what it can see."""
+    from sparse_flash.explain import explain as numbers_of
+
+    pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
+    with user_errors():
+        e = numbers_of(mask, heads, head_dim)
+    console = output()
+    console.print(Text(str(pattern), "bold"), soft_wrap=True)
+    console.print(
+        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; {heads} heads of {head_dim}, 2 bytes an element\n"
+    )
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    of_causal = f", {e.causal_density:.3%} of the causal ones" if e.causal_density is not None else ""
+    table.add_row("kept pairs", f"{e.kept_pairs:,}, {e.density:.3%} of all{of_causal}")
+    table.add_row("visited blocks", f"{e.kept_blocks:,} of {e.blocks:,}, {e.block_density:.3%}")
+    table.add_row(
+        "partial blocks",
+        f"{e.partial_blocks:,}, {e.partial_share:.1%} of the visited; {e.wasted_share:.1%} of visited pairs dropped",
+    )
+    table.add_row("table", f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s")
+    kinds = (("rows", e.rows, e.empty_queries, "queries keep"), ("columns", e.columns, e.empty_keys, "keys are kept by"))
+    for name, load, empty, what in kinds:
+        table.add_row(
+            f"load over {name}",
+            f"{load.mean:.1f} blocks on average, {load.max:,} at most: {load.imbalance:.2f}x; "
+            f"the heaviest has {load.share:.2%} of the work; {empty:,} {what} nothing",
+        )
+    table.add_row("forward FLOPs", f"{_flops(e.flops)} kept, {_flops(e.visited_flops)} visited, {_flops(e.dense_flops)} dense")
+    table.add_row(
+        "forward traffic", f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)"
+    )
+    rival = f"; {_times(e.rival_speedup)} over dense causal attention" if e.causal else ""
+    table.add_row(
+        "predicted speed-up", f"{_times(e.speedup)} over dense by visited blocks{rival}; {_times(e.bytes_speedup)} by traffic"
+    )
+    if e.reach:
+        shares = ", ".join(f"{layers}: {_share(share)}" for layers, share in e.reach.shares.items())
+        exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
+        table.add_row("causal pairs in reach", f"after layers {shares} ({exact})")
+    else:
+        table.add_row("causal pairs in reach", "not defined where q_len and kv_len differ, as layers are stacked")
+    console.print(table)
+    for hint in e.hints:
+        console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def _share(share: float) -> str:
+    # 99.99 % must not read as all.
+    return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
+
+
+def _flops(count: float) -> str:
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if count < 1000 or unit == "P":
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    raise AssertionError

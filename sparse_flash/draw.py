@@ -1,0 +1,199 @@
+"""Pictures of masks: text for a terminal, and PNG or SVG files.
+
+A picture is an array of cells, each the share of its pairs that the mask keeps; 0, between and 1 are drawn apart. Cells
+come from the lookup table, so that a picture of a million tokens costs no more than the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .block_mask import BlockMask
+
+FORMATS = (".png", ".svg")
+_MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
+_SHADES = {True: "·░▒▓█", False: ".-+*#"}  # empty, up to a third, two thirds, all but all, all
+_EMPTY, _LEAST, _MOST, _FULL = (0xE9, 0xEC, 0xF1), (0xF6, 0xC2, 0x77), (0xD9, 0x6A, 0x1D), (0x1F, 0x4E, 0x9C)
+
+
+class Picture(NamedTuple):
+    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row
+    and column may be cut short. level: "tokens" or "blocks", what the cells were made of."""
+
+    shares: np.ndarray
+    unit: int
+    level: str
+
+
+def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Picture:
+    """The picture of a mask (of one stored mask) in at most height x width square cells.
+
+    level: "tokens" or "blocks", the finest that a cell may be; "auto" takes tokens where blocks would be coarser than the
+    picture and there are few enough.
+    """
+    grid = mask.grid
+    if mask.masks != 1:
+        raise ValueError(f"a picture shows one mask; got {mask.masks}; draw the masks of the heads one by one")
+    if level not in ("auto", "tokens", "blocks"):
+        raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
+    if level == "auto":
+        coarse = grid.q_blocks < height and grid.kv_blocks < width
+        level = "tokens" if coarse and grid.q_len * grid.kv_len <= _MOST_DENSE_PAIRS else "blocks"
+    if level == "tokens":
+        if grid.q_len * grid.kv_len > _MOST_DENSE_PAIRS:
+            raise ValueError(f"{grid.q_len} x {grid.kv_len} tokens are too many to draw one by one; use level='blocks'")
+        unit = _parts(grid.q_len, grid.kv_len, height, width)
+        dense = mask.to_dense().cpu().numpy()
+        top, left = np.arange(0, grid.q_len, unit), np.arange(0, grid.kv_len, unit)
+        kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
+    else:
+        group = _parts(grid.q_blocks, grid.kv_blocks, height, width)
+        unit = group * grid.block_size
+        top, left = np.arange(0, grid.q_len, unit), np.arange(0, grid.kv_len, unit)
+        rows, cols, *_ = mask.entries()
+        flat = (rows // group) * len(left) + cols // group
+        kept = np.bincount(flat, mask.entry_pairs, len(top) * len(left)).reshape(len(top), len(left))
+    heights, widths = np.diff(top, append=grid.q_len), np.diff(left, append=grid.kv_len)
+    return Picture(kept / np.outer(heights, widths), unit, level)
+
+
+def _parts(rows: int, cols: int, height: int, width: int) -> int:
+    """How many rows and columns a square cell must hold for the whole to fit height x width cells."""
+    return max(-(-rows // height), -(-cols // width))
+
+
+def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
+    """Cells as rich Text: with colour two cells a character, one above the other; else two shaded characters a cell."""
+    from rich.style import Style
+    from rich.text import Text
+
+    text = Text(no_wrap=True)
+    if not (colour and unicode):
+        shades = np.array(list(_SHADES[unicode]))
+        for line in shades[_levels(shares)]:
+            text.append("".join(c * 2 for c in line) + "\n")
+        return text
+    rgb = _rgb(shares)
+    for y in range(0, len(rgb), 2):
+        for x in range(rgb.shape[1]):
+            below = "#{:02x}{:02x}{:02x}".format(*rgb[y + 1, x]) if y + 1 < len(rgb) else None
+            text.append("▀", Style(color="#{:02x}{:02x}{:02x}".format(*rgb[y, x]), bgcolor=below))
+        text.append("\n")
+    return text
+
+
+def legend(colour: bool, unicode: bool = True):
+    """What the signs of ``terminal`` mean, as rich Text."""
+    from rich.text import Text
+
+    if not (colour and unicode):
+        shades = _SHADES[unicode]
+        return Text(f"{shades[0]} empty   {shades[1:4]} partial, by the share kept   {shades[4]} full")
+    text = Text()
+    for shares, name in (([0.0], "empty"), ([0.05, 0.35, 0.65, 0.95], "partial, by the share kept"), ([1.0], "full")):
+        for colour_of in _rgb(np.array([shares]))[0]:
+            text.append("█", "#{:02x}{:02x}{:02x}".format(*colour_of))
+        text.append(f" {name}   ")
+    return text
+
+
+def _levels(shares: np.ndarray) -> np.ndarray:
+    """0 for empty, 1 to 3 for partial cells, 4 for full ones."""
+    return np.where(shares <= 0, 0, np.where(shares >= 1, 4, 1 + np.minimum((shares * 3).astype(int), 2)))
+
+
+def _rgb(shares: np.ndarray) -> np.ndarray:
+    """(rows, cols) -> (rows, cols, 3) uint8: grey for empty, amber to orange for partial, blue for full."""
+    least, most = np.array(_LEAST), np.array(_MOST)
+    rgb = least + np.clip(shares, 0, 1)[..., None] * (most - least)
+    rgb = np.where((shares <= 0)[..., None], _EMPTY, np.where((shares >= 1)[..., None], _FULL, rgb))
+    return rgb.round().astype(np.uint8)
+
+
+def save(mask: BlockMask, path: str | Path, title: str = "", level: str = "auto", most_cells: int = 512) -> Path:
+    """Writes the picture of a mask to a .png or .svg file. Raises ValueError for another extension."""
+    path = checked_path(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2, 6.6), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    _draw(axes, cells(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
+    axes.set_title(f"{title}\n{_summary(mask)}" if title else _summary(mask), fontsize=10, loc="left")
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    _legend(figure)
+    return _write(figure, path)
+
+
+def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: int = 4) -> Path:
+    """Small pictures of the blocks of several masks, each with its title, in one .png or .svg file."""
+    path = checked_path(path)
+    from matplotlib.figure import Figure
+
+    lines = -(-len(patterns) // columns)
+    size = min(8.5, 265 / max(len(title) for title, _ in patterns))  # points; the longest title fits its picture
+    figure = Figure(figsize=(2.6 * columns, 2.85 * lines + 0.35), dpi=160, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    for axes in (flat := figure.subplots(lines, columns, squeeze=False).ravel())[len(patterns) :]:
+        axes.set_axis_off()
+    for axes, (title, mask) in zip(flat, patterns):
+        _draw(axes, cells(mask, 64, 64, "blocks"), mask.q_len, mask.kv_len)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_title(title, fontsize=size, family="monospace", loc="left")
+        caption = f"keeps {mask.density:.1%}, visits {mask.block_density:.1%}"
+        axes.set_xlabel(caption, fontsize=8, color="#555555", loc="left")
+    _legend(figure)
+    return _write(figure, path)
+
+
+def checked_path(path: str | Path) -> Path:
+    """The path, if its extension is one that can be written. Raises ValueError otherwise."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(
+            f"a picture must be a {' or '.join(FORMATS)} file; got {str(path)!r}; try {str(path.with_suffix('.png'))!r}"
+        )
+    return path
+
+
+def _summary(mask: BlockMask) -> str:
+    return f"keeps {mask.density:.2%} of the pairs, visits {mask.block_density:.2%} of the blocks"
+
+
+def _draw(axes, picture: Picture, q_len: int, kv_len: int) -> None:
+    rows, cols = picture.shares.shape
+    extent = (0, cols * picture.unit, rows * picture.unit, 0)
+    axes.imshow(_rgb(picture.shares), extent=extent, interpolation="nearest", aspect="auto")
+    axes.set_box_aspect(min(max(q_len / kv_len, 0.25), 4))
+    if max(rows, cols) <= 64:
+        # Lines between few cells; among many they would hide the picture.
+        axes.vlines(np.arange(cols + 1) * picture.unit, 0, q_len, color="white", linewidth=0.4)
+        axes.hlines(np.arange(rows + 1) * picture.unit, 0, kv_len, color="white", linewidth=0.4)
+    axes.set_xlim(0, kv_len)
+    axes.set_ylim(q_len, 0)
+    for side in axes.spines.values():
+        side.set_color("#bbbbbb")
+    axes.tick_params(labelsize=8, color="#bbbbbb")
+
+
+def _legend(figure) -> None:
+    from matplotlib.patches import Patch
+
+    names = (("empty", 0.0), ("partial", 0.5), ("full", 1.0))
+    patches = [Patch(facecolor=_rgb(np.array([[share]]))[0, 0] / 255, edgecolor="#bbbbbb", label=name) for name, share in names]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+
+
+def _write(figure, path: Path) -> Path:
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.patch.set_facecolor("white")
+    # Without a date and with fixed names of its parts, the same mask always gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "sparse_flash"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    return path

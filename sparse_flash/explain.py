@@ -1,0 +1,304 @@
+"""What a mask costs and what it can see, as numbers from its lookup table.
+
+Nothing here prints, times or looks at a device other than the one the table is on; tables of a million tokens are fine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .block_mask import BlockMask
+from .grid import BlockGrid
+from .tiles import unpack_bits, unpack_runs
+
+# Reachability multiplies boolean matrices with this many units on a side; longer masks are looked at in coarser units.
+MOST_UNITS = 1024
+# Below this gain the table's own cost (index loads, shorter rows, mask tiles) is about as large as what it saves.
+LEAST_GAIN = 1.25
+_CHUNK = 1 << 14  # partial blocks looked at at a time
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the visited blocks spread over the rows (or columns) of blocks. mean, max: blocks a row. share: the heaviest
+    row's part of all visited blocks."""
+
+    mean: float
+    max: int
+    share: float
+
+    @property
+    def imbalance(self) -> float:
+        """max / mean: 1 is even; 0 where nothing is kept."""
+        return self.max / self.mean if self.mean else 0.0
+
+    @classmethod
+    def of(cls, counts: np.ndarray) -> Load:
+        total = int(counts.sum())
+        return cls(total / len(counts), int(counts.max()), int(counts.max()) / total if total else 0.0)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which part of the causal pairs information can cross, by depth.
+
+    unit: tokens on a side of what was looked at; 1 is exact. Larger units count a unit as connected where any of its
+    pairs is kept, so that the shares are upper bounds.
+    shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that many
+    layers of attention under this mask, each with its residual connection (so a token always keeps its own). Paths may
+    go through later tokens where the mask allows it. The depths double, until nothing more is reached.
+    """
+
+    unit: int
+    shares: dict[int, float]
+
+    @property
+    def limit(self) -> float:
+        """The share at any depth."""
+        return next(reversed(self.shares.values()))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Numbers of one mask; pairs and tokens are of one head. See ``explain``.
+
+    flops, dense_flops, visited_flops: of one forward pass over all heads: 4 x pairs x head_dim for the pairs kept, all
+    pairs, and the pairs of the visited blocks.
+    bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
+    written once (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
+    causal: no query sees a later key, so that the fair dense rival is causal attention, with half of the blocks.
+    """
+
+    q_len: int
+    kv_len: int
+    block_size: int
+    heads: int
+    head_dim: int
+    blocks: int
+    kept_blocks: int
+    partial_blocks: int
+    kept_pairs: int
+    density: float
+    causal_density: float | None
+    block_density: float
+    table_bytes: int
+    rows: Load
+    columns: Load
+    empty_queries: int
+    empty_keys: int
+    reach: Reach | None
+    causal: bool
+    flops: int
+    visited_flops: int
+    dense_flops: int
+    bytes_moved: int
+    dense_bytes_moved: int
+    rival_blocks: int
+
+    @property
+    def partial_share(self) -> float:
+        """Partial blocks / kept blocks."""
+        return self.partial_blocks / self.kept_blocks if self.kept_blocks else 0.0
+
+    @property
+    def wasted_share(self) -> float:
+        """The part of the visited pairs that the mask then drops."""
+        return 1 - self.flops / self.visited_flops if self.visited_flops else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Predicted speed-up over dense attention: all blocks / visited blocks. Infinite where nothing is kept."""
+        return self.blocks / self.kept_blocks if self.kept_blocks else float("inf")
+
+    @property
+    def rival_speedup(self) -> float:
+        """The same over the fair dense rival: causal attention for a causal mask."""
+        return self.rival_blocks / self.kept_blocks if self.kept_blocks else float("inf")
+
+    @property
+    def bytes_speedup(self) -> float:
+        """Dense traffic / this mask's traffic: the speed-up where memory, not arithmetic, is the limit."""
+        return self.dense_bytes_moved / self.bytes_moved
+
+    @property
+    def hints(self) -> list[str]:
+        """What a user may want to change, as sentences."""
+        hints = []
+        rival = "dense causal attention" if self.causal else "dense attention"
+        if not self.kept_blocks:
+            return ["This mask keeps nothing: every output is 0."]
+        if self.rival_speedup < LEAST_GAIN:
+            hints.append(f"This mask visits {1 / self.rival_speedup:.0%} of the blocks of {rival}, which is likely to be as fast.")
+        if self.wasted_share > 0.5 and self.block_size > 16:
+            hints.append(
+                f"{self.wasted_share:.0%} of the visited pairs are dropped inside partial blocks; a smaller block size, or a "
+                "pattern made of whole blocks (block=), visits less."
+            )
+        if self.rows.imbalance > 8:
+            hints.append(f"The heaviest row of blocks has {self.rows.imbalance:.0f} times the mean: it may finish last.")
+        if self.reach and self.reach.limit < 1:
+            hints.append(f"At any depth, only {self.reach.limit:.1%} of the causal pairs are within reach.")
+        if self.empty_queries:
+            hints.append(f"{self.empty_queries:,} queries keep nothing: their outputs are 0.")
+        return hints
+
+
+def explain(mask: BlockMask, heads: int = 1, head_dim: int = 64, itemsize: int = 2) -> Explanation:
+    """The numbers of a mask of one stored mask (of the first batch entry and head).
+
+    heads: query heads that share the mask. head_dim: elements. itemsize: bytes of an element of q, k and v.
+    Raises ValueError for a mask that differs over batch or heads.
+    """
+    if mask.masks != 1:
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain the masks of the heads one by one")
+    if heads < 1 or head_dim < 1:
+        raise ValueError(f"heads and head_dim must be at least 1; got {heads} and {head_dim}")
+    grid = mask.grid
+    rows, cols, kind, tile = mask.entries()
+    per_row, per_col = np.bincount(rows, minlength=grid.q_blocks), np.bincount(cols, minlength=grid.kv_blocks)
+    kept = int(mask.kept_pairs()[0])
+    area = grid.heights(rows) * grid.widths(cols)
+    full = int((mask.entry_pairs == area).sum())
+    causal_pairs = _causal_pairs(grid.q_len, grid.kv_len)
+    causal = _is_causal(mask, rows, cols, kind, tile)
+    rival_blocks = int(_causal_blocks(grid)) if causal else grid.q_blocks * grid.kv_blocks
+    empty_queries, empty_keys = _empty_tokens(mask, rows, cols, kind, tile)
+    return Explanation(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=grid.block_size,
+        heads=heads,
+        head_dim=head_dim,
+        blocks=grid.q_blocks * grid.kv_blocks,
+        kept_blocks=len(rows),
+        partial_blocks=len(rows) - full,
+        kept_pairs=kept,
+        density=mask.density,
+        causal_density=kept / causal_pairs if causal and causal_pairs else None,
+        block_density=mask.block_density,
+        table_bytes=mask.nbytes,
+        rows=Load.of(per_row),
+        columns=Load.of(per_col),
+        empty_queries=empty_queries,
+        empty_keys=empty_keys,
+        reach=reachability(mask) if grid.q_len == grid.kv_len else None,
+        causal=causal,
+        flops=4 * heads * head_dim * kept,
+        visited_flops=4 * heads * head_dim * int(area.sum()),
+        dense_flops=4 * heads * head_dim * grid.q_len * grid.kv_len,
+        bytes_moved=_bytes(mask, len(rows), heads, head_dim, itemsize),
+        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, heads, head_dim, itemsize),
+        rival_blocks=rival_blocks,
+    )
+
+
+def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
+    """See ``Reach``. The mask must have as many queries as keys. Repeated squaring: cubic in the units, so these are
+    tokens where there are at most ``most_units``, then blocks, then groups of blocks."""
+    if mask.q_len != mask.kv_len:
+        raise ValueError(f"reachability needs q_len == kv_len, as layers are stacked; got {mask.q_len} and {mask.kv_len}")
+    if mask.q_len <= most_units:
+        unit, connected = 1, mask.to_dense().cpu().numpy()
+    else:
+        group = -(-mask.grid.q_blocks // most_units)
+        unit = group * mask.block_size
+        units = -(-mask.q_len // unit)
+        rows, cols, *_ = mask.entries()
+        connected = np.zeros((units, units), bool)
+        connected[rows // group, cols // group] = True
+    connected = connected | np.eye(len(connected), dtype=bool)
+    sizes = np.full(len(connected), unit, np.int64)
+    sizes[-1] = mask.q_len - unit * (len(connected) - 1)
+    pairs = np.tril(np.outer(sizes, sizes).astype(np.float64), -1)
+    np.fill_diagonal(pairs, sizes * (sizes + 1) / 2)
+    shares, layers = {}, 1
+    while True:
+        shares[layers] = float(pairs[connected].sum() / pairs.sum())
+        # Products of 0 and 1 in float32 are exact up to 2^24 units, and BLAS is far faster than boolean products.
+        further = (connected.astype(np.float32) @ connected.astype(np.float32)) > 0
+        if shares[layers] == 1.0 or np.array_equal(further, connected):
+            return Reach(unit, shares)
+        connected, layers = further, layers * 2
+
+
+def _bytes(mask: BlockMask, blocks: int, heads: int, head_dim: int, itemsize: int) -> int:
+    ends = 2 * mask.q_len * head_dim * itemsize + 4 * mask.q_len
+    return heads * (ends + blocks * 2 * mask.block_size * head_dim * itemsize)
+
+
+def _causal_pairs(q_len: int, kv_len: int) -> int:
+    # Query i sees min(kv_len, i + 1 + kv_len - q_len) keys, if that is positive.
+    seen = np.arange(q_len, dtype=np.int64) + 1 + kv_len - q_len
+    return int(np.clip(seen, 0, kv_len).sum())
+
+
+def _causal_blocks(grid: BlockGrid) -> int:
+    last = np.minimum((np.arange(grid.q_blocks) + 1) * grid.block_size, grid.q_len) - 1 + grid.offset
+    return int(np.clip(last // grid.block_size + 1, 0, grid.kv_blocks).sum())
+
+
+def _is_causal(mask: BlockMask, rows, cols, kind, tile) -> bool:
+    """Whether no kept pair has a key after its query."""
+    grid, size = mask.grid, mask.block_size
+    # A block may hold such pairs if its last key is after its first query.
+    near = (np.minimum((cols + 1) * size, grid.kv_len) - 1) > rows * size + grid.offset
+    if (near & (kind == 0)).any():
+        return False
+    for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
+        chosen = np.flatnonzero(near & (kind == which))
+        last = _last_kept(tiles.cpu().numpy(), which, size) if len(chosen) else None
+        for low in range(0, len(chosen), _CHUNK):
+            part = chosen[low : low + _CHUNK]
+            key = cols[part][:, None] * size + last[tile[part]]
+            query = rows[part][:, None] * size + np.arange(size) + grid.offset
+            if (key > query).any():
+                return False
+    return True
+
+
+def _last_kept(tiles: np.ndarray, kind: int, size: int) -> np.ndarray:
+    """(tiles, block): the last key that each row of a tile keeps, before any key where it keeps none."""
+    last = np.empty(tiles.shape[:2], np.int64)
+    for part, kept in _decoded(tiles, kind, size):
+        last[part] = np.where(kept.any(2), size - 1 - kept[:, :, ::-1].argmax(2), -2 * size)
+    return last
+
+
+def _empty_tokens(mask: BlockMask, rows, cols, kind, tile) -> tuple[int, int]:
+    """How many queries keep no key, and how many keys no query keeps."""
+    grid, size = mask.grid, mask.block_size
+    queries, keys = np.zeros((grid.q_blocks, size), bool), np.zeros((grid.kv_blocks, size), bool)
+    queries[rows[kind == 0]] = True
+    keys[cols[kind == 0]] = True
+    for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
+        chosen = np.flatnonzero(kind == which)
+        if not len(chosen):
+            continue
+        by_row, by_col = _alive(tiles.cpu().numpy(), which, size)
+        for low in range(0, len(chosen), _CHUNK):
+            part = chosen[low : low + _CHUNK]
+            np.logical_or.at(queries, rows[part], by_row[tile[part]])
+            np.logical_or.at(keys, cols[part], by_col[tile[part]])
+    return int(grid.q_len - queries.sum()), int(grid.kv_len - keys.sum())
+
+
+def _alive(tiles: np.ndarray, kind: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tiles, block) bool: which rows and which columns of each tile keep something."""
+    rows, cols = np.zeros((2, len(tiles), size), bool)
+    for part, kept in _decoded(tiles, kind, size):
+        rows[part], cols[part] = kept.any(2), kept.any(1)
+    return rows, cols
+
+
+def _decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512):
+    """Yield (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
+    column = np.arange(size)
+    for low in range(0, len(tiles), batch):
+        part = slice(low, low + batch)
+        if kind == 1:
+            first, stop = unpack_runs(tiles[part])
+            yield part, (column >= first[:, :, None]) & (column < stop[:, :, None])
+        else:
+            yield part, unpack_bits(tiles[part], size)

@@ -1,0 +1,89 @@
+"""The command line: what it prints, and that mistakes are one message and exit code 2."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sparse_flash.cli.app import app
+
+run = CliRunner()
+
+
+def invoke(*arguments, code=0):
+    result = run.invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_patterns_lists_every_name_with_its_arguments():
+    import sparse_flash
+
+    out = invoke("patterns").output
+    for name in sparse_flash.list_patterns():
+        assert f"\n{name} " in out
+    assert "window" in out and "built in" in out
+
+
+@pytest.mark.parametrize("command", [("show",), ("explain",), ("bench", "--suite", "compile")])
+def test_a_bad_spec_is_one_message_with_a_caret(command):
+    result = invoke(*command, "causal & lokal(4)", code=2)
+    assert "unknown pattern 'lokal'; did you mean 'local'" in result.stderr
+    spec_line, caret_line = result.stderr.rstrip("\n").split("\n")[-2:]
+    assert spec_line[caret_line.index("^")] == "l" and spec_line.endswith("lokal(4)")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("show", "causal", "--block-size", "100"), "block_size"),
+        (("show", "causal", "--out", "mask.gif"), ".png or .svg"),
+        (("show", "causal", "--level", "rows"), "level must be"),
+        (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
+        (("explain", "causal", "--q-len", "0"), "q_len"),
+        (("explain", "causal", "--heads", "0"), "heads"),
+        (("bench", "--suite", "speed"), "unknown suite 'speed'"),
+        (("bench", "--device", "meta"), "device must be"),
+        (("bench", "--report-only", "nowhere"), "there are no results"),
+    ],
+)
+def test_a_bad_option_is_one_message(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, code=2)
+    assert message in result.stderr and "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_draws_tokens_at_small_lengths_and_blocks_at_large_ones(tmp_path):
+    small = invoke("show", "causal", "-n", "8").output
+    assert "████████········" in small and "(tokens)" in small
+    large = invoke("show", "causal & local(1024)", "-n", "65536", "--out", str(tmp_path / "mask.png")).output
+    assert "(blocks)" in large and (tmp_path / "mask.png").stat().st_size > 1000
+
+
+def test_explain_says_what_is_kept_and_reached():
+    out = invoke("explain", "causal & local(1024)", "-n", "65536").output
+    for text in ("66,585,088", "4,572 of 262,144", "predicted speed-up", "after layers 1: 3.3%", "0 queries keep nothing"):
+        assert text in out
+    assert "hint" not in out
+    assert "not defined" in invoke("explain", "causal", "-n", "256", "--kv-len", "512").output
+
+
+def test_doctor_names_every_back_end_and_its_reason():
+    from sparse_flash import backends
+
+    out = invoke("doctor").output
+    for name in (*backends.NAMES, "torch", "triton", "scipy", "it does not carry dropout_p"):
+        assert name in out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_output_without_a_terminal_is_plain(encoding):
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "NO_COLOR": "1"}
+    command = [sys.executable, "-c", "from sparse_flash.cli import main; main()", "show", "causal", "-n", "64"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=True)
+    text = done.stdout.decode(encoding)
+    assert "\x1b" not in text and text.count("\n") > 32

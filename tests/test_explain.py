@@ -1,0 +1,120 @@
+"""The numbers of ``explain`` and the pictures of ``draw``, against the dense mask."""
+
+import numpy as np
+import pytest
+
+import sparse_flash as sf
+from sparse_flash import draw
+from sparse_flash.explain import explain, reachability
+
+MASKS = [
+    ("full", 256, 256, 64),
+    ("causal", 300, 300, 64),
+    ("causal & local(40)", 200, 330, 32),
+    ("causal", 330, 200, 32),
+    ("butterfly(block=16)", 256, 256, 16),
+    ("strided(5, block=3)", 217, 190, 16),
+    ("documents([0, 50, 60, 130])", 200, 200, 16),
+    ("random(0.1, block=7) & causal", 150, 150, 32),
+    ("local(3) & ~local(2)", 100, 100, 16),
+]
+
+
+@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
+def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
+    mask = sf.compile_mask(spec, q_len, kv_len, block)
+    dense, e = mask.to_dense().numpy(), explain(mask, heads=3, head_dim=32)
+    assert e.kept_pairs == dense.sum()
+    assert e.empty_queries == (~dense.any(1)).sum()
+    assert e.empty_keys == (~dense.any(0)).sum()
+    states = mask.block_states().numpy()
+    assert (e.kept_blocks, e.partial_blocks) == ((states > 0).sum(), (states == 1).sum())
+    assert e.rows.max == (states > 0).sum(1).max()
+    assert e.columns.max == (states > 0).sum(0).max()
+    assert e.flops == 4 * 3 * 32 * dense.sum()
+    causal = np.tri(q_len, kv_len, kv_len - q_len, dtype=bool)
+    assert e.causal == (not (dense & ~causal).any())
+    if e.causal:
+        assert e.causal_density == pytest.approx(dense.sum() / causal.sum())
+        blocks = sf.compile_mask("causal", q_len, kv_len, block).block_states().numpy()
+        assert e.rival_blocks == (blocks > 0).sum()
+
+
+@pytest.mark.parametrize("spec", ["causal & local(3)", "butterfly(block=1)", "causal & power_of_two(block=1)", "full", "local(2)"])
+def test_reachability_is_a_power_of_the_mask(spec):
+    tokens = 48
+    mask = sf.compile_mask(spec, tokens, block_size=16)
+    step = mask.to_dense().numpy() | np.eye(tokens, dtype=bool)
+    lower = np.tri(tokens, dtype=bool)
+    reach = reachability(mask)
+    assert reach.unit == 1
+    for layers, share in reach.shares.items():
+        power = np.linalg.matrix_power(step.astype(object), layers) > 0
+        assert share == pytest.approx((power & lower).sum() / lower.sum())
+
+
+def test_reachability_in_coarser_units_is_an_upper_bound():
+    mask = sf.compile_mask("causal & (local(20) | strided(3, block=16))", 500, block_size=16)
+    exact = reachability(mask)
+    for units in (499, 40, 10):
+        coarse = reachability(mask, most_units=units)
+        assert coarse.unit > 1
+        shared = set(coarse.shares) & set(exact.shares)
+        assert all(coarse.shares[n] >= exact.shares[n] for n in shared)
+
+
+def test_causal_butterfly_never_reaches_most_of_the_past_and_powers_of_two_do():
+    flat = explain(sf.compile_mask("causal & butterfly(block=16)", 1024, block_size=16))
+    difference = explain(sf.compile_mask("causal & power_of_two(block=16)", 1024, block_size=16))
+    assert flat.reach.limit < 0.5 and any("any depth" in hint for hint in flat.hints)
+    assert difference.reach.limit == 1
+
+
+def test_hints_say_where_dense_wins_and_where_nothing_is_kept():
+    assert any("dense causal attention" in hint for hint in explain(sf.compile_mask("causal", 1024)).hints)
+    assert explain(sf.compile_mask("causal & local(128)", 4096)).hints == []
+    nothing = explain(sf.compile_mask("causal & ~causal", 256))
+    assert nothing.speedup == float("inf") and "keeps nothing" in nothing.hints[0]
+
+
+def test_a_mask_that_differs_by_head_is_refused():
+    mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
+    with pytest.raises(ValueError, match="one mask; got 2"):
+        explain(mask)
+    with pytest.raises(ValueError, match="one mask; got 2"):
+        draw.cells(mask, 8, 8)
+
+
+@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+def test_a_picture_has_the_shares_of_the_dense_mask(spec, q_len, kv_len, block, level):
+    mask = sf.compile_mask(spec, q_len, kv_len, block)
+    picture = draw.cells(mask, 9, 11, level)
+    dense, unit = mask.to_dense().numpy(), picture.unit
+    assert picture.shares.shape == (-(-q_len // unit), -(-kv_len // unit))
+    assert picture.shares.shape[0] <= 9 and picture.shares.shape[1] <= 11
+    for row in range(picture.shares.shape[0]):
+        for col in range(picture.shares.shape[1]):
+            cell = dense[row * unit : (row + 1) * unit, col * unit : (col + 1) * unit]
+            assert picture.shares[row, col] == pytest.approx(cell.mean())
+
+
+@pytest.mark.parametrize("name", ["mask.png", "mask.svg"])
+def test_the_same_mask_gives_the_same_file(tmp_path, name):
+    mask = sf.compile_mask("causal & local(100)", 512, 600, 64)
+    first = draw.save(mask, tmp_path / name, "a title").read_bytes()
+    assert first[:4] == b"\x89PNG" if name.endswith("png") else b"<svg" in first
+    assert draw.save(mask, tmp_path / "again" / name, "a title").read_bytes() == first
+
+
+def test_another_extension_is_refused_before_anything_is_drawn(tmp_path):
+    with pytest.raises(ValueError, match=r"\.png or \.svg"):
+        draw.save(sf.compile_mask("full", 64), tmp_path / "mask.gif")
+    assert not list(tmp_path.iterdir())
+
+
+def test_empty_partial_and_full_cells_have_their_own_signs():
+    shares = np.array([[0.0, 0.2, 0.5, 0.9999, 1.0]])
+    assert draw.terminal(shares, colour=False).plain == "··░░▒▒▓▓██\n"
+    assert draw.terminal(shares, colour=False, unicode=False).plain.isascii()
+    assert draw.terminal(np.zeros((3, 5)), colour=True).plain.count("▀") == 10
