@@ -105,10 +105,13 @@ class Flex:
         return None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        import torch._functorch.config
         from torch.nn.attention.flex_attention import flex_attention
 
         # Graphs of earlier cases would each add a check to every call.
         torch._dynamo.reset()
+        # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
+        torch._functorch.config.donated_buffer = False
         block_mask = None if problem.mask.keeps_all else flex_block_mask(problem.mask, problem.pattern)
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(*problem.leaves, block_mask=block_mask, kernel_options=self.kernel_options or None)
