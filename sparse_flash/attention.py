@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from operator import index
 
 import torch
 
@@ -53,7 +54,8 @@ def attention(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     if mask is not None:
-        mask = _compiled(mask, q_len, k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else as_block_mask(mask)
+        # Not through as_block_mask, which torch.compile would trace into its dispatch.
+        mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q_len, k.shape[2], q.device)
         _check_mask(mask, q, k)
         mask = None if mask.keeps_all else mask
     call = backends.Call(
@@ -76,11 +78,24 @@ def attention(
 
 
 def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
-    return _cached_mask(pattern, q_len, kv_len, device)
+    if not isinstance(pattern, (Pattern, str)):
+        return as_block_mask(pattern)  # says what a mask must be
+    if not torch.compiler.is_compiling():
+        return _cached_mask(pattern, q_len, kv_len, device)
+    # index() makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
+    q_len, kv_len = index(q_len), index(kv_len)
+    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, device)
+    return BlockMask.from_tensors(q_len, kv_len, DEFAULT_BLOCK_SIZE, tensors, keeps_all)
+
+
+def _constant_tables(pattern, q_len, kv_len, device) -> tuple[bool, list[torch.Tensor]]:
+    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
+    mask = _cached_mask(pattern, q_len, kv_len, device)
+    return mask.keeps_all, mask.tensors()
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
-_compiled._dynamo_marked_constant = True
+_constant_tables._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=64)

@@ -74,7 +74,7 @@ def _setup_context(ctx, inputs, output):
 def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, *tables = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 8
+        return None, None, None, [None] * len(tables), None, None, None, None
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _backward(dout, dlse, q, k, v, out, lse, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend)
     return (*grads, [None] * len(tables), None, None, None, None)

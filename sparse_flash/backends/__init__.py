@@ -49,7 +49,7 @@ def backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, NAMES))}; got {name!r}")
-    return import_module(f"{__name__}.{name}")
+    return _MODULES[name]
 
 
 def missing_feature(call: Call) -> str | None:
@@ -72,7 +72,15 @@ def choose(name: str, call: Call) -> str:
     reasons = {}
     for candidate in AUTOMATIC:
         reasons[candidate] = backend(candidate).supports(call)
+        if candidate == "triton" and call.device.type == "cpu":
+            # Its interpreter is thousands of times slower: for tests, which ask for it by name.
+            reasons[candidate] = "it runs on a GPU"
         if reasons[candidate] is None:
             return candidate
     listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
     raise ValueError(f"no back end can run this call ({listed}); backend='reference' is slow but takes most calls")
+
+
+# Last, as back ends import names from here, and not when one is asked for, as torch.compile cannot trace an import. None
+# imports triton before it runs.
+_MODULES = {name: import_module(f"{__name__}.{name}") for name in NAMES}

@@ -84,7 +84,8 @@ def _addressable(tensor: torch.Tensor) -> torch.Tensor:
     strides = tensor.stride()
     if strides[3] == 1 and tensor.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in strides[:3]):
         return tensor
-    return torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit)).contiguous()
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
+    return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1
 
 
 def _restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
