@@ -1,0 +1,378 @@
+"""Block-sparse attention in plain PyTorch operations, on a CPU or GPU: walks the table in chunks of bounded size.
+
+Query blocks that visit the same number of key blocks are alike, whichever key blocks these are: their keys are gathered
+and their scores are one batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1)
+bounds a row that visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is
+linear in tokens and time proportional to the blocks visited. float16 and bfloat16 are computed in float32.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..tiles import pack_runs
+from . import missing_feature
+
+supports = missing_feature
+
+# Scores computed at a time. On a CPU, where this is for each thread, they should stay in its cache: each is touched about
+# five times. Half as many take a fifth more time on two cores, where every operation waits for its slowest thread.
+_CHUNK_CPU = 1 << 18
+_CHUNK_GPU = 1 << 24
+_DENSE_BLOCK = 128
+_LOG2_E = 1.4426950408889634
+_LN_2 = 0.6931471805599453
+_TILE_PAIRS = 1 << 23  # pairs of mask tiles that are kept decoded; more are decoded as they are used
+
+
+def available() -> str | None:
+    return None
+
+
+def forward(q, k, v, mask, scale):
+    """(out, lse). See the package's docstring."""
+    results = None
+    for part in (parts := _parts(q, k, mask)):
+        with _own_precision(q):
+            packed = _forward(part.pack_queries(q), part.pack_keys(k), part.pack_keys(v), part.walk, scale)
+        if len(parts) == 1:
+            results = [part.unpack_queries(x) for x in packed]
+        else:
+            results = results or [x.new_empty(*q.shape[:3], x.shape[3]) for x in packed]
+            for result, x in zip(results, packed, strict=True):
+                part.scatter_queries(x, result)
+    return _like(q, results[0]), results[1][..., 0].contiguous()
+
+
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
+    """(dq, dk, dv). See the package's docstring."""
+    # A query that keeps nothing has lse -inf; with +inf its probabilities come out as 0 and not NaN.
+    lse = torch.where(lse == float("-inf"), float("inf"), lse)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    grads = None
+    for part in (parts := _parts(q, k, mask)):
+        queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None], dlse[..., None])]
+        with _own_precision(q):
+            packed = _backward(*queries, part.pack_keys(k), part.pack_keys(v), part.walk, scale, deterministic)
+        if len(parts) == 1:
+            grads = [part.unpack_queries(packed[0]), *packed[1:]]
+        else:
+            units = k.shape[0] * k.shape[1]
+            grads = grads or [packed[0].new_empty(q.shape), *(x.new_zeros(units, *x.shape[1:]) for x in packed[1:])]
+            part.scatter_queries(packed[0], grads[0])
+            for grad, x in zip(grads[1:], packed[1:], strict=True):
+                # A part has each key head once, so that this adds in a fixed order.
+                grad[part.units] += x
+    dk, dv = (grad.flatten(1, 2)[:, : k.shape[2]].unflatten(0, k.shape[:2]) for grad in grads[1:])
+    return _like(q, grads[0]), _like(k, dk), _like(v, dv)
+
+
+def _own_precision(q):
+    """The call has cast its arguments as autocast asks; matrix products in here must not be cast once more."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
+def _like(x, values):
+    """values with x's dtype and memory order; itself where it has them already."""
+    fits = values.dtype == x.dtype and values.stride() == torch.empty_like(x, device="meta").stride()
+    return values if fits else torch.empty_like(x).copy_(values)
+
+
+def _compute_dtype(tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _forward(q, k, v, walk, scale):
+    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q,
+    lse (units, q_blocks, rows, 1)."""
+    out, lse = torch.zeros_like(q), q.new_full((*q.shape[:3], 1), float("-inf"))
+    lowest = torch.finfo(q.dtype).min
+    for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
+        q_rows = _take(q[units], rows).reshape(-1, *q.shape[2:])
+        running_max = running_sum = accumulator = None
+        for piece in pieces:
+            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
+            scores = walk.scratch(0, q_rows, keys)
+            torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=scale * _LOG2_E, out=scores)
+            walk.drop(scores, piece)
+            # Not -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
+            piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
+            if running_max is None:
+                running_max = piece_max
+            else:
+                piece_max = torch.maximum(running_max, piece_max)
+                rescale = (running_max - piece_max).exp2_()
+                running_max = piece_max
+                running_sum *= rescale
+                accumulator *= rescale
+            # exp2, because exp of float32 on a CPU is MKL's: 4 times slower, and 50 times where it underflows.
+            scores.sub_(running_max).exp2_()
+            if running_sum is None:
+                running_sum, accumulator = scores.sum(-1, keepdim=True), torch.bmm(scores, values)
+            else:
+                running_sum += scores.sum(-1, keepdim=True)
+                accumulator.baddbmm_(scores, values)
+        _put(lse[units], rows, (running_max + running_sum.log2()).mul_(_LN_2))
+        # The sum is 0 where a row keeps nothing; else its largest term is 1.
+        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5)))
+    return out, lse
+
+
+def _backward(q, dout, out, lse, dlse, k, v, walk, scale, deterministic):
+    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq like q, dk and dv like k."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
+        chunk = (_take(x[units], rows).reshape(-1, *x.shape[2:]) for x in (q, dout, out, lse, dlse))
+        q_rows, dout_rows, out_rows, lse_rows, dlse_rows = chunk
+        bias = lse_rows * -_LOG2_E
+        minus_delta = dlse_rows - (dout_rows * out_rows).sum(-1, keepdim=True)
+        for piece in pieces:
+            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
+            shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
+            probabilities, dscores = walk.scratch(0, q_rows, keys), walk.scratch(1, q_rows, keys)
+            torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=scale * _LOG2_E, out=probabilities)
+            walk.drop(probabilities, piece)
+            probabilities.exp2_()
+            _add_product(dv[units], piece.cols, probabilities.mT, dout_rows, 1.0, deterministic)
+            torch.baddbmm(minus_delta.expand(shape), dout_rows, values.mT, out=dscores)
+            dscores.mul_(probabilities)
+            _add_product(dk[units], piece.cols, dscores.mT, q_rows, scale, deterministic)
+            _add_product(dq[units], rows, dscores, keys, scale, deterministic)
+    return dq, dk, dv
+
+
+# An index into the blocks of a (units, blocks, tokens, ...) tensor is a slice where it can be, which makes a view.
+
+
+def _take(blocks, index):
+    return blocks[:, index] if isinstance(index, slice) else blocks.index_select(1, index)
+
+
+def _put(blocks, index, values):
+    if isinstance(index, slice):
+        blocks[:, index] = values.view(blocks.shape[0], -1, *blocks.shape[2:])
+    else:
+        blocks.index_copy_(1, index, values.view(blocks.shape[0], -1, *blocks.shape[2:]))
+
+
+def _add_product(blocks, index, left, right, alpha, deterministic):
+    """blocks[:, index] += alpha * left @ right."""
+    if isinstance(index, slice) and len(left) == len(blocks):  # one product a unit
+        blocks[:, index].flatten(1, 2).baddbmm_(left, right, alpha=alpha)
+        return
+    product = torch.bmm(left, right).view(blocks.shape[0], -1, *blocks.shape[2:])
+    if isinstance(index, slice):
+        blocks[:, index].add_(product, alpha=alpha)
+        return
+    with _Repeatable() if deterministic and blocks.is_cuda else nullcontext():
+        blocks.index_add_(1, index, product, alpha=alpha)
+
+
+class _Repeatable:
+    """Within it index_add_ on a GPU adds in a fixed order. Around that call alone, as the flag is strict with cuBLAS."""
+
+    def __enter__(self):
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *_):
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+
+
+class _Part:
+    """The (batch, key head) units that use one stored mask.
+
+    units: (n,) int64 indices into batch * kv_heads, or a slice of all. members: the slice of the query heads of each
+    unit's group; where all heads of a group use one mask, their rows are stacked, and keys are read once for all.
+    """
+
+    def __init__(self, walk: _Walk, units, members: slice, kv_heads: int):
+        self.walk, self.units, self.members, self.kv_heads = walk, units, members, kv_heads
+
+    def pack_queries(self, x):
+        """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the dtype of computation."""
+        x = x.unflatten(1, (self.kv_heads, -1))[:, :, self.members].flatten(0, 1)[self.units]
+        x = _pad_tokens(x, self.walk.block).to(_compute_dtype(x)).unflatten(2, (-1, self.walk.block))
+        return x.transpose(1, 2).flatten(2, 3)
+
+    def unpack_queries(self, packed):
+        """The reverse for a part of all units and heads, a view where no rows are stacked: (batch, heads, q_len, d)."""
+        values = packed.unflatten(2, (-1, self.walk.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.walk.q_len]
+        return values.unflatten(0, (-1, self.kv_heads)).flatten(1, 2)
+
+    def scatter_queries(self, packed, target):
+        """The reverse for a part of some, written into target (batch, heads, q_len, d)."""
+        values = packed.unflatten(2, (-1, self.walk.block)).transpose(1, 2).flatten(2, 3)[:, :, : self.walk.q_len]
+        target = target.unflatten(1, (self.kv_heads, -1))[:, :, self.members]
+        units = torch.arange(target.shape[0] * self.kv_heads, device=target.device)[self.units]
+        target[units // self.kv_heads, units % self.kv_heads] = values
+
+    def pack_keys(self, x):
+        """(batch, kv_heads, kv_len, d) -> (units, kv_blocks, block, d) in the dtype of computation."""
+        x = _pad_tokens(x.flatten(0, 1)[self.units], self.walk.block)
+        return x.to(_compute_dtype(x)).unflatten(1, (-1, self.walk.block))
+
+
+def _pad_tokens(x, block: int):
+    """Zeros after the tokens (the last but one dimension) up to whole blocks."""
+    short = -x.shape[-2] % block
+    return torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x
+
+
+def _parts(q, k, mask) -> list[_Part]:
+    batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    if mask is None:
+        return [_Part(_Walk.dense(q, k), slice(None), slice(None), kv_heads)]
+    tables = _HostTables(mask, _compute_dtype(q))
+    index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
+    if (index == index[:, :1]).all():
+        return [tables.part(number, index[:, 0], slice(None), kv_heads) for number in np.unique(index)]
+    return [
+        tables.part(number, index[:, member], slice(member, member + 1), kv_heads)
+        for member in range(group)
+        for number in np.unique(index[:, member])
+    ]
+
+
+class _HostTables:
+    """The table's arrays where the loop over it runs, and the mask tiles on the device."""
+
+    def __init__(self, mask, dtype: torch.dtype):
+        table = mask.by_query
+        self.block, self.q_len = mask.block_size, mask.q_len
+        self.row_ptr, self.row_split = table.row_ptr.cpu().numpy(), table.row_split.cpu().numpy()
+        count = int(self.row_ptr.max())
+        self.col_idx, self.tile_idx = table.col_idx[:count].cpu().numpy(), table.tile_idx[:count].cpu().numpy()
+        self.tiles = _Tiles(mask.tile_runs, mask.tile_bits, dtype)
+        self.walks = {}
+
+    def part(self, number: int, index: np.ndarray, members: slice, kv_heads: int) -> _Part:
+        if number not in self.walks:
+            self.walks[number] = _Walk(self.block, self.q_len, list(self.groups(number)), self.tiles)
+        units = np.flatnonzero(index == number)
+        every = len(units) == len(index)
+        units = slice(None) if every else torch.from_numpy(units).to(self.tiles.device)
+        return _Part(self.walks[number], units, members, kv_heads)
+
+    def groups(self, number: int):
+        """(rows, cols, tiles) for each number of entries that a row of this mask has, tiles as in ``_Tiles``."""
+        ptr, split = self.row_ptr[number].astype(np.int64), self.row_split[number]
+        counts = np.diff(ptr)
+        for count in np.unique(counts[counts > 0]):
+            rows = np.flatnonzero(counts == count)
+            entries = ptr[rows, None] + np.arange(count)
+            cols, tiles = self.col_idx[entries], self.tile_idx[entries].astype(np.int64)
+            tiles += np.where(entries >= split[rows, 1, None], self.tiles.runs, 0)
+            tiles = np.where(entries < split[rows, 0, None], -1, tiles)
+            order = np.argsort(cols, axis=1, kind="stable")  # neighbours together, so that they are one slice
+            yield rows, np.take_along_axis(cols, order, 1), np.take_along_axis(tiles, order, 1)
+
+
+class _Tiles:
+    """Mask tiles by number: run tiles, then bit tiles; -1 stands for a full block."""
+
+    def __init__(self, tile_runs, tile_bits, dtype: torch.dtype):
+        self.tile_runs, self.tile_bits, self.dtype = tile_runs, tile_bits, dtype
+        self.runs, self.block = tile_runs.shape
+        self.device = tile_runs.device
+        count = self.runs + len(tile_bits)
+        self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
+
+    def bounds(self, numbers: np.ndarray) -> torch.Tensor:
+        """(n, block, block): +inf where the tiles with these numbers keep a pair, -inf where they do not.
+
+        The minimum with it is a masked score, at a fifth of what masked_fill_ takes on a CPU."""
+        if self.decoded is None:
+            return self.decode(torch.tensor(numbers, device=self.device))
+        if (numbers == numbers[0]).all():
+            return self.decoded[numbers[0] + 1][None]
+        return self.decoded[torch.from_numpy(numbers + 1).to(self.device)]
+
+    def decode(self, numbers):
+        column = torch.arange(self.block, device=self.device)
+        packed = self.tile_runs[numbers.clamp(0, self.runs - 1)]
+        kept = (column >= (packed & 0xFFFF)[..., None]) & (column < (packed >> 16)[..., None])
+        if len(self.tile_bits):
+            words = self.tile_bits[(numbers - self.runs).clamp(0, len(self.tile_bits) - 1)]
+            bits = (words[..., None] >> torch.arange(32, device=self.device)) & 1
+            kept = torch.where((numbers >= self.runs)[:, None, None], bits.flatten(2)[..., : self.block].bool(), kept)
+        kept |= (numbers < 0)[:, None, None]
+        return torch.where(kept, float("inf"), float("-inf")).to(self.dtype)
+
+
+class _Piece(NamedTuple):
+    cols: slice | torch.Tensor  # rows * entries block columns
+    tiles: np.ndarray  # (rows, entries)
+
+
+class _Walk:
+    """The order in which one mask's blocks are visited. groups: (rows, cols, tiles) as from ``_HostTables.groups``."""
+
+    def __init__(self, block: int, q_len: int, groups: list, tiles: _Tiles):
+        self.block, self.q_len, self.groups, self.tiles = block, q_len, groups, tiles
+        self.size = _CHUNK_CPU * torch.get_num_threads() if tiles.device.type == "cpu" else _CHUNK_GPU
+        self.buffers = {}
+
+    @classmethod
+    def dense(cls, q, k) -> _Walk:
+        """Every block; only the last column has a tile, where it is cut short. (What padded rows give is not used.)"""
+        block = _DENSE_BLOCK
+        rows, cols = -(-q.shape[2] // block), -(-k.shape[2] // block)
+        ends = pack_runs(np.zeros((1, block)), np.full((1, block), k.shape[2] % block))
+        no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
+        tiles = _Tiles(torch.from_numpy(ends).to(q.device), no_bits, _compute_dtype(q))
+        last = np.where(np.arange(cols) == cols - 1, 0 if k.shape[2] % block else -1, -1)
+        group = np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), np.broadcast_to(last, (rows, cols))
+        return cls(block, q.shape[2], [group], tiles)
+
+    def chunks(self, units: int, stacked: int, device):
+        """Yields (slice of units, index of query blocks, [pieces]); each piece has at most ``size`` scores, if a block of
+        one unit has.
+
+        units: how many (batch, key head) pairs. stacked: query rows in a packed query block.
+        """
+        for rows, cols, tiles in self.groups:
+            entry = stacked * self.block
+            width = min(cols.shape[1], max(1, self.size // entry))
+            together = min(units, max(1, self.size // (entry * width)))
+            height = max(1, self.size // (entry * width * together)) if width == cols.shape[1] else 1
+            for unit in range(0, units, together):
+                for row in range(0, len(rows), height):
+                    chosen = slice(row, row + height)
+                    pieces = [
+                        _Piece(_index(cols[chosen, e : e + width], device), tiles[chosen, e : e + width])
+                        for e in range(0, cols.shape[1], width)
+                    ]
+                    yield slice(unit, min(unit + together, units)), _index(rows[chosen], device), pieces
+
+    def scratch(self, number: int, q_rows, keys):
+        """(n, queries, keys) from a buffer that is used again for every chunk."""
+        shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
+        count = shape[0] * shape[1] * shape[2]
+        if number not in self.buffers or self.buffers[number].numel() < count:
+            self.buffers[number] = q_rows.new_empty(max(count, self.size))
+        return self.buffers[number][:count].view(shape)
+
+    def drop(self, scores, piece: _Piece):
+        """Sets to -inf the scores of pairs that the tiles of these blocks do not keep."""
+        rows, entries = piece.tiles.shape
+        partial = np.flatnonzero((piece.tiles >= 0).any(0))
+        if not len(partial):
+            return
+        # (units, rows, members, queries, entries, keys)
+        blocks = scores.view(-1, rows, scores.shape[1] // self.block, self.block, entries, self.block)
+        for entry in partial.tolist():
+            block = blocks[:, :, :, :, entry]
+            torch.minimum(block, self.tiles.bounds(piece.tiles[:, entry])[:, None], out=block)
+
+
+def _index(blocks: np.ndarray, device) -> slice | torch.Tensor:
+    """A slice where the block numbers follow each other, else an index tensor."""
+    blocks = blocks.reshape(-1)
+    if (np.diff(blocks) == 1).all():
+        return slice(int(blocks[0]), int(blocks[-1]) + 1)
+    return torch.from_numpy(blocks.astype(np.int64)).to(device)

@@ -1,0 +1,186 @@
+"""The rule by which a back end is right, and the oracle behind it: a few lines of dense float64 attention.
+
+A back end passes when its error is at most twice the error of PyTorch's own attention in the same dtype on the same
+inputs, plus rounding, for out, lse, dq, dk and dv.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.grid import BlockGrid
+
+BACKENDS = ("torch", "triton", "reference")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, generator=None) -> torch.Tensor:
+    """Normal numbers of shape (batch, heads, tokens, head_dim) in one of the memory orders of ``LAYOUTS``."""
+    batch, heads, tokens, dim = shape
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    match layout:
+        case "heads first":
+            return normal(*shape)
+        case "tokens first":
+            return normal(batch, tokens, heads, dim).transpose(1, 2)
+        case "sliced":  # as q is in one projection of q, k and v; no two strides fit together
+            return normal(batch, tokens, heads, 3 * dim).transpose(1, 2)[..., dim : 2 * dim]
+        case "head_dim first":
+            return normal(batch, heads, dim, tokens).mT
+    raise ValueError(f"layout must be one of {LAYOUTS}; got {layout!r}")
+
+
+def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
+    """The mask by definition where there is a pattern, else as the table says: bool, broadcastable to the scores."""
+    if pattern is None and mask is None:
+        return torch.ones(q_len, kv_len, dtype=torch.bool)
+    if pattern is None:
+        return mask.to_dense().cpu()
+    grid = BlockGrid(q_len, kv_len, 16)
+    q, kv = torch.arange(q_len).numpy() + grid.offset, torch.arange(kv_len).numpy()
+    return torch.from_numpy(pattern.token_rule(q[:, None], kv[None, :]).copy()).expand(q_len, kv_len)
+
+
+def dense_attention(q, k, v, kept, scale):
+    """(out, lse) of the oracle: whole matrices, differentiable. Rows that keep nothing give out 0 and lse -inf."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    some = kept.any(-1)
+    scores = (scale * q @ k.mT).masked_fill(~kept & some[..., None], float("-inf"))
+    out = torch.softmax(scores, -1) @ v
+    return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
+
+
+def pytorch_attention(q, k, v, kept, scale):
+    """(out, lse) of PyTorch: scaled_dot_product_attention under the dense mask; lse, which it does not return, in float32
+    (float64 for float64) from the same inputs."""
+    group = q.shape[1] // k.shape[1]
+    q = q.contiguous()  # on a GPU it refuses some memory orders
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    some = kept.any(-1)
+    allowed = (kept | ~some[..., None]).expand(q.shape[0], q.shape[1], -1, -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (scale * (q.to(exact) @ k.to(exact).mT)).masked_fill(~allowed, float("-inf"))
+    return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
+
+
+def gradients(attend, inputs, dout, dlse):
+    """[out, lse, dq, dk, dv] of a function of q, k and v; dlse None: lse is not differentiated."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out, lse = attend(*leaves)
+    outputs, cotangents = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, leaves, [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)])
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def skip_if_it_cannot(name: str, call: backends.Call) -> None:
+    """Skips the test with the back end's own reason where it cannot run this call."""
+    reason = backends.backend(name).supports(call)
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+
+
+def make_call(q, k, mask=None, **options) -> backends.Call:
+    """What ``attention`` would ask a back end about this call."""
+    return backends.Call(
+        device=q.device,
+        dtype=q.dtype,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        head_dim=q.shape[3],
+        block_size=None if mask is None else mask.block_size,
+        **options,
+    )
+
+
+def check(
+    backend: str,
+    pattern,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    block_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int = 32,
+    layout: str = "heads first",
+    scale: float | None = None,
+    lse_gradient: bool = True,
+    device: str = DEVICE,
+    seed: int = 0,
+    **options,
+) -> dict[str, tuple[float, float]]:
+    """Asserts that a back end is right, by the rule above.
+
+    pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v
+    and the incoming gradient. lse_gradient: differentiate through lse too. options: passed to ``sf.attention``.
+
+    Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
+    """
+    kv_len, kv_heads = q_len if kv_len is None else kv_len, heads if kv_heads is None else kv_heads
+    mask = pattern if isinstance(pattern, sf.BlockMask) else None
+    pattern = sf.parse(pattern) if isinstance(pattern, str) else None if mask is not None else pattern
+    if pattern is not None:
+        mask = sf.compile_mask(pattern, q_len, kv_len, block_size)
+    mask = mask if mask is None else mask.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (batch, n, length, head_dim) for n, length in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len))
+    ]
+    q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
+    dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
+    skip_if_it_cannot(backend, make_call(q, k, mask))
+
+    kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
+    factor = head_dim**-0.5 if scale is None else scale
+    exact = [t.double() for t in (q, k, v)]
+    wanted = gradients(lambda *t: dense_attention(*t, kept, factor), exact, dout.double(), dlse)
+    theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), (q, k, v), dout, dlse)
+    ours = gradients(
+        lambda *t: sf.attention(*t, mask, scale=scale, return_lse=True, backend=backend, **options), (q, k, v), dout, dlse
+    )
+
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert [t.dtype for t in ours] == [dtype, lse_dtype, dtype, dtype, dtype]
+    assert [t.shape for t in ours] == [t.shape for t in wanted]
+    assert ours[0].stride() == torch.empty_like(q, device="meta").stride(), "out does not keep q's memory order"
+    # dQ and dK are sums of differences of such terms, which cancel where few keys are kept.
+    values = exact[2].repeat_interleave(heads // kv_heads, dim=1)
+    terms = factor * float((dout.double() @ values.mT).abs().max() * max(t.abs().max() for t in exact[:2]))
+    errors = {
+        name: compare(*results, terms if name in ("dq", "dk") else 0.0)
+        for name, *results in zip(NAMES, ours, theirs, wanted, strict=True)
+    }
+    for name, (error, allowed) in errors.items():
+        assert error <= allowed, f"{name} of {backend} is off by {error:.3g}; {allowed:.3g} is allowed"
+    return errors
+
+
+def compare(ours, theirs, wanted, terms: float = 0.0) -> tuple[float, float]:
+    """(error, error allowed): the largest absolute difference from the oracle, and twice PyTorch's plus rounding: of the
+    result, and, for where PyTorch's happens to come out exact, of the sums behind it, of ``terms`` that may cancel."""
+    assert not ours.isnan().any(), "NaN"
+    assert torch.equal(ours.isneginf(), wanted.isneginf()), "-inf in the wrong places"
+    finite = ~wanted.isneginf()
+    if not finite.any():
+        return 0.0, 0.0
+    error, peer = ((t[finite].double() - wanted[finite]).abs().max().item() for t in (ours, theirs))
+    largest = wanted[finite].abs().max().item()
+    sums = torch.promote_types(ours.dtype, torch.float32)
+    step = torch.finfo(sums).eps * (8 if sums == torch.float64 else 1)  # in float64 the oracle rounds as well
+    rounding = 2 * torch.finfo(ours.dtype).eps * largest + step * (32 * max(largest, 1.0) + 8 * terms)
+    return error, 2 * peer + rounding

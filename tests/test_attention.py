@@ -1,0 +1,423 @@
+"""The call: right by the rule of ``oracle.check`` on every back end, and one clear error for what does not fit together."""
+
+import hypothesis.strategies as st
+import pytest
+import strategies
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from oracle import BACKENDS, DEVICE, LAYOUTS, check, make_call, skip_if_it_cannot, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import sparse_flash as sf
+from sparse_flash import backends
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+every_backend = parametrize("backend", BACKENDS)
+LOCAL = sf.causal() & sf.local(90)
+
+
+def inputs(q_len=100, kv_len=None, *, batch=1, heads=2, kv_heads=2, head_dim=16, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, q_len, head_dim)] + 2 * [(batch, kv_heads, kv_len or q_len, head_dim)]
+    return [tensor(shape, generator=generator, **kwargs) for shape in shapes]
+
+
+def require(backend, q, k):
+    skip_if_it_cannot(backend, make_call(q, k))
+
+
+def budget(backend):
+    """Triton's interpreter takes about a second for what the others do in a millisecond."""
+    interpreted = backend == "triton" and DEVICE == "cpu"
+    return hypothesis_settings(max_examples=3 if interpreted else 40)
+
+
+# Correctness.
+
+
+@parametrize("backend", BACKENDS)
+def test_drawn_patterns_shapes_and_layouts_are_right(backend):
+    reason = backends.backend(backend).available()
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+    dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    if not backends.backend(backend).supports(make_call(*inputs(dtype=torch.float64)[:2])):
+        dtypes.append(torch.float64)
+    if backend == "triton" and DEVICE == "cpu":
+        dtypes.remove(torch.bfloat16)  # wrong in Triton's interpreter, and refused there
+    longest = 130 if backend == "triton" and DEVICE == "cpu" else 400
+
+    @budget(backend)
+    @given(
+        pattern=st.none() | strategies.expressions,
+        lengths=strategies.lengths,
+        block_size=strategies.block_sizes,
+        dtype=st.sampled_from(dtypes),
+        head_dim=st.sampled_from([16, 40, 64, 80, 96, 128]),
+        heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
+        layout=st.sampled_from(LAYOUTS),
+        batch=st.integers(1, 2),
+        scale=st.sampled_from([None, 0.05, 1.0]),
+    )
+    def property_holds(pattern, lengths, block_size, heads, **shape):
+        q_len, kv_len = (min(n, longest) for n in lengths)
+        check(backend, pattern, q_len, kv_len, block_size=block_size, heads=heads[0], kv_heads=heads[1], **shape)
+
+    property_holds()
+
+
+@every_backend
+@parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
+def test_every_head_dim_is_right(backend, head_dim):
+    check(backend, LOCAL, 130, block_size=32, head_dim=head_dim, heads=1)
+
+
+@every_backend
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@parametrize("pattern", [None, LOCAL], ids=["dense", "local"])
+def test_every_dtype_is_right(backend, dtype, pattern):
+    check(backend, pattern, 200, dtype=dtype, head_dim=64)
+
+
+@every_backend
+@parametrize("block_size", [16, 32, 64, 128, 256])
+def test_every_block_size_is_right(backend, block_size):
+    check(backend, sf.causal() & (sf.local(50) | sf.strided(7)), 300, block_size=block_size, heads=1)
+
+
+@every_backend
+@parametrize("q_len, kv_len", [(1, 1), (1, 300), (300, 1), (77, 200), (200, 77), (128, 256), (256, 128), (129, 127)])
+@parametrize("pattern", [None, "causal", "local(40)"])
+def test_queries_and_keys_may_differ_in_number(backend, q_len, kv_len, pattern):
+    check(backend, pattern, q_len, kv_len, heads=1)
+
+
+@every_backend
+@parametrize("heads, kv_heads", [(4, 2), (6, 1), (3, 3)])
+@parametrize("pattern", [None, LOCAL], ids=["dense", "local"])
+def test_query_heads_may_share_keys(backend, heads, kv_heads, pattern):
+    check(backend, pattern, 150, batch=2, heads=heads, kv_heads=kv_heads, head_dim=16)
+
+
+@every_backend
+@parametrize("layout", LAYOUTS)
+@parametrize("kv_heads", [2, 4])
+def test_every_memory_order_is_right_and_kept(backend, layout, kv_heads):
+    for length in (128, 150):
+        check(backend, LOCAL, length, batch=2, heads=4, kv_heads=kv_heads, head_dim=16, layout=layout)
+
+
+@every_backend
+def test_a_query_that_keeps_nothing_gives_zero_and_no_gradient(backend):
+    q, k, v = (t.requires_grad_() for t in inputs(100, 40))
+    require(backend, q, k)
+    # With more queries than keys, causal leaves the first 60 queries nothing.
+    out, lse = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
+    dq, dk, dv = torch.autograd.grad((out.sum(), lse[:, :, 60:].sum()), (q, k, v), (torch.tensor(1.0, device=DEVICE),) * 2)
+    assert (out[:, :, :60] == 0).all() and lse[:, :, :60].isneginf().all() and lse[:, :, 60:].isfinite().all()
+    assert (dq[:, :, :60] == 0).all() and (dq[:, :, 60:] != 0).any()
+    assert all(grad.isfinite().all() for grad in (dq, dk, dv))
+
+
+@every_backend
+def test_a_mask_that_keeps_nothing_gives_zero(backend):
+    q, k, v = (t.requires_grad_() for t in inputs())
+    require(backend, q, k)
+    out, lse = sf.attention(q, k, v, ~sf.full(), return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out == 0).all() and lse.isneginf().all() and all((grad == 0).all() for grad in grads)
+
+
+@every_backend
+@parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1)])
+def test_each_head_may_have_its_own_mask(backend, heads, kv_heads):
+    patterns = ["causal", LOCAL, "causal", sf.causal() & sf.strided(5)]
+    mask = sf.BlockMask.per_head(patterns, q_len=150, block_size=32)
+    check(backend, mask, 150, batch=2, heads=heads, kv_heads=kv_heads, head_dim=16)
+
+
+@every_backend
+def test_heads_that_share_keys_and_a_mask_may_differ_from_other_heads(backend):
+    mask = sf.BlockMask.per_head(["causal", "causal", LOCAL, LOCAL], q_len=100, block_size=32)
+    check(backend, mask, 100, batch=2, heads=4, kv_heads=2, head_dim=16)
+
+
+@every_backend
+@parametrize("batch, heads", [(1, 1), (2, 1), (1, 4), (2, 4)])
+@parametrize("q_len, kv_len", [(128, 128), (100, 120)])
+def test_block_maps_made_at_run_time_are_right(backend, batch, heads, q_len, kv_len):
+    blocks = torch.rand(batch, heads, 4, 4, generator=torch.Generator().manual_seed(batch + heads)) < 0.4
+    mask = sf.BlockMask.from_blocks(blocks, 32, q_len, kv_len)
+    check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, head_dim=16)
+
+
+@every_backend
+def test_a_mask_that_keeps_all_takes_the_dense_path(backend):
+    q, k, v = inputs(150)
+    require(backend, q, k)
+    dense = sf.attention(q, k, v, backend=backend)
+    for everything in (sf.full(), sf.causal() | ~sf.causal(), sf.compile_mask("full", 150, block_size=16, device=DEVICE)):
+        assert torch.equal(sf.attention(q, k, v, everything, backend=backend), dense)
+
+
+@parametrize("dtype", [torch.float32, torch.float16])
+def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, dtype):
+    from sparse_flash.backends import torch as torch_backend
+
+    for name in ("_CHUNK_CPU", "_CHUNK_GPU"):
+        monkeypatch.setattr(torch_backend, name, 3 * 16 * 16)
+    monkeypatch.setattr(torch_backend, "_TILE_PAIRS", 0)
+    monkeypatch.setattr(torch_backend, "_DENSE_BLOCK", 32)
+    for pattern in (None, "causal & (local(40) | strided(3))", "global_tokens(20) | local(20)"):
+        check("torch", pattern, 200, block_size=16, dtype=dtype)
+        check("torch", pattern, 150, 190, block_size=16, dtype=dtype, batch=2, heads=4, kv_heads=2)
+
+
+# Gradients.
+
+
+@every_backend
+def test_gradients_are_right_under_expanded_cotangents(backend):
+    q, k, v = (t.requires_grad_() for t in inputs())
+    require(backend, q, k)
+    mask = sf.compile_mask(LOCAL, 100, device=DEVICE)
+    out = sf.attention(q, k, v, mask, backend=backend)
+    grads = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)  # its cotangent has strides of 0
+    for grad, wanted in zip(grads, torch.autograd.grad(out, (q, k, v), torch.ones_like(out)), strict=True):
+        assert torch.equal(grad, wanted)
+
+
+@every_backend
+def test_gradients_of_lse_alone_are_right(backend):
+    q, k, v = (t.requires_grad_() for t in inputs())
+    require(backend, q, k)
+    _, lse = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True)
+    kept = torch.ones(100, 100, dtype=torch.bool, device=DEVICE).tril()
+    wanted = (q @ k.mT * 0.25).masked_fill(~kept, float("-inf")).logsumexp(-1)
+    for grad, right in zip((dq, dk), torch.autograd.grad(wanted.sum(), (q, k)), strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-3, atol=1e-5)
+    assert dv is None or (dv == 0).all()
+
+
+@every_backend
+@parametrize("deterministic", [None, True])
+def test_gradients_repeat_bit_for_bit(backend, deterministic):
+    q, k, v = (t.requires_grad_() for t in inputs(260, heads=4))
+    require(backend, q, k)
+    mask = sf.compile_mask("causal & (local(40) | strided(9))", 260, block_size=16, device=DEVICE)
+
+    def once():
+        out = sf.attention(q, k, v, mask, backend=backend, deterministic=deterministic)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    for first, second in zip(once(), once(), strict=True):
+        assert torch.equal(first, second) or (backend == "torch" and DEVICE == "cuda" and not deterministic)
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("pattern", [None, "causal & local(9)", "local(3) & ~prefix(5)"])
+def test_gradients_agree_with_differences(backend, pattern):
+    q, k, v = (t.requires_grad_() for t in inputs(20, 17, heads=2, kv_heads=1, head_dim=3, dtype=torch.float64))
+
+    def attend(*qkv):
+        out, lse = sf.attention(*qkv, pattern, return_lse=True, backend=backend)
+        return out, lse.masked_fill(lse.isneginf(), 0.0)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
+
+
+@every_backend
+def test_gradients_are_the_same_under_activation_checkpointing(backend):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (t.requires_grad_() for t in inputs())
+    require(backend, q, k)
+
+    def attend(*qkv):
+        return sf.attention(*qkv, LOCAL, backend=backend).square().sum()
+
+    plain = torch.autograd.grad(attend(q, k, v), (q, k, v))
+    again = torch.autograd.grad(checkpoint(attend, q, k, v, use_reentrant=False), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@every_backend
+def test_only_the_inputs_that_ask_get_gradients(backend):
+    q, k, v = inputs()
+    require(backend, q, k)
+    k.requires_grad_()
+    sf.attention(q, k, v, LOCAL, backend=backend).sum().backward()
+    assert k.grad is not None and q.grad is None and v.grad is None
+    with torch.no_grad():
+        assert not sf.attention(q, k, v, LOCAL, backend=backend).requires_grad
+
+
+@every_backend
+def test_autocast_casts_as_for_pytorch_attention(backend):
+    q, k, v = inputs(head_dim=32)
+    dtype = torch.float16 if backend == "triton" and DEVICE == "cpu" else torch.bfloat16
+    require(backend, q.to(dtype), k.to(dtype))
+    q.requires_grad_()
+    with torch.autocast(DEVICE, dtype):
+        ours, theirs = sf.attention(q, k, v, backend=backend), F.scaled_dot_product_attention(q, k, v)
+    assert ours.dtype == theirs.dtype == dtype
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert torch.equal(ours, sf.attention(q.to(dtype), k.to(dtype), v.to(dtype), backend=backend)), "cast once more inside"
+    ours.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+# The choice of a back end.
+
+
+def test_auto_takes_torch_on_a_cpu():
+    q, k, v = inputs(device="cpu")
+    assert backends.choose("auto", make_call(q, k)) == "torch"
+    assert torch.equal(sf.attention(q, k, v), sf.attention(q, k, v, backend="torch"))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_auto_takes_triton_on_a_gpu():
+    assert backends.choose("auto", make_call(*inputs(dtype=torch.bfloat16)[:2])) == "triton"
+
+
+def test_a_named_back_end_raises_its_reason_and_never_gives_way():
+    q, k, v = inputs(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot run this call: .*; pass backend='auto'"):
+        sf.attention(q, k, v, backend="triton")
+
+
+def test_where_no_back_end_can_run_the_error_gives_every_reason():
+    q, k, v = inputs(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"no back end can run this call \(triton: .*; torch: it does not carry dropout_p\)"):
+        sf.attention(q, k, v, dropout_p=0.1)
+
+
+@parametrize("backend", ["torch", "reference"])
+def test_what_a_back_end_does_not_carry_it_refuses(backend):
+    q, k, v = inputs()
+    for options, reason in ({"dropout_p": 0.5}, "dropout_p"), ({"kv_lens": torch.tensor([50])}, "kv_lens"):
+        with pytest.raises(ValueError, match=f"backend '{backend}' cannot run this call: it does not carry {reason}"):
+            sf.attention(q, k, v, backend=backend, **options)
+
+
+def test_an_unknown_back_end_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of 'triton', 'torch'.*got 'cuda'"):
+        sf.attention(*inputs(), backend="cuda")
+
+
+# What bad input gets: one clear error before any kernel runs.
+
+
+def changed(**changes):
+    q, k, v = inputs()
+    return [changes.get(name, t) for name, t in zip("qkv", (q, k, v), strict=True)]
+
+
+def zeros(*shape, **kwargs):
+    return torch.zeros(shape, device=DEVICE, **kwargs)
+
+
+BAD_TENSORS = [
+    ({"q": zeros(2, 100, 16)}, r"q must have shape \(batch, heads, tokens, head_dim\); got \(2, 100, 16\)"),
+    ({"v": zeros(100, 16)}, r"v must have shape \(batch, heads, tokens, head_dim\); got \(100, 16\)"),
+    ({"q": zeros(1, 2, 100, 16, dtype=torch.int32)}, r"q must be a floating-point tensor; got torch.int32"),
+    ({"k": zeros(1, 2, 100, 16, dtype=torch.float16)}, r"one dtype; q is torch.float32, k is torch.float16; cast with"),
+    ({"v": torch.zeros(1, 2, 100, 16, device="meta")}, rf"one device; q is on {DEVICE}.*, v on meta"),
+    ({"q": zeros(1, 2, 0, 16)}, r"q must not be empty; got shape \(1, 2, 0, 16\)"),
+    ({"v": zeros(1, 2, 90, 16)}, r"k and v must have one shape; got \(1, 2, 100, 16\) and \(1, 2, 90, 16\)"),
+    ({"q": zeros(3, 2, 100, 16)}, r"agree in batch and head_dim; got \(3, 2, 100, 16\) and \(1, 2, 100, 16\)"),
+    ({"q": zeros(1, 2, 100, 32)}, r"agree in batch and head_dim; got \(1, 2, 100, 32\) and \(1, 2, 100, 16\)"),
+    ({"q": zeros(1, 3, 100, 16)}, r"must divide that of query heads; got 3 query heads and 2 key heads"),
+]
+
+
+@parametrize("changes, message", BAD_TENSORS)
+def test_tensors_that_do_not_fit_together_are_one_clear_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sf.attention(*changed(**changes))
+
+
+BAD_ARGUMENTS = [
+    ({"scale": 0.0}, ValueError, r"scale must be positive and finite; got 0.0"),
+    ({"scale": float("nan")}, ValueError, r"scale must be positive and finite; got nan"),
+    ({"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\); got 1.5"),
+    ({"mask": "causal & lokal(3)"}, ValueError, r"unknown pattern 'lokal'.*local"),
+    ({"mask": "causal &"}, ValueError, r"causal &"),
+    ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, its spec text or a BlockMask; got Tensor"),
+]
+
+
+@parametrize("options, error, message", BAD_ARGUMENTS)
+def test_arguments_out_of_range_are_one_clear_error(options, error, message):
+    with pytest.raises(error, match=message):
+        sf.attention(*inputs(), **options)
+
+
+def test_a_mask_of_other_lengths_is_one_clear_error():
+    mask = sf.compile_mask("causal", 128, device=DEVICE)
+    with pytest.raises(ValueError, match=r"compiled for q_len=128, kv_len=128; q and k have 100 and 100 tokens"):
+        sf.attention(*inputs(), mask)
+
+
+def test_a_mask_of_other_heads_or_batch_is_one_clear_error():
+    mask = sf.BlockMask.per_head(["causal", "causal", LOCAL], q_len=100, device=DEVICE)
+    with pytest.raises(ValueError, match=r"the mask has heads 3; q has 2; it must be 1 or 2"):
+        sf.attention(*inputs(), mask)
+    blocks = torch.ones(3, 1, 4, 4, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match=r"the mask has batch 3; q has 1; it must be 1 or 1"):
+        sf.attention(*inputs(128), sf.BlockMask.from_blocks(blocks, 32))
+
+
+def test_a_mask_on_another_device_is_one_clear_error():
+    mask = sf.compile_mask("causal", 100, device="meta")
+    with pytest.raises(ValueError, match=r"the mask is on meta and q on .*; use mask.to\('.*'\)"):
+        sf.attention(*inputs(), mask)
+
+
+@parametrize("block_size", [0, 8, 48, 512])
+def test_a_block_size_out_of_range_is_one_clear_error(block_size):
+    with pytest.raises(ValueError, match=r"block_size must be a power of two in 16..256; got .*; try 128"):
+        sf.compile_mask("causal", 100, block_size=block_size)
+
+
+# Memory.
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result
+
+
+@parametrize("pattern", [LOCAL, sf.causal() & (sf.local(64) | sf.sinks(4))], ids=str)
+def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern):
+    largest = {}
+    for tokens in (8192, 16384):
+        q, k, v = (t.requires_grad_() for t in inputs(tokens, heads=1, kv_heads=1, device="cpu"))
+        mask = sf.compile_mask(pattern, tokens, block_size=64)
+        with LargestTensor() as seen:
+            sf.attention(q, k, v, mask, backend="torch").sum().backward()
+        largest[tokens] = seen.elements
+    assert largest[16384] <= max(16384 * 16, torch.get_num_threads() << 18)
+
+
+def test_the_dense_torch_back_end_never_builds_the_attention_matrix():
+    q, k, v = (t.requires_grad_() for t in inputs(4096, heads=1, kv_heads=1, device="cpu"))
+    with LargestTensor() as seen:
+        sf.attention(q, k, v, backend="torch").sum().backward()
+    assert seen.elements <= torch.get_num_threads() << 18 < 4096**2

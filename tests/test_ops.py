@@ -1,0 +1,143 @@
+"""The PyTorch operators: what opcheck asks of them, and torch.compile without a graph break or a needless recompile."""
+
+import pytest
+import torch
+from oracle import DEVICE, make_call, skip_if_it_cannot, tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sparse_flash as sf
+from sparse_flash import ops
+
+TOKENS = 200
+LOCAL = sf.causal() & sf.local(50)
+parametrize = pytest.mark.parametrize
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+# As on a GPU with Triton; its interpreter would only make these slower.
+BACKEND = "triton" if DEVICE == "cuda" else "torch"
+
+
+def inputs(tokens=TOKENS, kv_heads=2, **kwargs):
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(1, heads, tokens, 16) for heads in (2, kv_heads, kv_heads)]
+    return [tensor(shape, generator=generator, **kwargs).requires_grad_() for shape in shapes]
+
+
+def compiled(function):
+    """(function under torch.compile with no graph break allowed, counter of its compilations)."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def outcome(function, q, k, v, *arguments):
+    """[out, lse, dq, dk, dv] of a function that returns (out, lse)."""
+    out, lse = function(q, k, v, *arguments)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.masked_fill(lse.isneginf(), 0).sum(), (q, k, v))]
+
+
+def attend(q, k, v, mask):
+    return sf.attention(q, k, v, mask, return_lse=True)
+
+
+def assert_same(function, *arguments):
+    for got, wanted in zip(outcome(function, *arguments), outcome(attend, *arguments), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@parametrize("backend", ["torch", "reference", "triton"])
+@parametrize("pattern", [None, LOCAL], ids=["dense", "local"])
+def test_opcheck_passes(backend, pattern):
+    if backend == "triton" and DEVICE == "cpu":
+        pytest.skip("opcheck asks nothing that depends on the back end, and Triton's interpreter is slow")
+    q, k, v = inputs(64, kv_heads=1)
+    skip_if_it_cannot(backend, make_call(q, k))
+    mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
+    tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
+    options = (*tables, 0.25, False, backend)
+    torch.library.opcheck(ops._forward, (q, k, v, *options))
+    q, k, v = (t.detach() for t in (q, k, v))
+    out, lse = ops._forward(q, k, v, *options)
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(ops._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *options))
+
+
+@parametrize("layout", ["heads first", "tokens first", "sliced", "head_dim first"])
+def test_fake_tensors_have_the_strides_of_real_ones(layout):
+    q, k, v = inputs(layout=layout)
+    torch.library.opcheck(ops._forward, (q, k, v, [], 0, 0.25, False, BACKEND), test_utils="test_faketensor")
+
+
+def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
+    function, counter = compiled(attend)
+    patterns = (LOCAL, sf.causal(), sf.local(9) & ~sf.strided(7), sf.local(3), ~sf.full(), sf.random(0.3, 0, block=1))
+    for pattern in patterns:
+        mask = sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE)
+        assert_same(function, *inputs(), mask)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_function_takes_block_maps_made_inside_it():
+    def from_blocks(q, k, v, blocks):
+        return attend(q, k, v, sf.BlockMask.from_blocks(blocks, 32, TOKENS, TOKENS))
+
+    function, counter = compiled(from_blocks)
+    for seed in range(2):
+        blocks = torch.rand(1, 2, 7, 7, generator=torch.Generator().manual_seed(seed)).to(DEVICE) < 0.5
+        mask = sf.BlockMask.from_blocks(blocks, 32, TOKENS, TOKENS)
+        qkv = inputs()
+        for got, wanted in zip(outcome(function, *qkv, blocks), outcome(attend, *qkv, mask), strict=True):
+            assert torch.equal(got, wanted)
+    assert counter.frame_count == 1
+
+
+@parametrize("pattern", [LOCAL, "causal & local(50)", "full", None], ids=["pattern", "spec text", "full", "dense"])
+def test_a_compiled_function_takes_patterns_spec_text_and_dense(pattern):
+    if isinstance(pattern, sf.Pattern) and torch.__version__ < "2.13":
+        pytest.skip("older versions of torch.compile take spec text and tables, but no Pattern object")
+    function, counter = compiled(lambda q, k, v: attend(q, k, v, pattern))
+    for _ in range(2):
+        for got, wanted in zip(outcome(function, *inputs()), outcome(attend, *inputs(), pattern), strict=True):
+            assert torch.equal(got, wanted)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_function_takes_other_lengths():
+    function, _ = compiled(attend)
+    for tokens in (200, 300, 450):
+        assert_same(function, *inputs(tokens), "causal")
+        assert_same(function, *inputs(tokens), sf.compile_mask(LOCAL, tokens, block_size=32, device=DEVICE))
+    dense, counter = compiled(attend)
+    for tokens in (200, 300, 450):
+        assert_same(dense, *inputs(tokens), None)
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_function_casts_under_autocast():
+    function, _ = compiled(lambda q, k, v: sf.attention(q, k, v, "causal & local(50)"))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = function(*inputs())
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, sf.attention(*inputs(), LOCAL))
+
+
+def test_a_compiled_function_raises_what_the_call_raises():
+    q, k, v = inputs()
+    function, _ = compiled(attend)
+    with pytest.raises(Exception, match="the number of key heads must divide that of query heads"):
+        function(q[:, :1], k, v, None)
+
+
+def test_exported_programs_hold_the_operator():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sf.attention(q, k, v, "causal & local(50)")
+
+    q, k, v = (t.detach() for t in inputs())
+    program = torch.export.export(Model(), (q, k, v))
+    assert any("sparse_flash.attention" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
