@@ -13,8 +13,46 @@ from .block_mask import BlockMask
 
 def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str):
     """(out, lse) of a back end that supports the call; differentiable in q, k and v through both."""
+    if _nothing_looks_on(q, k, v):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _Direct.apply(q, k, v, mask, scale, deterministic, backend)
+        return backends.backend(backend).forward(q, k, v, mask, scale)
     tables, block_size = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
     return _forward(q, k, v, tables, block_size, scale, deterministic, backend)
+
+
+def _nothing_looks_on(*tensors) -> bool:
+    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform or tensor
+    subclass that has to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's autograd without its dispatch, which takes the host longer than a short call takes the GPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale, deterministic, backend):
+        out, lse = backends.backend(backend).forward(q, k, v, mask, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = mask, scale, deterministic, backend
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        mask, scale, deterministic, backend = ctx.call
+        if dout is None and dlse is None:
+            return (None,) * 7
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
+        return (*grads, None, None, None, None)
 
 
 def _mask(q, k, tables: list[torch.Tensor], block_size: int) -> BlockMask | None:

@@ -22,13 +22,14 @@ KERNELS = {
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
-FLOAT_POINTERS = {"lse_ptr", "delta_ptr"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits"}
 
 
 def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
     constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse}
+    constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:

@@ -141,3 +141,32 @@ def test_exported_programs_hold_the_operator():
     program = torch.export.export(Model(), (q, k, v))
     assert any("sparse_flash.attention" in str(node.target) for node in program.graph.nodes)
     assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
+
+
+def test_fake_tensors_see_the_operator():
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(1, 2, TOKENS, 16, requires_grad=True)
+        out, lse = sf.attention(q, q, q, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert "sparse_flash_attention" in type(out.grad_fn).__name__
+
+
+def test_dispatch_modes_see_the_operator():
+    seen = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = inputs()
+    with Spy():
+        sf.attention(q, k, v, LOCAL)
+    assert "sparse_flash.attention.default" in seen
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = inputs()
+    (dq,) = torch.autograd.grad(attend(q, k, v, LOCAL)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()

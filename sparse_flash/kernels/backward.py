@@ -1,6 +1,6 @@
 """The portable backward kernels: two passes that recompute the attention weights from lse, without atomics.
 
-One pass walks the keys of each query tile and computes dQ; the other walks the queries of each key tile, through the
+One pass walks the keys of each query tile and computes dQ; the other then walks the queries of each key tile, through the
 transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients
 repeat bit for bit.
 
@@ -14,37 +14,6 @@ import triton.language as tl
 from .common import BITS, FULL, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
 from .launch import NOT_SPECIALIZED, described, row_count, table_arguments
-
-DELTA_ROWS = 64
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def delta_kernel(
-    out_tensor,
-    dout_tensor,
-    dlse_ptr,
-    delta_ptr,
-    dlse_batch_stride,
-    dlse_head_stride,
-    dlse_stride,
-    heads,
-    q_len,
-    HAS_DLSE: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """delta = rowsum(dOut * Out) - dLse: what the softmax's derivative subtracts from each dP of a row."""
-    first = tl.program_id(0) * ROWS
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    out = load_tile(out_tensor, batch, head, first, ROWS, DIM)
-    dout = load_tile(dout_tensor, batch, head, first, ROWS, DIM)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    row = first + tl.arange(0, ROWS)
-    if HAS_DLSE:
-        dlse_base = dlse_ptr + batch.to(tl.int64) * dlse_batch_stride + head.to(tl.int64) * dlse_head_stride
-        delta -= tl.load(dlse_base + row.to(tl.int64) * dlse_stride, mask=row < q_len, other=0.0)
-    tl.store(delta_ptr + tl.program_id(1).to(tl.int64) * q_len + row, delta, mask=row < q_len)
 
 
 @triton.jit
@@ -102,9 +71,11 @@ def grad_q_kernel(
     q_tensor,
     k_tensor,
     v_tensor,
+    out_tensor,
     dout_tensor,
     dq_tensor,
     lse_ptr,
+    dlse_ptr,
     delta_ptr,
     mask_index,
     row_ptr,
@@ -128,8 +99,10 @@ def grad_q_kernel(
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):
-    """dQ: one program a query tile and head."""
+    """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP
+    of a row: one program a query tile and head."""
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -149,7 +122,11 @@ def grad_q_kernel(
     query = first_query + tl.arange(0, TILE_M)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + line, mask=query < q_len, other=0.0)
+    out = load_tile(out_tensor, batch, head, first_query, TILE_M, DIM)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
+    tl.store(delta_ptr + line, delta, mask=query < q_len)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
     # fmt: off
     dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bounds[0], bounds[1], first_query, q_len,
@@ -298,21 +275,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
     dim, block_size = padded_head_dim(head_dim), mask.block_size if mask else None
 
     delta = torch.empty_like(lse)
-    dlse_or_any = lse if dlse is None else dlse
-    delta_kernel[(triton.cdiv(q_len, DELTA_ROWS), batch * heads)](
-        described(out, DELTA_ROWS, dim),
-        described(dout, DELTA_ROWS, dim),
-        dlse_or_any,
-        delta,
-        *dlse_or_any.stride(),
-        heads,
-        q_len,
-        HAS_DLSE=dlse is not None,
-        DIM=dim,
-        ROWS=DELTA_ROWS,
-        num_warps=4,
-    )
-
     dq = torch.empty_like(q)
     config = q_config or grad_q_config(q.dtype, head_dim, block_size)
     m, n = config.tile_m, config.tile_n
@@ -320,9 +282,11 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         described(q, m, dim),
         described(k, n, dim),
         described(v, n, dim),
+        described(out, m, dim),
         described(dout, m, dim),
         described(dq, m, dim),
         lse,
+        lse if dlse is None else dlse.contiguous(),
         delta,
         *table_arguments(mask, mask and mask.by_query, lse),
         heads,
@@ -337,6 +301,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         TILE_N=n,
         TABLE_BLOCK=block_size or n,
         SPARSE=mask is not None,
+        HAS_DLSE=dlse is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -7,7 +7,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
-NOT_SPECIALIZED += ["dlse_batch_stride", "dlse_head_stride"]
 
 
 def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
