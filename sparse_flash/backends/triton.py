@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -11,6 +12,7 @@ from . import Call, missing_feature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_BATCH_HEADS = 65535  # a limit of CUDA's grids
 
 
 def available() -> str | None:
@@ -50,6 +52,8 @@ def supports(call: Call) -> str | None:
         return f"it runs float16, bfloat16 and float32; got {call.dtype}"
     if call.head_dim > MAX_HEAD_DIM:
         return f"it runs head_dim up to {MAX_HEAD_DIM}; got {call.head_dim}"
+    if call.batch * call.heads > MAX_BATCH_HEADS:
+        return f"it runs up to {MAX_BATCH_HEADS:,} heads over the batch; got {call.batch} x {call.heads}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
     if interpreted() and call.dtype == torch.bfloat16:
@@ -61,7 +65,8 @@ def forward(q, k, v, mask, scale):
     from ..kernels.forward import attention_forward
 
     ready = [_addressable(t) for t in (q, k, v)]
-    out, lse = attention_forward(*ready, mask, scale)
+    with _current(q.device):
+        out, lse = attention_forward(*ready, mask, scale)
     return _restored(out, ready[0], q), lse
 
 
@@ -70,8 +75,16 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     from ..kernels.backward import attention_backward
 
     dout, out, *ready = (_addressable(t) for t in (dout, out, q, k, v))
-    grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
+    with _current(q.device):
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
     return tuple(map(_restored, grads, ready, (q, k, v)))
+
+
+def _current(device: torch.device):
+    """Triton launches on the current GPU, which need not be that of the tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _addressable(tensor: torch.Tensor) -> torch.Tensor:

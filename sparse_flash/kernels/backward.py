@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .common import BITS, FULL, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
     dq = torch.empty_like(q)
     config = q_config or grad_q_config(q.dtype, head_dim, block_size)
     m, n = config.tile_m, config.tile_n
-    grad_q_kernel[(row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)](
+    arguments = [
         described(q, m, dim),
         described(k, n, dim),
         described(v, n, dim),
@@ -296,20 +296,16 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         mask.by_query.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
-        DIM=dim,
-        TILE_M=m,
-        TILE_N=n,
-        TABLE_BLOCK=block_size or n,
-        SPARSE=mask is not None,
-        HAS_DLSE=dlse is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    ]
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
+    constants["HAS_DLSE"] = dlse is not None
+    grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
+    launch(grad_q_kernel, grid, arguments, constants, config, q_len)
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     config = kv_config or grad_kv_config(q.dtype, head_dim, block_size)
     m, n = config.tile_m, config.tile_n
-    grad_kv_kernel[(row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)](
+    arguments = [
         described(q, m, dim),
         described(k, n, dim),
         described(v, n, dim),
@@ -326,12 +322,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         mask.by_key.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
-        DIM=dim,
-        TILE_M=m,
-        TILE_N=n,
-        TABLE_BLOCK=block_size or m,
-        SPARSE=mask is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    ]
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None}
+    grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
+    launch(grad_kv_kernel, grid, arguments, constants, config, q_len)
     return dq, dk, dv

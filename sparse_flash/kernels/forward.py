@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .common import BITS, FULL, LN_2, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
 from .configs import forward_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, described, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -147,9 +147,10 @@ def attention_forward(q, k, v, mask, scale, config=None):
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    config = config or forward_config(q.dtype, head_dim, mask.block_size if mask else None)
+    block_size = mask.block_size if mask else None
+    config = config or forward_config(q.dtype, head_dim, block_size)
     m, n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
-    attention_forward_kernel[(row_count(mask and mask.by_query, q_len, m, mask and mask.block_size), batch * heads)](
+    arguments = [
         described(q, m, dim),
         described(k, n, dim),
         described(v, n, dim),
@@ -162,12 +163,8 @@ def attention_forward(q, k, v, mask, scale, config=None):
         kv_len,
         mask.by_query.row_order.shape[1] if mask else 0,
         scale * LOG2_E.value,
-        DIM=dim,
-        TILE_M=m,
-        TILE_N=n,
-        TABLE_BLOCK=mask.block_size if mask else n,
-        SPARSE=mask is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    ]
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
+    grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
+    launch(attention_forward_kernel, grid, arguments, constants, config, q_len)
     return out, lse

@@ -1,8 +1,11 @@
-"""What the launchers share: descriptors of tensors and the arguments that a table becomes."""
+"""What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import Config
 
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
@@ -11,7 +14,13 @@ NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_ba
 
 def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
     """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim)."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, dim])
+    # Not through its constructor, whose checks the back end has made already: a call makes up to sixteen of these.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base = tensor
+    descriptor.shape = list(tensor.shape)
+    descriptor.strides = list(tensor.stride())
+    descriptor.block_shape = [1, 1, rows, dim]
+    return descriptor
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
@@ -26,3 +35,24 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
 def row_count(table, length: int, tile: int, block_size: int | None) -> int:
     """How many programs along the rows of a table, or of ``length`` tokens."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
+
+
+_launched: dict[tuple, CompiledKernel] = {}
+
+
+def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, config: Config, q_len: int) -> None:
+    """``kernel[grid](*arguments, **constants)``; where the like was launched before, without Triton's search for the
+    compiled code, which takes the host as long as all else.
+
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``.
+    """
+    # All that Triton compiles differently for: see NOT_SPECIALIZED. Types follow from the descriptors' dtype.
+    descriptor, pointers = arguments[0].base, [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    key = (kernel.fn, descriptor.device, descriptor.dtype, q_len % 16 == 0, q_len == 1, config, *constants.values())
+    aligned = not any(pointer % 16 for pointer in pointers)
+    if aligned and key in _launched:
+        _launched[key][(*grid, 1)](*arguments, *constants.values())
+        return
+    compiled = kernel[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    if aligned and isinstance(compiled, CompiledKernel):  # the interpreter has none
+        _launched[key] = compiled
