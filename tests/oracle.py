@@ -63,7 +63,8 @@ def pytorch_attention(q, k, v, kept, scale):
     """(out, lse) of PyTorch: scaled_dot_product_attention under the dense mask; lse, which it does not return, in float32
     (float64 for float64) from the same inputs."""
     group = q.shape[1] // k.shape[1]
-    q = q.contiguous()  # on a GPU it refuses some memory orders
+    # On a GPU it refuses some memory orders, and contiguous() would keep odd strides of dimensions of 1.
+    q = q.clone(memory_format=torch.contiguous_format)
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     some = kept.any(-1)
     allowed = (kept | ~some[..., None]).expand(q.shape[0], q.shape[1], -1, -1)
