@@ -78,7 +78,8 @@ def choose(name: str, call: Call) -> str:
         if reasons[candidate] is None:
             return candidate
     listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-    raise ValueError(f"no back end can run this call ({listed}); backend='reference' is slow but takes most calls")
+    hint = "" if backend("reference").supports(call) else "; backend='reference' can, slowly and with the whole matrix in memory"
+    raise ValueError(f"no back end can run this call ({listed}){hint}")
 
 
 # Last, as back ends import names from here, and not when one is asked for, as torch.compile cannot trace an import. None
