@@ -183,3 +183,9 @@ def test_the_pattern_in_contributing_works():
     rows, cols = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
     expected = (cols <= rows) & ((rows // 16 - cols // 16) <= 1)
     assert torch.equal(mask.to_dense(), expected)
+
+
+def test_the_readme_begins_with_code_that_runs(capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    exec(compile(code.replace("8192", "2048"), "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.startswith("kept ")
