@@ -32,7 +32,8 @@ def attention(
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query
     attention). All of one dtype and device; any strides, of which an unbroken last dimension costs no copy.
-    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention.
+    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
+    torch.compile, PyTorch before 2.13 takes spec text and BlockMasks, not Pattern objects.)
     scale: positive; 1 / sqrt(head_dim) by default. dropout_p, kv_lens: refused by back ends that do not carry them.
     return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
