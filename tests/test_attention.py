@@ -61,7 +61,7 @@ def test_drawn_patterns_shapes_and_layouts_are_right(backend):
         heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
         layout=st.sampled_from(LAYOUTS),
         batch=st.integers(1, 2),
-        scale=st.sampled_from([None, 0.05, 1.0]),
+        scale=st.sampled_from([None, 0.05, 0.3]),
     )
     def property_holds(pattern, lengths, block_size, heads, **shape):
         q_len, kv_len = (min(n, longest) for n in lengths)
