@@ -50,9 +50,14 @@ class _Direct(torch.autograd.Function):
         mask, scale, deterministic, backend = ctx.call
         if dout is None and dlse is None:
             return (None,) * 7
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = _given(dout, out)
         grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
         return (*grads, None, None, None, None)
+
+
+def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of out: zeros where only lse is differentiated."""
+    return torch.zeros_like(out) if dout is None else dout
 
 
 def _mask(q, k, tables: list[torch.Tensor], block_size: int) -> BlockMask | None:
@@ -113,7 +118,7 @@ def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, *tables = ctx.saved_tensors
     if dout is None and dlse is None:
         return None, None, None, [None] * len(tables), None, None, None, None
-    dout = torch.zeros_like(out) if dout is None else dout
+    dout = _given(dout, out)
     grads = _backward(dout, dlse, q, k, v, out, lse, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend)
     return (*grads, [None] * len(tables), None, None, None, None)
 

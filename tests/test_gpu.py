@@ -87,7 +87,7 @@ def test_gradients_repeat_bit_for_bit():
 
 
 def test_offsets_beyond_two_to_the_31_are_right():
-    # 2^31 numbers in q: 1 x 8 x 1,048,576 tokens x 256, of which the window needs little.
+    # 1 x 9 x 1,048,576 tokens x 256 is more than 2^31 numbers, of which the window needs little.
     tokens = 1 << 20
     q = torch.randn(1, 9, tokens, 256, device="cuda", dtype=torch.bfloat16)
     mask = sf.compile_mask("causal & local(64)", tokens, device="cuda")
