@@ -11,7 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, FULL, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
+from .common import (
+    BITS,
+    FULL,
+    LOG2_E,
+    RUNS,
+    dense_bounds,
+    kept_pairs,
+    load_tile,
+    ordered_tile,
+    row_bounds,
+    step_position,
+    store_tile,
+)
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
 from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
 
@@ -109,10 +121,8 @@ def grad_q_kernel(
     kv_head = head // group
     table = (col_idx, tile_idx, tile_runs, tile_bits)
     if SPARSE:
-        TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row = tl.load(row_order + mask * q_blocks + slot // TILES)
-        first_query = row * TABLE_BLOCK + slot % TILES * TILE_M
+        row, first_query = ordered_tile(row_order, mask, q_blocks, slot, TILE_M, TABLE_BLOCK)
         bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
     else:
         first_query = slot * TILE_M
@@ -237,9 +247,8 @@ def grad_kv_kernel(
     first_key = slot * TILE_N
     if SPARSE:
         # The heads of a group may have masks of different orders; any one order visits every key block once.
-        TILES: tl.constexpr = TABLE_BLOCK // TILE_N
         mask = tl.load(mask_index + batch * mask_batch_stride + kv_head * group * mask_head_stride)
-        first_key = tl.load(col_order + mask * kv_blocks + slot // TILES) * TABLE_BLOCK + slot % TILES * TILE_N
+        _, first_key = ordered_tile(col_order, mask, kv_blocks, slot, TILE_N, TABLE_BLOCK)
     k = load_tile(k_tensor, batch, kv_head, first_key, TILE_N, DIM)
     v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM)
     dk = tl.zeros([TILE_N, DIM], tl.float32)

@@ -32,6 +32,14 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 
 @triton.jit
+def ordered_tile(row_order, mask, rows, slot, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr):
+    """The table row that a program's slot stands for, heaviest first, and the first token of its tile within it."""
+    TILES: tl.constexpr = TABLE_BLOCK // TILE
+    row = tl.load(row_order + mask * rows + slot // TILES)
+    return row, row * TABLE_BLOCK + slot % TILES * TILE
+
+
+@triton.jit
 def row_bounds(row_ptr, row_split, mask, row, rows):
     """Where the full, run and bit entries of a row begin, and where the last end."""
     line = mask * rows + row

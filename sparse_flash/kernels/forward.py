@@ -7,7 +7,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, FULL, LN_2, LOG2_E, RUNS, dense_bounds, kept_pairs, load_tile, row_bounds, step_position, store_tile
+from .common import (
+    BITS,
+    FULL,
+    LN_2,
+    LOG2_E,
+    RUNS,
+    dense_bounds,
+    kept_pairs,
+    load_tile,
+    ordered_tile,
+    row_bounds,
+    step_position,
+    store_tile,
+)
 from .configs import forward_config, padded_head_dim
 from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
 
@@ -106,10 +119,8 @@ def attention_forward_kernel(
     kv_head = head // group
     table = (col_idx, tile_idx, tile_runs, tile_bits)
     if SPARSE:
-        TILES: tl.constexpr = TABLE_BLOCK // TILE_M
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row = tl.load(row_order + mask * q_blocks + slot // TILES)
-        first_query = row * TABLE_BLOCK + slot % TILES * TILE_M
+        row, first_query = ordered_tile(row_order, mask, q_blocks, slot, TILE_M, TABLE_BLOCK)
         bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
     else:
         first_query = slot * TILE_M
