@@ -14,6 +14,7 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .tiles import FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
+WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
 
 
 class Entries(NamedTuple):
@@ -32,6 +33,8 @@ class Table(NamedTuple):
     row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
+    work:      (masks, rows, 8)   in row_order: the row, row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then
+                                  zeros: all that a program needs to know of a row, in one piece
 
     ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
     """
@@ -41,6 +44,7 @@ class Table(NamedTuple):
     row_order: torch.Tensor
     col_idx: torch.Tensor
     tile_idx: torch.Tensor
+    work: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,14 +240,15 @@ class BlockMask:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """mask_index, the five tensors of by_query, the five of by_key, tile_runs, tile_bits."""
+        """mask_index, the tensors of by_query, those of by_key, tile_runs, tile_bits."""
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
     @classmethod
     def from_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor], keeps_all=False) -> BlockMask:
         """The reverse of ``tensors()``."""
-        by_query, by_key = Table(*tensors[1:6]), Table(*tensors[6:11])
-        return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, *tensors[11:])
+        size = len(Table._fields)
+        by_query, by_key = Table(*tensors[1 : 1 + size]), Table(*tensors[1 + size : 1 + 2 * size])
+        return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, *tensors[1 + 2 * size :])
 
     def to(self, device) -> BlockMask:
         """The same mask on another device (itself where it is there already)."""
@@ -402,7 +407,14 @@ def _table(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
     ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
     heaviest = np.argsort(-np.diff(ptr), kind="stable")
     arrays = ptr[None], split[None], heaviest[None], _at_least_two(cols), _at_least_two(tile)
-    return Table(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+    return _with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+
+
+def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
+    fields = [row_ptr[:, :-1], row_split[..., 0], row_split[..., 1], row_ptr[:, 1:]]
+    fields = [row_order, *(field.gather(1, row_order.long()) for field in fields)]
+    fields += [torch.zeros_like(row_order)] * (WORK_FIELDS - len(fields))
+    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.stack(fields, -1))
 
 
 def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) -> Table:
@@ -420,7 +432,7 @@ def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) ->
     col_idx = torch.zeros(maps.numel() + 1, dtype=torch.int32, device=maps.device).scatter_(0, place, columns)
     tile_idx = torch.zeros_like(col_idx).scatter_(0, place, tile.to(torch.int32).expand(maps.shape).reshape(-1))
     heaviest = torch.argsort(count, dim=-1, descending=True, stable=True).to(torch.int32)
-    return Table(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx)
+    return _with_work(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx)
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:
@@ -446,11 +458,11 @@ def _join(masks: list[BlockMask]) -> BlockMask:
             remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
             in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
             remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
-            parts.append(Table(ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
+            parts.append((ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
             base += count
-        joined = [torch.cat([p[k] for p in parts]) for k in range(5)]
+        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         joined[3:] = [torch.from_numpy(_at_least_two(t.numpy())) for t in joined[3:]]
-        tables.append(Table(*joined))
+        tables.append(_with_work(*joined))
     return replace(
         masks[0],
         keeps_all=all(m.keeps_all for m in masks),

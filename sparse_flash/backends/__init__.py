@@ -23,7 +23,7 @@ import torch
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
 # nobody should get without asking for it.
-AUTOMATIC = ("triton", "torch")
+AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 
 
@@ -72,7 +72,7 @@ def choose(name: str, call: Call) -> str:
     reasons = {}
     for candidate in AUTOMATIC:
         reasons[candidate] = backend(candidate).supports(call)
-        if candidate == "triton" and call.device.type == "cpu":
+        if reasons[candidate] is None and candidate == "triton" and call.device.type == "cpu":
             # Its interpreter is thousands of times slower: for tests, which ask for it by name.
             reasons[candidate] = "it runs on a GPU"
         if reasons[candidate] is None:

@@ -64,30 +64,30 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale):
     from ..kernels.forward import attention_forward
 
-    ready = [_addressable(t) for t in (q, k, v)]
-    with _current(q.device):
+    ready = [addressable(t) for t in (q, k, v)]
+    with current_device(q.device):
         out, lse = attention_forward(*ready, mask, scale)
-    return _restored(out, ready[0], q), lse
+    return restored(out, ready[0], q), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     # Two passes without atomics: repeatable whether asked to be or not.
     from ..kernels.backward import attention_backward
 
-    dout, out, *ready = (_addressable(t) for t in (dout, out, q, k, v))
-    with _current(q.device):
+    dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+    with current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
-    return tuple(map(_restored, grads, ready, (q, k, v)))
+    return tuple(map(restored, grads, ready, (q, k, v)))
 
 
-def _current(device: torch.device):
+def current_device(device: torch.device):
     """Triton launches on the current GPU, which need not be that of the tensors."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
-def _addressable(tensor: torch.Tensor) -> torch.Tensor:
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the copy engine can address it, else a copy, its rows padded to whole 16-byte pieces.
 
     It needs an unbroken last dimension, and a base and strides that are multiples of 16 bytes: so do projections of q, k
@@ -101,6 +101,6 @@ def _addressable(tensor: torch.Tensor) -> torch.Tensor:
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1
 
 
-def _restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A result like ``ready`` as one like ``tensor``: its head_dim and memory order."""
     return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])

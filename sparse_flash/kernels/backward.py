@@ -25,7 +25,7 @@ from .common import (
     store_tile,
 )
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(grad_q_kernel, grid, arguments, constants, config, q_len)
+    launch(grad_q_kernel, grid, arguments, constants, config.options, length_variant(q_len))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     config = kv_config or grad_kv_config(q.dtype, head_dim, block_size)
@@ -334,5 +334,5 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    launch(grad_kv_kernel, grid, arguments, constants, config, q_len)
+    launch(grad_kv_kernel, grid, arguments, constants, config.options, length_variant(q_len))
     return dq, dk, dv

@@ -15,6 +15,10 @@ class Config:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 # By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly
 # masks of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps

@@ -22,7 +22,7 @@ from .common import (
     store_tile,
 )
 from .configs import forward_config, padded_head_dim
-from .launch import NOT_SPECIALIZED, described, launch, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -177,5 +177,5 @@ def attention_forward(q, k, v, mask, scale, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(attention_forward_kernel, grid, arguments, constants, config, q_len)
+    launch(attention_forward_kernel, grid, arguments, constants, config.options, length_variant(q_len))
     return out, lse

@@ -5,8 +5,6 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import Config
-
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
@@ -29,7 +27,12 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
     strides = (stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride(), strict=True))
-    return (index, *table, *mask.tiles, *strides)
+    return (index, *table[:5], *mask.tiles, *strides)
+
+
+def length_variant(q_len: int) -> tuple[bool, bool]:
+    """What of q_len the portable kernels are compiled for: see NOT_SPECIALIZED."""
+    return q_len % 16 == 0, q_len == 1
 
 
 def row_count(table, length: int, tile: int, block_size: int | None) -> int:
@@ -40,19 +43,20 @@ def row_count(table, length: int, tile: int, block_size: int | None) -> int:
 _launched: dict[tuple, CompiledKernel] = {}
 
 
-def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, config: Config, q_len: int) -> None:
-    """``kernel[grid](*arguments, **constants)``; where the like was launched before, without Triton's search for the
-    compiled code, which takes the host as long as all else.
+def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = ()) -> None:
+    """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
+    the compiled code, which takes the host as long as all else.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``.
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``. variant: what
+    else Triton compiles differently for.
     """
-    # All that Triton compiles differently for: see NOT_SPECIALIZED. Types follow from the descriptors' dtype.
-    descriptor, pointers = arguments[0].base, [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    key = (kernel.fn, descriptor.device, descriptor.dtype, q_len % 16 == 0, q_len == 1, config, *constants.values())
+    first = arguments[0].base  # a descriptor, whose dtype the other types follow from
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:
         _launched[key][(*grid, 1)](*arguments, *constants.values())
         return
-    compiled = kernel[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    compiled = kernel[grid](*arguments, **constants, **options)
     if aligned and isinstance(compiled, CompiledKernel):  # the interpreter has none
         _launched[key] = compiled

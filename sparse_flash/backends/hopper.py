@@ -1,0 +1,77 @@
+"""Kernels written for Hopper GPUs (H100, H200) alone: the fastest there, for 16-bit types."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from . import Call, missing_feature
+from . import triton as portable
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = range(33, 129)  # what is padded to 64 or 128
+BLOCK_SIZES = (None, 128, 256)
+MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 32 bits
+
+
+def available() -> str | None:
+    return portable.available() or _available()
+
+
+@cache
+def _available() -> str | None:
+    if portable.interpreted():
+        return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
+    if not any(_is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return "it needs a GPU of compute capability 9.0 (H100, H200)"
+    try:
+        import triton.experimental.gluon  # noqa: F401
+    except ImportError as error:
+        return f"this triton has no Gluon ({error}); it needs triton 3.6 or newer"
+    return None
+
+
+available._dynamo_marked_constant = True  # see attention.py
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def supports(call: Call) -> str | None:
+    reason = missing_feature(call) or available()
+    if reason:
+        return reason
+    if call.device.type != "cuda" or not _is_hopper(call.device):
+        return f"it needs a GPU of compute capability 9.0 (H100, H200); q is on {call.device}"
+    if call.dtype not in DTYPES:
+        return f"it runs float16 and bfloat16; got {call.dtype}"
+    if call.head_dim not in HEAD_DIMS:
+        return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
+    if call.block_size not in BLOCK_SIZES:
+        return f"it runs masks of block_size 128 and 256; got {call.block_size}"
+    if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
+        return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
+    return None
+
+
+def forward(q, k, v, mask, scale):
+    from ..kernels.hopper.forward import attention_forward
+
+    ready = [portable.addressable(t) for t in (q, k, v)]
+    with portable.current_device(q.device):
+        out, lse = attention_forward(*ready, mask, scale)
+    return portable.restored(out, ready[0], q), lse
+
+
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
+    if deterministic:
+        return portable.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
+    from ..kernels.hopper.backward import attention_backward
+
+    dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
+    with portable.current_device(q.device):
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
+    return tuple(map(portable.restored, grads, ready, (q, k, v)))

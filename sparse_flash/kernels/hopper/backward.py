@@ -1,0 +1,595 @@
+"""The backward pass for Hopper: one pass over key tiles that computes dK and dV, and adds to dQ as it goes.
+
+Persistent programs: one warp loads, eight warps compute, one warp hands finished tiles of dQ to the copy engine, which adds
+them to an fp32 array in global memory. Scores lie transposed, keys along rows, so that they are the left operand of dV
+without a way through shared memory. The scores of the next step, or of the next tile's first, are computed beside the
+other products of this one, so that the tensor cores have work while the exponentials run.
+
+Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
+from ..configs import padded_head_dim
+from ..launch import described as described_for_triton
+from ..launch import launch, table_arguments
+from .configs import BACKWARD, NUM_WARPS
+from .gluon import async_add, async_load, async_store, barrier, record, store_wait, view
+from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors
+from .masks import where_column_bits, where_run
+from .schedule import slot_and_head, tile_number, tiles_of_program, work_item
+
+KEYS = gl.constexpr(128)  # of a tile
+ROWS = 64  # queries of a program of the kernels before and after
+
+# Nothing about lengths, heads or masks compiles anew.
+NOT_SPECIALIZED = [
+    "mask_batch_stride",
+    "mask_head_stride",
+    "heads",
+    "group",
+    "q_len",
+    "padded_q_len",
+    "kv_blocks",
+    "items",
+    "tiles",
+    "heads_together",
+]
+
+
+@record
+class Problem:
+    """All that the warps share: the arguments of the launch, shared memory and its barriers."""
+
+    q_tensor: tma.tensor_descriptor
+    k_tensor: tma.tensor_descriptor
+    v_tensor: tma.tensor_descriptor
+    dout_tensor: tma.tensor_descriptor
+    dq_rows: tma.tensor_descriptor
+    dk_tensor: tma.tensor_descriptor
+    dv_tensor: tma.tensor_descriptor
+    lse_rows: tma.tensor_descriptor
+    delta_rows: tma.tensor_descriptor
+    mask_index: gl.tensor
+    work: gl.tensor
+    col_ptr: gl.tensor
+    col_split: gl.tensor
+    row_idx: gl.tensor
+    tile_idx: gl.tensor
+    tile_runs: gl.tensor
+    tile_bits: gl.tensor
+    mask_batch_stride: gl.tensor
+    mask_head_stride: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    padded_q_len: gl.tensor
+    kv_blocks: gl.tensor
+    items: gl.tensor
+    tiles: gl.tensor
+    heads_together: gl.tensor
+    scale: gl.tensor
+    score_scale: gl.tensor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    step_done: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+    DIM: gl.constexpr
+    QUERIES: gl.constexpr  # of a step
+    Q_STAGES: gl.constexpr
+    DOUT_STAGES: gl.constexpr
+    TABLE_BLOCK: gl.constexpr
+    SPARSE: gl.constexpr
+
+
+@gluon.jit
+def _tile(p, turn):
+    """(batch, kv_head, first_key, row, begin, runs, bits, end, steps): where a tile lies, its entries for the first query
+    head of its group, and how many steps it takes over the whole group; at least one."""
+    T: gl.constexpr = p.TABLE_BLOCK // KEYS
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
+    number = tile_number(turn, p.tiles)
+    slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
+    kv_heads = p.heads // p.group
+    batch = flat_head // kv_heads
+    kv_head = flat_head % kv_heads
+    if p.SPARSE:
+        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + kv_head * p.group * p.mask_head_stride)
+        row, begin, runs, bits, end, _ = work_item(p.work, mask, p.items, slot // T)
+        first_key = row * p.TABLE_BLOCK + slot % T * KEYS
+        steps = (end - begin) * p.group
+        if p.mask_head_stride != 0:
+            for member in range(1, p.group):
+                _, low, _, _, high = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
+                steps += high - low - (end - begin)
+        steps = gl.maximum(steps * STEPS, 1)
+    else:
+        row = slot
+        first_key = slot * KEYS
+        begin = slot * 0
+        runs = (p.q_len + p.QUERIES - 1) // p.QUERIES
+        bits = runs
+        end = runs
+        steps = runs * p.group
+    return batch, kv_head, first_key, row, begin, runs, bits, end, steps
+
+
+@gluon.jit
+def _bounds(p, batch, kv_head, member, row, begin, runs, bits, end):
+    """(head, begin, runs, bits, end) of a member of the group; given those of the first."""
+    head = kv_head * p.group + member
+    if p.SPARSE:
+        if (member > 0) & (p.mask_head_stride != 0):
+            mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
+            line = mask * p.kv_blocks + row
+            begin = gl.load(p.col_ptr + line + mask)
+            runs = gl.load(p.col_split + line * 2)
+            bits = gl.load(p.col_split + line * 2 + 1)
+            end = gl.load(p.col_ptr + line + mask + 1)
+    return head, begin, runs, bits, end
+
+
+@gluon.jit
+def _position(p, step, stop):
+    """The first query of a step that counts from the table's start; 0 past the end of a walk."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
+    if p.SPARSE:
+        inside = step < stop
+        block = gl.load(p.row_idx + step // STEPS, mask=inside, other=0)
+        position = gl.where(inside, block * p.TABLE_BLOCK + step % STEPS * p.QUERIES, 0)
+    else:
+        position = step * p.QUERIES
+    return position
+
+
+@gluon.jit
+def _load_walk(p, batch, kv_head, head, begin, end, extra, step, first_key, turn, started):
+    """Loads the steps of entries begin .. end - 1, and ``extra`` more; before the first of a tile, its keys and values."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
+    SIZE: gl.constexpr = p.QUERIES * p.DIM * 2 + p.QUERIES * 4
+    line = (batch * p.heads + head) * p.padded_q_len
+    stop = end * STEPS
+    position = _position(p, begin * STEPS, stop)
+    for entry in range(begin * STEPS, stop + extra):
+        upcoming = _position(p, entry + 1, stop)
+        if started == 0:
+            place = turn % 2
+            mbarrier.wait(p.k_empty.index(place), ((turn // 2) & 1) ^ 1)
+            mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
+            async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), p.k.index(place))
+        stage = step % p.Q_STAGES
+        mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(p.q_full.index(stage), SIZE)
+        async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
+        async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
+        if started == 0:
+            mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
+            mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
+            async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
+            started += 1
+        stage = step % p.DOUT_STAGES
+        # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
+        held = step + p.Q_STAGES - p.DOUT_STAGES
+        mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(p.dout_full.index(stage), SIZE)
+        async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
+        async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
+        position = upcoming
+        step += 1
+    return step, started
+
+
+@gluon.jit
+def _load(p):
+    """The loading warp."""
+    turns = tiles_of_program(p.tiles)
+    step = 0
+    for turn in range(turns):
+        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
+        last = step + steps
+        started = 0
+        for member in range(p.group):
+            head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
+            # fmt: off
+            if p.SPARSE:
+                step, started = _load_walk(p, batch, kv_head, head, bits, end, 0, step, first_key, turn, started)
+                none = ((member == 0) & (steps == 1)).to(gl.int32)
+                step, started = _load_walk(p, batch, kv_head, head, runs, bits, none, step, first_key, turn, started)
+            step, started = _load_walk(p, batch, kv_head, head, begin, runs, 0, step, first_key, turn, started)
+            # fmt: on
+    # After its last tile a program computes the first scores of one more, and drops them.
+    place = turns % 2
+    mbarrier.wait(p.k_empty.index(place), ((turns // 2) & 1) ^ 1)
+    mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
+    async_load(p.k_tensor, [0, 0, 0, 0], p.k_full.index(place), p.k.index(place))
+    stage = step % p.Q_STAGES
+    mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2)
+    async_load(p.q_tensor, [0, 0, 0, 0], p.q_full.index(stage), p.q.index(stage))
+
+
+@gluon.jit
+def _add_walk(p, line, begin, end, extra, step):
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
+    stop = end * STEPS
+    for entry in range(begin * STEPS, stop + extra):
+        position = _position(p, entry, stop)
+        mbarrier.wait(p.dq_full, step & 1)
+        async_add(p.dq_rows, [line + position, 0], p.dq)
+        store_wait(0)
+        mbarrier.arrive(p.dq_empty, count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _add(p):
+    """The warp that adds tiles of dQ to global memory."""
+    step = 0
+    for turn in range(tiles_of_program(p.tiles)):
+        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
+        for member in range(p.group):
+            head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
+            line = (batch * p.heads + head) * p.padded_q_len
+            if p.SPARSE:
+                step = _add_walk(p, line, bits, end, 0, step)
+                none = ((member == 0) & (steps == 1)).to(gl.int32)
+                step = _add_walk(p, line, runs, bits, none, step)
+            step = _add_walk(p, line, begin, runs, 0, step)
+
+
+@gluon.jit
+def _masked(p, weights, entry, stop, first_key, KIND: gl.constexpr):
+    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing; all 0 past the end of the walk."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
+    layout: gl.constexpr = weights.type.layout
+    inside = entry < stop
+    tile = gl.load(p.tile_idx + entry // STEPS, mask=inside, other=0)
+    key = first_key % p.TABLE_BLOCK
+    query = entry % STEPS * p.QUERIES
+    if KIND == RUNS:
+        columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
+        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))[:, None] + key
+        run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + query + columns, mask=inside & (columns >= 0), other=0)
+        masked = where_run(weights, (run & 0xFFFF)[None, :], (run >> 16)[None, :], rows, 0.0)
+    else:
+        WORDS: gl.constexpr = p.TABLE_BLOCK // 32
+        words = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + query) * WORDS + key // 32
+        masked = where_column_bits(weights, words, 0.0, KEYS, p.QUERIES, WORDS)
+    return masked
+
+
+@gluon.jit
+def _rows_below(values, zeros):
+    """What a product starts from for a value of each query to be taken off all of its column: it costs no instruction, and
+    no registers while the exponentials run."""
+    return zeros - values.load(gl.SliceLayout(0, zeros.type.layout))[None, :]
+
+
+@gluon.jit
+def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_zeros, KIND: gl.constexpr):
+    """Adds the steps of entries begin .. end - 1, all of one kind, to dK, dV and dQ.
+
+    state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, beside which the scores of the
+    next tile's first are computed.
+    """
+    dk, dv, scores = state
+    dtype: gl.constexpr = p.q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
+    values = view(p.v.index(0), dtype, [KEYS, p.DIM], flat)
+    keys = view(p.k.index(turn % 2), dtype, [KEYS, p.DIM], flat)
+    for entry in range(begin * STEPS, end * STEPS + extra):
+        stage = step % p.Q_STAGES
+        dout_stage = step % p.DOUT_STAGES
+        q = view(p.q.index(stage), dtype, [p.QUERIES, p.DIM], flat)
+        dout = view(p.dout.index(dout_stage), dtype, [p.QUERIES, p.DIM], flat)
+        mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
+        started = warpgroup_mma(values, dout.permute((1, 0)), _rows_below(p.delta.index(dout_stage), zeros), is_async=True)
+        weights = gl.exp2(scores * p.score_scale)
+        if KIND != FULL:
+            weights = _masked(p, weights, entry, end * STEPS, first_key, KIND)
+        dscores = weights * warpgroup_mma_wait(0, deps=(started,))
+        operand = gl.convert_layout(weights.to(dtype), operand_layout)
+        p.dscores.store(dscores.to(dtype))
+        fence_async_shared()
+        barrier()
+
+        started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
+        started_dq = warpgroup_mma(p.dscores.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
+        started_dk = warpgroup_mma(p.dscores, q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(started_dv, started_dq))
+        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
+        p.dq.store(dq)
+        fence_async_shared()
+        mbarrier.arrive(p.dq_full, count=1)
+
+        upcoming_stage = (step + 1) % p.Q_STAGES
+        upcoming_turn = turn + (step == last).to(gl.int32)
+        mbarrier.wait(p.q_full.index(upcoming_stage), ((step + 1) // p.Q_STAGES) & 1)
+        mbarrier.wait(p.k_full.index(upcoming_turn % 2), (upcoming_turn // 2) & 1)
+        upcoming_q = view(p.q.index(upcoming_stage), dtype, [p.QUERIES, p.DIM], flat)
+        upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
+        below = _rows_below(p.lse.index(upcoming_stage), zeros)
+        started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), below, is_async=True)
+        dk, scores = warpgroup_mma_wait(0, deps=(started_dk, started_scores))
+        mbarrier.arrive(p.step_done.index(stage), count=1)
+        step += 1
+    return (dk, dv, scores), step
+
+
+@gluon.jit
+def _compute(p):
+    """The computing warps: each half of them holds 64 keys."""
+    dtype: gl.constexpr = p.q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
+    # Two warp groups share dQ: each takes half its queries, or where those are 64, half its columns.
+    DOWN: gl.constexpr = p.QUERIES // 64
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * DOWN, 2 // DOWN], [16, p.DIM * DOWN // 2, 16])
+    zeros = gl.zeros([KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    dq_zeros = gl.zeros([p.QUERIES, p.DIM], gl.float32, layout=dq_layout)
+
+    mbarrier.wait(p.k_full.index(0), 0)
+    mbarrier.wait(p.q_full.index(0), 0)
+    q = view(p.q.index(0), dtype, [p.QUERIES, p.DIM], flat)
+    keys = view(p.k.index(0), dtype, [KEYS, p.DIM], flat)
+    started = warpgroup_mma(keys, q.permute((1, 0)), _rows_below(p.lse.index(0), zeros), is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(started,))
+    step = 0
+    turns = tiles_of_program(p.tiles)
+    for turn in range(turns):
+        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
+        last = step + steps - 1
+        dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
+        dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
+        state = (dk, dv, scores)
+        mbarrier.wait(p.v_full, turn & 1)
+        for member in range(p.group):
+            _, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
+            if p.SPARSE:
+                state, step = _walk(p, state, step, last, turn, bits, end, 0, first_key, zeros, dq_zeros, BITS)
+                none = ((member == 0) & (steps == 1)).to(gl.int32)
+                state, step = _walk(p, state, step, last, turn, runs, bits, none, first_key, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, state, step, last, turn, begin, runs, 0, first_key, zeros, dq_zeros, FULL)
+        dk, dv, scores = state
+        mbarrier.arrive(p.v_empty, count=1)
+        # dK leaves through the place of the tile's keys, dV through that of dQ once its last tile has left.
+        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
+        place = p.k.index(turn % 2)
+        view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+        view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
+        fence_async_shared()
+        barrier()
+        async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
+        async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
+        store_wait(0)
+        mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def attention_backward_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    dq_rows,
+    dk_tensor,
+    dv_tensor,
+    lse_rows,
+    delta_rows,
+    mask_index,
+    work,
+    col_ptr,
+    col_split,
+    row_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    padded_q_len,
+    kv_blocks,
+    items,
+    tiles,
+    heads_together,
+    scale,
+    score_scale,
+    DIM: gl.constexpr,
+    QUERIES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr,
+    TABLE_BLOCK: gl.constexpr,
+    SPARSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, DIM], k_tensor.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DIM], v_tensor.layout)
+    q = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, QUERIES, DIM], q_tensor.layout)
+    dout = gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, QUERIES, DIM], dout_tensor.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
+    dscores = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], flat)
+    dq = gl.allocate_shared_memory(gl.float32, [QUERIES, DIM], dq_rows.layout)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barriers)
+    step_done = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(step_done.index(i), count=1)
+    for i in gl.static_range(DOUT_STAGES):
+        mbarrier.init(dout_full.index(i), count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=1)
+    mbarrier.init(dq_full, count=1)
+    mbarrier.init(dq_empty, count=1)
+    # fmt: off
+    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
+                work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
+                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, scale, score_scale, k, v, q, dout, lse,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, DIM,
+                QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
+    # fmt: on
+    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,))], [1, 1], [24, 24])
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "padded_q_len"])
+def prepare_kernel(
+    out_tensor,
+    dout_tensor,
+    lse_ptr,
+    dlse_ptr,
+    dq_ptr,
+    rows_ptr,
+    heads,
+    q_len,
+    padded_q_len,
+    inverse_scale,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """What a query's row contributes to every product, in rows padded to whole tiles: lse in units of unscaled scores, +inf
+    where the query keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to."""
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    first = tl.program_id(0) * TILE
+    out = load_tile(out_tensor, batch, head, first, TILE, DIM)
+    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM)
+    query = first + tl.arange(0, TILE)
+    line = tl.program_id(1).to(tl.int64) * q_len + query
+    lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0)
+    lse = tl.where(lse == -float("inf"), float("inf"), lse * inverse_scale)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
+    padded = tl.program_id(1).to(tl.int64) * padded_q_len + query
+    tl.store(rows_ptr + padded, lse)
+    tl.store(rows_ptr + tl.num_programs(1).to(tl.int64) * padded_q_len + padded, delta)
+    tl.store(dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads", "padded_q_len"])
+def finish_kernel(dq_tensor, dq_ptr, heads, padded_q_len, scale, DIM: tl.constexpr, TILE: tl.constexpr):
+    """dQ from its fp32 sums: scaled, in the dtype and memory order of q."""
+    first = tl.program_id(0) * TILE
+    line = tl.program_id(1).to(tl.int64) * padded_q_len + first + tl.arange(0, TILE)
+    dq = tl.load(dq_ptr + line[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    store_tile(dq_tensor, dq * scale, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
+
+
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
+    """dq, dk, dv like q, k, v. dlse may be None. dQ is summed in an order that differs from run to run.
+
+    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    group, dim = heads // kv_heads, padded_head_dim(head_dim)
+    config = config or BACKWARD[dim]
+    padded = triton.cdiv(q_len, KEYS.value) * KEYS.value
+    sums = torch.empty((batch * heads * padded, dim), dtype=torch.float32, device=q.device)
+    rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    arguments = [
+        described_for_triton(out, ROWS, dim),
+        described_for_triton(dout, ROWS, dim),
+        lse,
+        lse if dlse is None else dlse.contiguous(),
+        sums,
+        rows,
+        heads,
+        q_len,
+        padded,
+        1.0 / scale,
+    ]
+    constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": dlse is not None}
+    grid = (padded // ROWS, batch * heads)
+    launch(prepare_kernel, grid, arguments, constants, {"num_warps": 4})
+
+    block_size = mask.block_size if mask else KEYS.value
+    items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
+    tiles = items * (block_size // KEYS.value) * batch * kv_heads
+    table = table_arguments(mask, mask and mask.by_key, lse)
+    index, col_ptr, col_split, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table
+    arguments = [
+        described(q, [1, 1, config.queries, dim]),
+        described(k, [1, 1, KEYS.value, dim]),
+        described(v, [1, 1, KEYS.value, dim]),
+        described(dout, [1, 1, config.queries, dim]),
+        described(sums, [config.queries, dim], FLOAT_LAYOUT),
+        described(dk, [1, 1, KEYS.value, dim]),
+        described(dv, [1, 1, KEYS.value, dim]),
+        described(rows[0], [config.queries], ROW_LAYOUT),
+        described(rows[1], [config.queries], ROW_LAYOUT),
+        index,
+        mask.by_key.work if mask else lse,
+        col_ptr,
+        col_split,
+        row_idx,
+        tile_idx,
+        tile_runs,
+        tile_bits,
+        *strides,
+        heads,
+        group,
+        q_len,
+        padded,
+        mask.by_key.row_order.shape[1] if mask else 0,
+        items,
+        tiles,
+        min(heads_together(q), batch * kv_heads),
+        scale,
+        scale * LOG2_E.value,
+    ]
+    constants = {"DIM": dim, "QUERIES": config.queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
+    grid = (min(tiles, multiprocessors(q.device)), 1)
+    launch(attention_backward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["backward"]})
+
+    arguments = [described_for_triton(dq, ROWS, dim), sums, heads, padded, scale]
+    launch(finish_kernel, (padded // ROWS, batch * heads), arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4})
+    return dq, dk, dv

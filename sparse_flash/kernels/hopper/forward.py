@@ -1,0 +1,433 @@
+"""The forward kernel for Hopper: persistent programs of one warp that loads and two warp groups that compute.
+
+The loading warp walks the table and keeps rings of key and value tiles filled by the copy engine. Each warp group holds 64
+queries. Products of one step run on the tensor cores while the softmax of another runs on the ordinary units: within a
+tile, the scores of the next step are computed beside the weighted values of this one; across tiles, the first scores of
+the next tile beside the last values of this one, so that a short row leaves no gap.
+
+Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common import BITS, FULL, LN_2, LOG2_E, RUNS
+from ..configs import padded_head_dim
+from ..forward import FLOOR
+from ..launch import launch, table_arguments
+from .configs import FORWARD, NUM_WARPS
+from .gluon import async_load, async_store, record, store_wait, view
+from .launch import described, heads_together, multiprocessors
+from .masks import where_row_bits, where_run
+from .schedule import slot_and_head, tile_number, tiles_of_program, work_item
+
+TILE = gl.constexpr(128)  # queries, and keys, of a step
+HALF = gl.constexpr(64)  # queries of a warp group
+
+# Nothing about lengths, heads or masks compiles anew.
+NOT_SPECIALIZED = [
+    "mask_batch_stride",
+    "mask_head_stride",
+    "heads",
+    "group",
+    "q_len",
+    "kv_len",
+    "items",
+    "tiles",
+    "heads_together",
+]
+
+
+@record
+class Problem:
+    """All that the warps share: the arguments of the launch, shared memory and its barriers."""
+
+    q_tensor: tma.tensor_descriptor
+    k_tensor: tma.tensor_descriptor
+    v_tensor: tma.tensor_descriptor
+    out_tensor: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    mask_index: gl.tensor
+    work: gl.tensor
+    col_idx: gl.tensor
+    tile_idx: gl.tensor
+    tile_runs: gl.tensor
+    tile_bits: gl.tensor
+    mask_batch_stride: gl.tensor
+    mask_head_stride: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    items: gl.tensor
+    tiles: gl.tensor
+    heads_together: gl.tensor
+    score_scale: gl.tensor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    DIM: gl.constexpr
+    STAGES: gl.constexpr
+    TABLE_BLOCK: gl.constexpr
+    SPARSE: gl.constexpr
+
+
+@gluon.jit
+def _tile(p, turn):
+    """(batch, head, first query, begin, runs, bits, end): where the tile lies, and where its full, run and bit entries
+    begin and the last end. A dense walk has an entry for each key tile; a ragged last one counts as a run entry."""
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
+    number = tile_number(turn, p.tiles)
+    slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
+    batch = flat_head // p.heads
+    head = flat_head % p.heads
+    if p.SPARSE:
+        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
+        row, begin, runs, bits, end, _ = work_item(p.work, mask, p.items, slot // T)
+        first_query = row * p.TABLE_BLOCK + slot % T * TILE
+    else:
+        first_query = slot * TILE
+        begin = slot * 0
+        runs = p.kv_len // TILE
+        end = (p.kv_len + TILE - 1) // TILE
+        bits = end
+    return batch, head, first_query, begin, runs, bits, end
+
+
+@gluon.jit
+def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
+    BYTES: gl.constexpr = TILE * p.DIM * 2
+    stage = step % p.STAGES
+    phase = (step // p.STAGES) & 1
+    mbarrier.wait(p.k_empty.index(stage), phase ^ 1)
+    mbarrier.expect(p.k_full.index(stage), BYTES)
+    async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
+    if VALUES:
+        mbarrier.wait(p.v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(p.v_full.index(stage), BYTES)
+        async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
+
+
+@gluon.jit
+def _position(p, step, stop):
+    """The first key of a step that counts from the table's start; any number past the end."""
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
+    if p.SPARSE:
+        position = gl.load(p.col_idx + step // T, mask=step < stop, other=0) * p.TABLE_BLOCK + step % T * TILE
+    else:
+        position = step * TILE
+    return position
+
+
+@gluon.jit
+def _load_walk(p, batch, kv_head, begin, end, step):
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
+    # The table is read one step ahead, so that no load of keys waits for it.
+    position = _position(p, begin * T, end * T)
+    for entry in range(begin * T, end * T):
+        upcoming = _position(p, entry + 1, end * T)
+        _load_step(p, batch, kv_head, position, step, True)
+        position = upcoming
+        step += 1
+    return step
+
+
+@gluon.jit
+def _load_queries(p, turn, batch, head, first_query):
+    slot = turn % 2
+    mbarrier.wait(p.q_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    mbarrier.expect(p.q_full.index(slot), TILE * p.DIM * 2)
+    for half in gl.static_range(2):
+        source = [batch, head, first_query + half * HALF, 0]
+        async_load(p.q_tensor, source, p.q_full.index(slot), p.q.index(slot * 2 + half))
+
+
+@gluon.jit
+def _load(p):
+    """The loading warp: for each tile its queries, then keys and values of each step, in the order that they are used."""
+    turns = tiles_of_program(p.tiles)
+    step = 0
+    for turn in range(turns):
+        batch, head, first_query, begin, runs, bits, end = _tile(p, turn)
+        kv_head = head // p.group
+        _load_queries(p, turn, batch, head, first_query)
+        step = _load_walk(p, batch, kv_head, bits, end, step)
+        step = _load_walk(p, batch, kv_head, runs, bits, step)
+        step = _load_walk(p, batch, kv_head, begin, runs, step)
+        if begin == end:
+            _load_step(p, batch, kv_head, 0, step, True)
+            step += 1
+    # After its last tile a program computes the first scores of one more, and drops them.
+    _load_queries(p, turns, 0, 0, 0)
+    _load_step(p, 0, 0, 0, step, False)
+
+
+@gluon.jit
+def _masked(p, scores, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """Scores of a step, which counts from the table's start, with -inf where its mask tile keeps nothing."""
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
+    layout: gl.constexpr = scores.type.layout
+    columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))[None, :]
+    lowest = -float("inf")
+    if not p.SPARSE:
+        masked = gl.where(columns < p.kv_len - entry * TILE, scores, lowest)
+    else:
+        tile = gl.load(p.tile_idx + entry // T)
+        row = first_query % p.TABLE_BLOCK + HALF_INDEX * HALF
+        if KIND == RUNS:
+            rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+            run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + row + rows) - (entry % T * TILE) * 0x10001
+            masked = where_run(scores, (run & 0xFFFF)[:, None], (run >> 16)[:, None], columns, lowest)
+        else:
+            WORDS: gl.constexpr = p.TABLE_BLOCK // 32
+            words = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + row) * WORDS + entry % T * (TILE // 32)
+            masked = where_row_bits(scores, words, lowest, HALF, TILE, WORDS)
+    return masked
+
+
+@gluon.jit
+def _softmax(scores, running_max, running_sum, score_scale):
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
+    weights = gl.exp2(scores * score_scale - new_max[:, None])
+    rescale = gl.exp2(running_max - new_max)
+    return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _walk(p, state, q, step, begin, end, first_query, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """Folds steps begin .. end - 1, all of one kind, into the softmax state of a tile: each turn issues the scores of its
+    own step and the weighted values of the step before."""
+    accumulator, operand, running_max, running_sum = state
+    out_layout: gl.constexpr = accumulator.type.layout
+    for entry in range(begin, end):
+        v_stage = step % p.STAGES
+        v_phase = (step // p.STAGES) & 1
+        stage = (step + 1) % p.STAGES
+        phase = ((step + 1) // p.STAGES) & 1
+        mbarrier.wait(p.k_full.index(stage), phase)
+        keys = view(p.k.index(stage), p.k.dtype, [TILE, p.DIM], q.layout)
+        started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(p.v_full.index(v_stage), v_phase)
+        values = view(p.v.index(v_stage), p.v.dtype, [TILE, p.DIM], q.layout)
+        started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(started_scores,))
+        mbarrier.arrive(p.k_empty.index(stage), count=1)
+        if KIND != FULL:
+            scores = _masked(p, scores, entry, first_query, HALF_INDEX, KIND)
+        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
+        accumulator = warpgroup_mma_wait(0, deps=(started_values,))
+        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
+        accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+        operand = gl.convert_layout(weights.to(p.q_tensor.dtype), operand.type.layout)
+        step += 1
+    return (accumulator, operand, running_max, running_sum), step
+
+
+@gluon.jit
+def _compute(p, HALF_INDEX: gl.constexpr):
+    """A warp group: half the queries of each tile."""
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
+    dtype: gl.constexpr = p.q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    zeros = gl.zeros([HALF, TILE], gl.float32, layout=score_layout)
+    turns = tiles_of_program(p.tiles)
+    batch, head, first_query, begin, runs, bits, end = _tile(p, 0)
+
+    mbarrier.wait(p.q_full.index(0), 0)
+    mbarrier.wait(p.k_full.index(0), 0)
+    q = view(p.q.index(HALF_INDEX), dtype, [HALF, p.DIM], flat)
+    keys = view(p.k.index(0), dtype, [TILE, p.DIM], flat)
+    started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(started_scores,))
+    mbarrier.arrive(p.k_empty.index(0), count=1)
+
+    step = 0
+    for turn in range(turns):
+        if p.SPARSE:
+            if end > bits:
+                scores = _masked(p, scores, bits * T, first_query, HALF_INDEX, BITS)
+            elif bits > runs:
+                scores = _masked(p, scores, runs * T, first_query, HALF_INDEX, RUNS)
+            elif begin == end:
+                scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
+        elif bits > runs:
+            scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
+        floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
+        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
+        if turn > 0:
+            # The tile before is stored by now: its queries' place is free.
+            store_wait(0)
+            mbarrier.arrive(p.q_empty.index((turn + 1) % 2), count=1)
+        operand = gl.convert_layout(weights.to(dtype), operand_layout)
+        accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
+        state = (accumulator, operand, running_max, running_sum)
+        # The first step, done above, is of the first kind that the row has.
+        if p.SPARSE:
+            state, step = _walk(p, state, q, step, bits * T + 1, end * T, first_query, zeros, HALF_INDEX, BITS)
+            begun = (end > bits).to(gl.int32)
+            state, step = _walk(p, state, q, step, runs * T + 1 - begun, bits * T, first_query, zeros, HALF_INDEX, RUNS)
+        begun = (end > runs).to(gl.int32)
+        state, step = _walk(p, state, q, step, begin * T + 1 - begun, runs * T, first_query, zeros, HALF_INDEX, FULL)
+        accumulator, operand, running_max, running_sum = state
+
+        # Read here, the table's answer arrives while the last products run, and takes no registers before.
+        upcoming = _tile(p, turn + 1)
+        v_stage = step % p.STAGES
+        stage = (step + 1) % p.STAGES
+        mbarrier.wait(p.v_full.index(v_stage), (step // p.STAGES) & 1)
+        values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
+        started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
+        place = (turn + 1) % 2
+        mbarrier.wait(p.q_full.index(place), ((turn + 1) // 2) & 1)
+        mbarrier.wait(p.k_full.index(stage), ((step + 1) // p.STAGES) & 1)
+        out_place = view(p.q.index((1 - place) * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
+        q = view(p.q.index(place * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
+        keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
+        started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        accumulator = warpgroup_mma_wait(1, deps=(started_values,))
+        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
+
+        keeps_nothing = running_sum == 0.0
+        total = gl.where(keeps_nothing, 1.0, running_sum)
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+        out_place.store((accumulator * share[:, None]).to(dtype))
+        fence_async_shared()
+        first_row = first_query + HALF_INDEX * HALF
+        async_store(p.out_tensor, [batch, head, first_row, 0], p.q.index((1 - place) * 2 + HALF_INDEX))
+        lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
+        query = first_row + gl.arange(0, HALF, layout=row_layout)
+        gl.store(p.lse_ptr + (batch * p.heads + head).to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
+
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        mbarrier.arrive(p.k_empty.index(stage), count=1)
+        step += 1
+        batch, head, first_query, begin, runs, bits, end = upcoming
+    store_wait(0)
+
+
+@gluon.jit
+def _compute_first(p):
+    _compute(p, 0)
+
+
+@gluon.jit
+def _compute_second(p):
+    _compute(p, 1)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def attention_forward_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    out_tensor,
+    lse_ptr,
+    mask_index,
+    work,
+    col_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    items,
+    tiles,
+    heads_together,
+    score_scale,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    TABLE_BLOCK: gl.constexpr,
+    SPARSE: gl.constexpr,
+):
+    q = gl.allocate_shared_memory(q_tensor.dtype, [4, 1, 1, HALF, DIM], q_tensor.layout)
+    k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, 1, 1, TILE, DIM], k_tensor.layout)
+    v = gl.allocate_shared_memory(v_tensor.dtype, [STAGES, 1, 1, TILE, DIM], v_tensor.layout)
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    # fmt: off
+    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
+                mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, score_scale,
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, DIM, STAGES, TABLE_BLOCK, SPARSE)
+    # fmt: on
+    gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,))], [4, 1], [REGISTERS, 24])
+
+
+def attention_forward(q, k, v, mask, scale, config=None):
+    """out like q, lse (batch, heads, q_len) float32.
+
+    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    group, dim = heads // kv_heads, padded_head_dim(head_dim)
+    out = torch.empty_like(q)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
+    config = config or FORWARD[dim]
+    block_size = mask.block_size if mask else TILE.value
+    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
+    tiles = items * (block_size // TILE.value) * batch * heads
+    index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
+    arguments = [
+        described(q, [1, 1, HALF.value, dim]),
+        described(k, [1, 1, TILE.value, dim]),
+        described(v, [1, 1, TILE.value, dim]),
+        described(out, [1, 1, HALF.value, dim]),
+        lse,
+        index,
+        mask.by_query.work if mask else lse,
+        col_idx,
+        tile_idx,
+        tile_runs,
+        tile_bits,
+        *strides,
+        heads,
+        group,
+        q_len,
+        kv_len,
+        items,
+        tiles,
+        min(heads_together(k) * group, batch * heads),
+        scale * LOG2_E.value,
+    ]
+    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers, "TABLE_BLOCK": block_size}
+    constants["SPARSE"] = mask is not None
+    grid = (min(tiles, multiprocessors(q.device)), 1)
+    launch(attention_forward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["forward"]})
+    return out, lse

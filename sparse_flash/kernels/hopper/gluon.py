@@ -1,0 +1,43 @@
+"""What differs between the Triton releases that these kernels run on (3.6 to 3.9), behind one set of names."""
+
+import triton
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+try:
+    from triton import aggregate
+except ImportError:
+    from triton.language.core import _aggregate as aggregate
+
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+store_wait = tma.store_wait
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@_core.builtin
+def async_add(tensor, coord, source, _semantic=None):
+    """Starts adding a tile in shared memory to global memory, each element by an atomic addition of the copy engine."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coord, source.handle)
+
+
+@_core.builtin
+def view(buffer, dtype, shape, layout, _semantic=None):
+    """The bytes of a buffer in shared memory as another dtype, shape and layout."""
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+def record(cls):
+    """Class decorator: the annotated fields as one argument of a kernel function; its constructor takes them in order."""
+
+    def __init__(self, *values):
+        for name, value in zip(cls.__annotations__, values, strict=True):
+            setattr(self, name, value if isinstance(value, triton.language.core.base_value) else gl.constexpr(value))
+
+    __init__.__triton_builtin__ = True
+    cls.__init__ = __init__
+    return aggregate(cls)
