@@ -27,9 +27,9 @@ from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import BACKWARD, NUM_WARPS
 from .gluon import async_add, async_load, async_store, barrier, record, store_wait, view
-from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors
+from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
-from .schedule import slot_and_head, tile_number, tiles_of_program, work_item
+from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
 ROWS = 64  # queries of a program of the kernels before and after
@@ -80,6 +80,7 @@ class Problem:
     items: gl.tensor
     tiles: gl.tensor
     heads_together: gl.tensor
+    queue: gl.tensor
     scale: gl.tensor
     score_scale: gl.tensor
     k: gl.shared_memory_descriptor
@@ -99,6 +100,7 @@ class Problem:
     step_done: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
+    notes: gl.shared_memory_descriptor
     DIM: gl.constexpr
     QUERIES: gl.constexpr  # of a step
     Q_STAGES: gl.constexpr
@@ -107,20 +109,22 @@ class Problem:
     SPARSE: gl.constexpr
 
 
+# What the loading warp tells of a tile: its first key, or -1 after the last tile; its key head, counted over the batch; its
+# row of the table; where that row's full, run and bit entries begin and the last end, for the first query head of the
+# group; and how many steps the tile takes over the whole group, at least one.
+FIELDS = gl.constexpr(8)
+
+
 @gluon.jit
-def _tile(p, turn):
-    """(batch, kv_head, first_key, row, begin, runs, bits, end, steps): where a tile lies, its entries for the first query
-    head of its group, and how many steps it takes over the whole group; at least one."""
+def _tile(p, number):
     T: gl.constexpr = p.TABLE_BLOCK // KEYS
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
-    number = tile_number(turn, p.tiles)
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
-    kv_heads = p.heads // p.group
-    batch = flat_head // kv_heads
-    kv_head = flat_head % kv_heads
     if p.SPARSE:
+        batch = flat_head // (p.heads // p.group)
+        kv_head = flat_head % (p.heads // p.group)
         mask = gl.load(p.mask_index + batch * p.mask_batch_stride + kv_head * p.group * p.mask_head_stride)
-        row, begin, runs, bits, end, _ = work_item(p.work, mask, p.items, slot // T)
+        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_key = row * p.TABLE_BLOCK + slot % T * KEYS
         steps = (end - begin) * p.group
         if p.mask_head_stride != 0:
@@ -136,7 +140,23 @@ def _tile(p, turn):
         bits = runs
         end = runs
         steps = runs * p.group
-    return batch, kv_head, first_key, row, begin, runs, bits, end, steps
+    return first_key, flat_head, row, begin, runs, bits, end, steps
+
+
+@gluon.jit
+def _told_tile(p, turn):
+    """What was told of a tile, as (first_key, batch, kv_head, row, begin, runs, bits, end, steps)."""
+    place = turn % 2
+    first_key = told(p.notes, place, 0, FIELDS)
+    flat_head = told(p.notes, place, 1, FIELDS)
+    row = told(p.notes, place, 2, FIELDS)
+    begin = told(p.notes, place, 3, FIELDS)
+    runs = told(p.notes, place, 4, FIELDS)
+    bits = told(p.notes, place, 5, FIELDS)
+    end = told(p.notes, place, 6, FIELDS)
+    steps = told(p.notes, place, 7, FIELDS)
+    kv_heads = p.heads // p.group
+    return first_key, flat_head // kv_heads, flat_head % kv_heads, row, begin, runs, bits, end, steps
 
 
 @gluon.jit
@@ -168,25 +188,33 @@ def _position(p, step, stop):
 
 
 @gluon.jit
+def _load_keys(p, turn, tile, batch, kv_head, first_key):
+    place = turn % 2
+    mbarrier.wait(p.k_empty.index(place), ((turn // 2) & 1) ^ 1)
+    tell(p.notes, place, tile)
+    mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
+    async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), p.k.index(place))
+
+
+@gluon.jit
+def _load_queries(p, step, batch, head, line, position):
+    stage = step % p.Q_STAGES
+    mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
+    async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
+    async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
+
+
+@gluon.jit
 def _load_walk(p, batch, kv_head, head, begin, end, extra, step, first_key, turn, started):
-    """Loads the steps of entries begin .. end - 1, and ``extra`` more; before the first of a tile, its keys and values."""
+    """Loads the steps of entries begin .. end - 1, and ``extra`` more; after the first queries of a tile, its values."""
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
-    SIZE: gl.constexpr = p.QUERIES * p.DIM * 2 + p.QUERIES * 4
     line = (batch * p.heads + head) * p.padded_q_len
     stop = end * STEPS
     position = _position(p, begin * STEPS, stop)
     for entry in range(begin * STEPS, stop + extra):
         upcoming = _position(p, entry + 1, stop)
-        if started == 0:
-            place = turn % 2
-            mbarrier.wait(p.k_empty.index(place), ((turn // 2) & 1) ^ 1)
-            mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
-            async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), p.k.index(place))
-        stage = step % p.Q_STAGES
-        mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(p.q_full.index(stage), SIZE)
-        async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
-        async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
+        _load_queries(p, step, batch, head, line, position)
         if started == 0:
             mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
             mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
@@ -196,7 +224,7 @@ def _load_walk(p, batch, kv_head, head, begin, end, extra, step, first_key, turn
         # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
         held = step + p.Q_STAGES - p.DOUT_STAGES
         mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(p.dout_full.index(stage), SIZE)
+        mbarrier.expect(p.dout_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
         async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
         async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
         position = upcoming
@@ -207,11 +235,15 @@ def _load_walk(p, batch, kv_head, head, begin, end, extra, step, first_key, turn
 @gluon.jit
 def _load(p):
     """The loading warp."""
-    turns = tiles_of_program(p.tiles)
     step = 0
-    for turn in range(turns):
-        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
-        last = step + steps
+    turn = 0
+    number = gl.program_id(0)
+    while number < p.tiles:
+        tile = _tile(p, number)
+        first_key, flat_head, row, begin, runs, bits, end, steps = tile
+        batch = flat_head // (p.heads // p.group)
+        kv_head = flat_head % (p.heads // p.group)
+        _load_keys(p, turn, tile, batch, kv_head, first_key)
         started = 0
         for member in range(p.group):
             head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
@@ -222,15 +254,12 @@ def _load(p):
                 step, started = _load_walk(p, batch, kv_head, head, runs, bits, none, step, first_key, turn, started)
             step, started = _load_walk(p, batch, kv_head, head, begin, runs, 0, step, first_key, turn, started)
             # fmt: on
+        number = next_tile(p.queue)
+        turn += 1
     # After its last tile a program computes the first scores of one more, and drops them.
-    place = turns % 2
-    mbarrier.wait(p.k_empty.index(place), ((turns // 2) & 1) ^ 1)
-    mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
-    async_load(p.k_tensor, [0, 0, 0, 0], p.k_full.index(place), p.k.index(place))
-    stage = step % p.Q_STAGES
-    mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2)
-    async_load(p.q_tensor, [0, 0, 0, 0], p.q_full.index(stage), p.q.index(stage))
+    _load_keys(p, turn, (-1, 0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
+    _load_queries(p, step, 0, 0, 0, 0)
+    leave(p.queue)
 
 
 @gluon.jit
@@ -251,8 +280,10 @@ def _add_walk(p, line, begin, end, extra, step):
 def _add(p):
     """The warp that adds tiles of dQ to global memory."""
     step = 0
-    for turn in range(tiles_of_program(p.tiles)):
-        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
+    turn = 0
+    mbarrier.wait(p.k_full.index(0), 0)
+    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    while first_key >= 0:
         for member in range(p.group):
             head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
             line = (batch * p.heads + head) * p.padded_q_len
@@ -261,6 +292,9 @@ def _add(p):
                 none = ((member == 0) & (steps == 1)).to(gl.int32)
                 step = _add_walk(p, line, runs, bits, none, step)
             step = _add_walk(p, line, begin, runs, 0, step)
+        turn += 1
+        mbarrier.wait(p.k_full.index(turn % 2), (turn // 2) & 1)
+        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
 
 
 @gluon.jit
@@ -365,9 +399,9 @@ def _compute(p):
     started = warpgroup_mma(keys, q.permute((1, 0)), _rows_below(p.lse.index(0), zeros), is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
-    turns = tiles_of_program(p.tiles)
-    for turn in range(turns):
-        batch, kv_head, first_key, row, begin, runs, bits, end, steps = _tile(p, turn)
+    turn = 0
+    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    while first_key >= 0:
         last = step + steps - 1
         dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
@@ -393,6 +427,8 @@ def _compute(p):
         async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
         store_wait(0)
         mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
+        turn += 1
+        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -424,6 +460,7 @@ def attention_backward_kernel(
     items,
     tiles,
     heads_together,
+    queue,
     scale,
     score_scale,
     DIM: gl.constexpr,
@@ -465,11 +502,12 @@ def attention_backward_kernel(
     mbarrier.init(v_empty, count=1)
     mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
+    notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
                 work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
-                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, scale, score_scale, k, v, q, dout, lse,
-                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, DIM,
+                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, DIM,
                 QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,))], [1, 1], [24, 24])
@@ -581,7 +619,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         mask.by_key.row_order.shape[1] if mask else 0,
         items,
         tiles,
-        min(heads_together(q), batch * kv_heads),
+        min(heads_together(sums, q_len * group), batch * kv_heads),
+        tile_queue(q.device),
         scale,
         scale * LOG2_E.value,
     ]

@@ -26,9 +26,9 @@ from ..forward import FLOOR
 from ..launch import launch, table_arguments
 from .configs import FORWARD, NUM_WARPS
 from .gluon import async_load, async_store, record, store_wait, view
-from .launch import described, heads_together, multiprocessors
+from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
-from .schedule import slot_and_head, tile_number, tiles_of_program, work_item
+from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
@@ -71,6 +71,7 @@ class Problem:
     items: gl.tensor
     tiles: gl.tensor
     heads_together: gl.tensor
+    queue: gl.tensor
     score_scale: gl.tensor
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -81,24 +82,28 @@ class Problem:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    notes: gl.shared_memory_descriptor
     DIM: gl.constexpr
     STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
 
 
+# What the loading warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
+# its full, run and bit entries begin, and the last end.
+FIELDS = gl.constexpr(6)
+
+
 @gluon.jit
-def _tile(p, turn):
-    """(batch, head, first query, begin, runs, bits, end): where the tile lies, and where its full, run and bit entries
-    begin and the last end. A dense walk has an entry for each key tile; a ragged last one counts as a run entry."""
+def _tile(p, number):
+    """A tile's first query, head and entries. A dense walk has an entry for each key tile; a ragged last one counts as a
+    run entry."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
-    number = tile_number(turn, p.tiles)
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
-    batch = flat_head // p.heads
-    head = flat_head % p.heads
     if p.SPARSE:
-        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
-        row, begin, runs, bits, end, _ = work_item(p.work, mask, p.items, slot // T)
+        batch = flat_head // p.heads
+        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + flat_head % p.heads * p.mask_head_stride)
+        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_query = row * p.TABLE_BLOCK + slot % T * TILE
     else:
         first_query = slot * TILE
@@ -106,7 +111,7 @@ def _tile(p, turn):
         runs = p.kv_len // TILE
         end = (p.kv_len + TILE - 1) // TILE
         bits = end
-    return batch, head, first_query, begin, runs, bits, end
+    return first_query, flat_head, begin, runs, bits, end
 
 
 @gluon.jit
@@ -148,9 +153,10 @@ def _load_walk(p, batch, kv_head, begin, end, step):
 
 
 @gluon.jit
-def _load_queries(p, turn, batch, head, first_query):
+def _load_queries(p, turn, tile, batch, head, first_query):
     slot = turn % 2
     mbarrier.wait(p.q_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    tell(p.notes, slot, tile)
     mbarrier.expect(p.q_full.index(slot), TILE * p.DIM * 2)
     for half in gl.static_range(2):
         source = [batch, head, first_query + half * HALF, 0]
@@ -160,21 +166,28 @@ def _load_queries(p, turn, batch, head, first_query):
 @gluon.jit
 def _load(p):
     """The loading warp: for each tile its queries, then keys and values of each step, in the order that they are used."""
-    turns = tiles_of_program(p.tiles)
     step = 0
-    for turn in range(turns):
-        batch, head, first_query, begin, runs, bits, end = _tile(p, turn)
+    turn = 0
+    number = gl.program_id(0)
+    while number < p.tiles:
+        tile = _tile(p, number)
+        first_query, flat_head, begin, runs, bits, end = tile
+        batch = flat_head // p.heads
+        head = flat_head % p.heads
         kv_head = head // p.group
-        _load_queries(p, turn, batch, head, first_query)
+        _load_queries(p, turn, tile, batch, head, first_query)
         step = _load_walk(p, batch, kv_head, bits, end, step)
         step = _load_walk(p, batch, kv_head, runs, bits, step)
         step = _load_walk(p, batch, kv_head, begin, runs, step)
         if begin == end:
             _load_step(p, batch, kv_head, 0, step, True)
             step += 1
+        number = next_tile(p.queue)
+        turn += 1
     # After its last tile a program computes the first scores of one more, and drops them.
-    _load_queries(p, turns, 0, 0, 0)
+    _load_queries(p, turn, (-1, 0, 0, 0, 0, 0), 0, 0, 0)
     _load_step(p, 0, 0, 0, step, False)
+    leave(p.queue)
 
 
 @gluon.jit
@@ -249,9 +262,6 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, TILE], gl.float32, layout=score_layout)
-    turns = tiles_of_program(p.tiles)
-    batch, head, first_query, begin, runs, bits, end = _tile(p, 0)
-
     mbarrier.wait(p.q_full.index(0), 0)
     mbarrier.wait(p.k_full.index(0), 0)
     q = view(p.q.index(HALF_INDEX), dtype, [HALF, p.DIM], flat)
@@ -261,7 +271,15 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     mbarrier.arrive(p.k_empty.index(0), count=1)
 
     step = 0
-    for turn in range(turns):
+    turn = 0
+    first_query = told(p.notes, 0, 0, FIELDS)
+    while first_query >= 0:
+        place = turn % 2
+        flat_head = told(p.notes, place, 1, FIELDS)
+        begin = told(p.notes, place, 2, FIELDS)
+        runs = told(p.notes, place, 3, FIELDS)
+        bits = told(p.notes, place, 4, FIELDS)
+        end = told(p.notes, place, 5, FIELDS)
         if p.SPARSE:
             if end > bits:
                 scores = _masked(p, scores, bits * T, first_query, HALF_INDEX, BITS)
@@ -289,18 +307,16 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state, step = _walk(p, state, q, step, begin * T + 1 - begun, runs * T, first_query, zeros, HALF_INDEX, FULL)
         accumulator, operand, running_max, running_sum = state
 
-        # Read here, the table's answer arrives while the last products run, and takes no registers before.
-        upcoming = _tile(p, turn + 1)
         v_stage = step % p.STAGES
         stage = (step + 1) % p.STAGES
         mbarrier.wait(p.v_full.index(v_stage), (step // p.STAGES) & 1)
         values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
-        place = (turn + 1) % 2
-        mbarrier.wait(p.q_full.index(place), ((turn + 1) // 2) & 1)
+        upcoming = (turn + 1) % 2
+        mbarrier.wait(p.q_full.index(upcoming), ((turn + 1) // 2) & 1)
         mbarrier.wait(p.k_full.index(stage), ((step + 1) // p.STAGES) & 1)
-        out_place = view(p.q.index((1 - place) * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
-        q = view(p.q.index(place * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
+        out_place = view(p.q.index(place * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
+        q = view(p.q.index(upcoming * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
         keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=(started_values,))
@@ -312,15 +328,16 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         out_place.store((accumulator * share[:, None]).to(dtype))
         fence_async_shared()
         first_row = first_query + HALF_INDEX * HALF
-        async_store(p.out_tensor, [batch, head, first_row, 0], p.q.index((1 - place) * 2 + HALF_INDEX))
+        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], p.q.index(place * 2 + HALF_INDEX))
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
         query = first_row + gl.arange(0, HALF, layout=row_layout)
-        gl.store(p.lse_ptr + (batch * p.heads + head).to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
+        gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         mbarrier.arrive(p.k_empty.index(stage), count=1)
         step += 1
-        batch, head, first_query, begin, runs, bits, end = upcoming
+        turn += 1
+        first_query = told(p.notes, upcoming, 0, FIELDS)
     store_wait(0)
 
 
@@ -356,6 +373,7 @@ def attention_forward_kernel(
     items,
     tiles,
     heads_together,
+    queue,
     score_scale,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -381,10 +399,11 @@ def attention_forward_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+    notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
-                mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, score_scale,
-                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, DIM, STAGES, TABLE_BLOCK, SPARSE)
+                mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,))], [4, 1], [REGISTERS, 24])
 
@@ -423,7 +442,8 @@ def attention_forward(q, k, v, mask, scale, config=None):
         kv_len,
         items,
         tiles,
-        min(heads_together(k) * group, batch * heads),
+        min(heads_together(k, kv_len) * group, batch * heads),
+        tile_queue(q.device),
         scale * LOG2_E.value,
     ]
     constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers, "TABLE_BLOCK": block_size}

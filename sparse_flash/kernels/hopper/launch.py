@@ -33,6 +33,20 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def heads_together(k: torch.Tensor) -> int:
-    """How many heads' keys and values the L2 cache holds."""
-    return max(1, L2_BYTES // (2 * k.shape[2] * k.shape[3] * k.element_size()))
+def heads_together(tensor: torch.Tensor, rows: int) -> int:
+    """How many heads' walked operands the L2 cache holds: two tensors of ``rows`` rows each like those of ``tensor``."""
+    return max(1, L2_BYTES // (2 * rows * tensor.shape[-1] * tensor.element_size()))
+
+
+_queues: dict[tuple, torch.Tensor] = {}
+
+
+def tile_queue(device: torch.device) -> torch.Tensor:
+    """(2,) int32 zeros, which a launch leaves as zeros: see ``schedule``. One for each stream, on which launches do not
+    overlap; one of its own for a launch in a graph, which may be replayed beside anything."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _queues:
+        _queues[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _queues[key]

@@ -1,4 +1,8 @@
-"""Which tile each of the persistent programs computes next, and what the table says of it."""
+"""Which tile each of the persistent programs computes next, and what the table says of it.
+
+Programs take tiles from a queue, heaviest first: a counter in global memory. The loading warp takes them and tells the
+computing warps through shared memory, in slots that come and go with the tile's first operand.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,24 +12,17 @@ WORK_FIELDS = gl.constexpr(8)
 
 
 @gluon.jit
-def tiles_of_program(tiles):
-    """How many of ``tiles`` this program computes."""
-    programs = gl.num_programs(0)
-    rounds = tiles // programs
-    return rounds + (_place(rounds) < tiles % programs).to(gl.int32)
+def next_tile(queue):
+    """The number of the next tile, after the first, which is that of the program. queue: (2,) int32, both 0 at the start."""
+    return gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
 
 
 @gluon.jit
-def tile_number(turn, tiles):
-    """The program's tile of a turn; past its last, any tile."""
-    return gl.minimum(turn * gl.num_programs(0) + _place(turn), tiles - 1)
-
-
-@gluon.jit
-def _place(turn):
-    # There and back again: tiles come heaviest first, and who took the heaviest of one round takes the lightest of the next.
-    program = gl.program_id(0)
-    return gl.where(turn % 2 == 0, program, gl.num_programs(0) - 1 - program)
+def leave(queue):
+    """The last program to leave the queue makes it ready for the next launch."""
+    if gl.atomic_add(queue + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(queue, 0)
+        gl.store(queue + 1, 0)
 
 
 @gluon.jit
@@ -40,6 +37,28 @@ def slot_and_head(number, slots, heads, heads_together):
 
 @gluon.jit
 def work_item(work, mask, items, item):
-    """(row, begin, runs, bits, end, part) of an item of a mask: see ``Table.work``."""
+    """(row, begin, runs, bits, end) of an item of a mask: see ``Table.work``."""
     line = work + (mask * items + item) * WORK_FIELDS
-    return gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4), gl.load(line + 5)
+    return gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4)
+
+
+@gluon.jit
+def allocate_notes(SLOTS: gl.constexpr, FIELDS: gl.constexpr):
+    """Shared memory for ``tell`` and ``told``."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
+
+
+@gluon.jit
+def tell(notes, slot, values):
+    """Writes int32 scalars into a slot, for whoever waits on a barrier that the writer arrives at later."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for field in gl.static_range(len(values)):
+        notes.index(slot * len(values) + field).store(gl.full([1], values[field], gl.int32, layout=layout))
+
+
+@gluon.jit
+def told(notes, slot, FIELD: gl.constexpr, FIELDS: gl.constexpr):
+    """A scalar of a slot."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(notes.index(slot * FIELDS + FIELD).load(layout), 0)
