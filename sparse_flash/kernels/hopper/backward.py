@@ -26,7 +26,7 @@ from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import BACKWARD, NUM_WARPS
-from .gluon import async_add, async_load, async_store, barrier, record, store_wait, view
+from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
 from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
@@ -337,13 +337,12 @@ def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_ze
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
-    values = view(p.v.index(0), dtype, [KEYS, p.DIM], flat)
-    keys = view(p.k.index(turn % 2), dtype, [KEYS, p.DIM], flat)
     for entry in range(begin * STEPS, end * STEPS + extra):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
         q = view(p.q.index(stage), dtype, [p.QUERIES, p.DIM], flat)
         dout = view(p.dout.index(dout_stage), dtype, [p.QUERIES, p.DIM], flat)
+        values = view(p.v.index(fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
         started = warpgroup_mma(values, dout.permute((1, 0)), _rows_below(p.delta.index(dout_stage), zeros), is_async=True)
         weights = gl.exp2(scores * p.score_scale)
@@ -351,13 +350,15 @@ def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_ze
             weights = _masked(p, weights, entry, end * STEPS, first_key, KIND)
         dscores = weights * warpgroup_mma_wait(0, deps=(started,))
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
-        p.dscores.store(dscores.to(dtype))
+        p.dscores.index(0).store(dscores.to(dtype))
         fence_async_shared()
         barrier()
 
+        keys = view(p.k.index(turn % 2 + fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
+        stored = p.dscores.index(fresh_zero(step))
         started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
-        started_dq = warpgroup_mma(p.dscores.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-        started_dk = warpgroup_mma(p.dscores, q, dk, is_async=True)
+        started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
+        started_dk = warpgroup_mma(stored, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(started_dv, started_dq))
         mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
         p.dq.store(dq)
@@ -478,7 +479,7 @@ def attention_backward_kernel(
     dout = gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, QUERIES, DIM], dout_tensor.layout)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
-    dscores = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], flat)
+    dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
     dq = gl.allocate_shared_memory(gl.float32, [QUERIES, DIM], dq_rows.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)

@@ -2,6 +2,7 @@
 
 import triton
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -29,6 +30,13 @@ def view(buffer, dtype, shape, layout, _semantic=None):
     """The bytes of a buffer in shared memory as another dtype, shape and layout."""
     method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def fresh_zero(near):
+    """0, but to the compiler a number of its own each time. An address with it is worked out where it is used: left to
+    itself, the compiler works out all addresses of a loop before it, and spills them. near: any int32 scalar."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def record(cls):
