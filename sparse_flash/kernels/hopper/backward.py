@@ -1,7 +1,7 @@
 """The backward pass for Hopper: one pass over key tiles that computes dK and dV, and adds to dQ as it goes.
 
-Persistent programs: one warp loads, eight warps compute, one warp hands finished tiles of dQ to the copy engine, which adds
-them to an fp32 array in global memory. Scores lie transposed, keys along rows, so that they are the left operand of dV
+Persistent programs: one warp plans, one loads, eight compute, and one hands finished tiles of dQ to the copy engine, which
+adds them to an fp32 array in global memory. Scores lie transposed, keys along rows, so that they are the left operand of dV
 without a way through shared memory. The scores of the next step, or of the next tile's first, are computed beside the
 other products of this one, so that the tensor cores have work while the exponentials run.
 
@@ -101,6 +101,7 @@ class Problem:
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
+    noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
     QUERIES: gl.constexpr  # of a step
     Q_STAGES: gl.constexpr
@@ -109,16 +110,16 @@ class Problem:
     SPARSE: gl.constexpr
 
 
-# What the loading warp tells of a tile: its first key, or -1 after the last tile; its key head, counted over the batch; its
+# What the planning warp tells of a tile: its first key, or -1 after the last tile; its key head, counted over the batch; its
 # row of the table; where that row's full, run and bit entries begin and the last end, for the first query head of the
-# group; and how many steps the tile takes over the whole group, at least one.
-FIELDS = gl.constexpr(8)
+# group; how many steps the tile takes over the whole group; and the first query of its first step.
+FIELDS = gl.constexpr(9)
 
 
 @gluon.jit
 def _tile(p, number):
     T: gl.constexpr = p.TABLE_BLOCK // KEYS
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
         batch = flat_head // (p.heads // p.group)
@@ -131,7 +132,7 @@ def _tile(p, number):
             for member in range(1, p.group):
                 _, low, _, _, high = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
                 steps += high - low - (end - begin)
-        steps = gl.maximum(steps * STEPS, 1)
+        steps = steps * STEPS
     else:
         row = slot
         first_key = slot * KEYS
@@ -140,13 +141,32 @@ def _tile(p, number):
         bits = runs
         end = runs
         steps = runs * p.group
-    return first_key, flat_head, row, begin, runs, bits, end, steps
+    position = _position(p, _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS), end * STEPS)
+    return first_key, flat_head, row, begin, runs, bits, end, steps, position
+
+
+@gluon.jit
+def _plan(p):
+    """The planning warp."""
+    turn = 0
+    number = gl.program_id(0)
+    while number < p.tiles:
+        tell(p.notes, turn % 2, _tile(p, number))
+        mbarrier.arrive(p.noted.index(turn % 2), count=1)
+        turn += 1
+        # Not before the tile two turns back is done, so that no tile waits here while other programs are idle.
+        mbarrier.wait(p.k_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        number = next_tile(p.queue)
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0, 0))
+    mbarrier.arrive(p.noted.index(turn % 2), count=1)
+    leave(p.queue)
 
 
 @gluon.jit
 def _told_tile(p, turn):
-    """What was told of a tile, as (first_key, batch, kv_head, row, begin, runs, bits, end, steps)."""
+    """What was told of a tile: (first_key, batch, kv_head, row, begin, runs, bits, end, steps)."""
     place = turn % 2
+    mbarrier.wait(p.noted.index(place), (turn // 2) & 1)
     first_key = told(p.notes, place, 0, FIELDS)
     flat_head = told(p.notes, place, 1, FIELDS)
     row = told(p.notes, place, 2, FIELDS)
@@ -175,23 +195,32 @@ def _bounds(p, batch, kv_head, member, row, begin, runs, bits, end):
 
 
 @gluon.jit
+def _first_step(p, first_key, begin, runs, end):
+    """Where a walk starts; it goes up to the end, and on from begin. Partial blocks come first. A dense walk starts beside
+    its keys: if all programs added to the same tile of dQ at once, they would wait for each other."""
+    if p.SPARSE:
+        first = gl.where(end > runs, runs, begin)
+    else:
+        first = first_key // p.QUERIES % end
+    return first
+
+
+@gluon.jit
 def _position(p, step, stop):
     """The first query of a step that counts from the table's start; 0 past the end of a walk."""
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
     if p.SPARSE:
-        inside = step < stop
-        block = gl.load(p.row_idx + step // STEPS, mask=inside, other=0)
-        position = gl.where(inside, block * p.TABLE_BLOCK + step % STEPS * p.QUERIES, 0)
+        block = gl.load(p.row_idx + step // STEPS, mask=step < stop, other=0)
+        position = gl.where(step < stop, block * p.TABLE_BLOCK + step % STEPS * p.QUERIES, 0)
     else:
         position = step * p.QUERIES
     return position
 
 
 @gluon.jit
-def _load_keys(p, turn, tile, batch, kv_head, first_key):
+def _load_keys(p, turn, batch, kv_head, first_key):
     place = turn % 2
     mbarrier.wait(p.k_empty.index(place), ((turn // 2) & 1) ^ 1)
-    tell(p.notes, place, tile)
     mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
     async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), p.k.index(place))
 
@@ -206,110 +235,87 @@ def _load_queries(p, step, batch, head, line, position):
 
 
 @gluon.jit
-def _load_walk(p, batch, kv_head, head, begin, end, extra, step, first_key, turn, started):
-    """Loads the steps of entries begin .. end - 1, and ``extra`` more; after the first queries of a tile, its values."""
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
-    line = (batch * p.heads + head) * p.padded_q_len
-    stop = end * STEPS
-    position = _position(p, begin * STEPS, stop)
-    for entry in range(begin * STEPS, stop + extra):
-        upcoming = _position(p, entry + 1, stop)
-        _load_queries(p, step, batch, head, line, position)
-        if started == 0:
-            mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
-            mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
-            async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
-            started += 1
-        stage = step % p.DOUT_STAGES
-        # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
-        held = step + p.Q_STAGES - p.DOUT_STAGES
-        mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(p.dout_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
-        async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
-        async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
-        position = upcoming
-        step += 1
-    return step, started
-
-
-@gluon.jit
 def _load(p):
-    """The loading warp."""
+    """The loading warp: for each tile its keys and values, and queries and their gradients of each step, in the order that
+    they are used."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
+    SIZE: gl.constexpr = p.QUERIES * p.DIM * 2 + p.QUERIES * 4
     step = 0
     turn = 0
-    number = gl.program_id(0)
-    while number < p.tiles:
-        tile = _tile(p, number)
-        first_key, flat_head, row, begin, runs, bits, end, steps = tile
-        batch = flat_head // (p.heads // p.group)
-        kv_head = flat_head % (p.heads // p.group)
-        _load_keys(p, turn, tile, batch, kv_head, first_key)
-        started = 0
+    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    while first_key >= 0:
+        _load_keys(p, turn, batch, kv_head, first_key)
+        first = step
+        position = told(p.notes, turn % 2, 8, FIELDS)
         for member in range(p.group):
             head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
-            # fmt: off
-            if p.SPARSE:
-                step, started = _load_walk(p, batch, kv_head, head, bits, end, 0, step, first_key, turn, started)
-                none = ((member == 0) & (steps == 1)).to(gl.int32)
-                step, started = _load_walk(p, batch, kv_head, head, runs, bits, none, step, first_key, turn, started)
-            step, started = _load_walk(p, batch, kv_head, head, begin, runs, 0, step, first_key, turn, started)
-            # fmt: on
-        number = next_tile(p.queue)
+            line = (batch * p.heads + head) * p.padded_q_len
+            entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
+            if member > 0:
+                position = _position(p, entry, end * STEPS)
+            # A column that keeps nothing, for all its heads, takes one step of nothing.
+            count = gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))
+            for _ in range(count):
+                # The table is read one step ahead, so that no load waits for it.
+                entry = gl.where(entry + 1 >= end * STEPS, begin * STEPS, entry + 1)
+                upcoming = _position(p, entry, end * STEPS)
+                _load_queries(p, step, batch, head, line, position)
+                if step == first:
+                    mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
+                    mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
+                    async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
+                stage = step % p.DOUT_STAGES
+                # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
+                held = step + p.Q_STAGES - p.DOUT_STAGES
+                mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
+                mbarrier.expect(p.dout_full.index(stage), SIZE)
+                async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
+                async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
+                position = upcoming
+                step += 1
         turn += 1
+        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
     # After its last tile a program computes the first scores of one more, and drops them.
-    _load_keys(p, turn, (-1, 0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
+    _load_keys(p, turn, 0, 0, 0)
     _load_queries(p, step, 0, 0, 0, 0)
-    leave(p.queue)
-
-
-@gluon.jit
-def _add_walk(p, line, begin, end, extra, step):
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
-    stop = end * STEPS
-    for entry in range(begin * STEPS, stop + extra):
-        position = _position(p, entry, stop)
-        mbarrier.wait(p.dq_full, step & 1)
-        async_add(p.dq_rows, [line + position, 0], p.dq)
-        store_wait(0)
-        mbarrier.arrive(p.dq_empty, count=1)
-        step += 1
-    return step
 
 
 @gluon.jit
 def _add(p):
     """The warp that adds tiles of dQ to global memory."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     step = 0
     turn = 0
-    mbarrier.wait(p.k_full.index(0), 0)
     first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
     while first_key >= 0:
         for member in range(p.group):
             head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
             line = (batch * p.heads + head) * p.padded_q_len
-            if p.SPARSE:
-                step = _add_walk(p, line, bits, end, 0, step)
-                none = ((member == 0) & (steps == 1)).to(gl.int32)
-                step = _add_walk(p, line, runs, bits, none, step)
-            step = _add_walk(p, line, begin, runs, 0, step)
+            entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
+            for _ in range(gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))):
+                position = _position(p, entry, end * STEPS)
+                mbarrier.wait(p.dq_full, step & 1)
+                async_add(p.dq_rows, [line + position, 0], p.dq)
+                store_wait(0)
+                mbarrier.arrive(p.dq_empty, count=1)
+                entry = gl.where(entry + 1 >= end * STEPS, begin * STEPS, entry + 1)
+                step += 1
         turn += 1
-        mbarrier.wait(p.k_full.index(turn % 2), (turn // 2) & 1)
         first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
 
 
 @gluon.jit
-def _masked(p, weights, entry, stop, first_key, KIND: gl.constexpr):
-    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing; all 0 past the end of the walk."""
+def _masked(p, weights, entry, exists, first_key, KIND: gl.constexpr):
+    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing; all 0 where there is no tile."""
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
     layout: gl.constexpr = weights.type.layout
-    inside = entry < stop
-    tile = gl.load(p.tile_idx + entry // STEPS, mask=inside, other=0)
+    tile = gl.load(p.tile_idx + entry // STEPS, mask=exists, other=0)
     key = first_key % p.TABLE_BLOCK
     query = entry % STEPS * p.QUERIES
     if KIND == RUNS:
         columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
         rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))[:, None] + key
-        run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + query + columns, mask=inside & (columns >= 0), other=0)
+        run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
         masked = where_run(weights, (run & 0xFFFF)[None, :], (run >> 16)[None, :], rows, 0.0)
     else:
         WORDS: gl.constexpr = p.TABLE_BLOCK // 32
@@ -326,8 +332,8 @@ def _rows_below(values, zeros):
 
 
 @gluon.jit
-def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_zeros, KIND: gl.constexpr):
-    """Adds the steps of entries begin .. end - 1, all of one kind, to dK, dV and dQ.
+def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_zeros, KIND: gl.constexpr):
+    """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
     state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, beside which the scores of the
     next tile's first are computed.
@@ -336,8 +342,7 @@ def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_ze
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
-    for entry in range(begin * STEPS, end * STEPS + extra):
+    for entry in range(begin, end):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
         q = view(p.q.index(stage), dtype, [p.QUERIES, p.DIM], flat)
@@ -347,7 +352,7 @@ def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_ze
         started = warpgroup_mma(values, dout.permute((1, 0)), _rows_below(p.delta.index(dout_stage), zeros), is_async=True)
         weights = gl.exp2(scores * p.score_scale)
         if KIND != FULL:
-            weights = _masked(p, weights, entry, end * STEPS, first_key, KIND)
+            weights = _masked(p, weights, entry, exists, first_key, KIND)
         dscores = weights * warpgroup_mma_wait(0, deps=(started,))
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
         p.dscores.index(0).store(dscores.to(dtype))
@@ -382,6 +387,7 @@ def _walk(p, state, step, last, turn, begin, end, extra, first_key, zeros, dq_ze
 @gluon.jit
 def _compute(p):
     """The computing warps: each half of them holds 64 keys."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -403,7 +409,7 @@ def _compute(p):
     turn = 0
     first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
     while first_key >= 0:
-        last = step + steps - 1
+        last = step + gl.maximum(steps, 1) - 1
         dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         state = (dk, dv, scores)
@@ -411,10 +417,14 @@ def _compute(p):
         for member in range(p.group):
             _, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
             if p.SPARSE:
-                state, step = _walk(p, state, step, last, turn, bits, end, 0, first_key, zeros, dq_zeros, BITS)
-                none = ((member == 0) & (steps == 1)).to(gl.int32)
-                state, step = _walk(p, state, step, last, turn, runs, bits, none, first_key, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, state, step, last, turn, begin, runs, 0, first_key, zeros, dq_zeros, FULL)
+                # A column that keeps nothing, for all its heads, takes one step of nothing.
+                exists = steps > 0
+                low, high = runs * STEPS, gl.where(exists | (member > 0), bits * STEPS, runs * STEPS + 1)
+                state, step = _walk(p, state, step, last, turn, low, high, exists, first_key, zeros, dq_zeros, RUNS)
+                low, high = bits * STEPS, end * STEPS
+                state, step = _walk(p, state, step, last, turn, low, high, True, first_key, zeros, dq_zeros, BITS)
+            low, high = begin * STEPS, runs * STEPS
+            state, step = _walk(p, state, step, last, turn, low, high, True, first_key, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         mbarrier.arrive(p.v_empty, count=1)
         # dK leaves through the place of the tile's keys, dV through that of dQ once its last tile has left.
@@ -491,9 +501,11 @@ def attention_backward_kernel(
     step_done = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
     dq_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=1)
+        mbarrier.init(noted.index(i), count=1)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(step_done.index(i), count=1)
@@ -508,10 +520,10 @@ def attention_backward_kernel(
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
                 work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
                 group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
-                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, DIM,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, noted, DIM,
                 QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
-    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,))], [1, 1], [24, 24])
+    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "padded_q_len"])

@@ -1,7 +1,7 @@
-"""The forward kernel for Hopper: persistent programs of one warp that loads and two warp groups that compute.
+"""The forward kernel for Hopper: persistent programs of a warp that plans, a warp that loads and two warp groups that compute.
 
-The loading warp walks the table and keeps rings of key and value tiles filled by the copy engine. Each warp group holds 64
-queries. Products of one step run on the tensor cores while the softmax of another runs on the ordinary units: within a
+The planning warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled
+by the copy engine. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of another runs on the ordinary units: within a
 tile, the scores of the next step are computed beside the weighted values of this one; across tiles, the first scores of
 the next tile beside the last values of this one, so that a short row leaves no gap.
 
@@ -25,7 +25,7 @@ from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import launch, table_arguments
 from .configs import FORWARD, NUM_WARPS
-from .gluon import async_load, async_store, record, store_wait, view
+from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
 from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
 from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
@@ -79,25 +79,26 @@ class Problem:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
+    noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
     STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
 
 
-# What the loading warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
-# its full, run and bit entries begin, and the last end.
-FIELDS = gl.constexpr(6)
+# What the planning warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
+# its full, run and bit entries begin, and the last end; and the first key of its first step. Entries are walked from the
+# last to the first: partial blocks, whose masks take time, beside the start of the tile.
+FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
 def _tile(p, number):
-    """A tile's first query, head and entries. A dense walk has an entry for each key tile; a ragged last one counts as a
-    run entry."""
+    """A dense walk has an entry for each key tile; a ragged last one counts as a run entry."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
@@ -111,52 +112,43 @@ def _tile(p, number):
         runs = p.kv_len // TILE
         end = (p.kv_len + TILE - 1) // TILE
         bits = end
-    return first_query, flat_head, begin, runs, bits, end
-
-
-@gluon.jit
-def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
-    BYTES: gl.constexpr = TILE * p.DIM * 2
-    stage = step % p.STAGES
-    phase = (step // p.STAGES) & 1
-    mbarrier.wait(p.k_empty.index(stage), phase ^ 1)
-    mbarrier.expect(p.k_full.index(stage), BYTES)
-    async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
-    if VALUES:
-        mbarrier.wait(p.v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(p.v_full.index(stage), BYTES)
-        async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
+    first = gl.where(end > runs, runs, begin) * T
+    return first_query, flat_head, begin, runs, bits, end, _position(p, first, end * T)
 
 
 @gluon.jit
 def _position(p, step, stop):
-    """The first key of a step that counts from the table's start; any number past the end."""
+    """The first key of a step that counts from the table's start; 0 past the end of a row."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
     if p.SPARSE:
-        position = gl.load(p.col_idx + step // T, mask=step < stop, other=0) * p.TABLE_BLOCK + step % T * TILE
+        block = gl.load(p.col_idx + step // T, mask=step < stop, other=0)
+        position = gl.where(step < stop, block * p.TABLE_BLOCK + step % T * TILE, 0)
     else:
         position = step * TILE
     return position
 
 
 @gluon.jit
-def _load_walk(p, batch, kv_head, begin, end, step):
-    T: gl.constexpr = p.TABLE_BLOCK // TILE
-    # The table is read one step ahead, so that no load of keys waits for it.
-    position = _position(p, begin * T, end * T)
-    for entry in range(begin * T, end * T):
-        upcoming = _position(p, entry + 1, end * T)
-        _load_step(p, batch, kv_head, position, step, True)
-        position = upcoming
-        step += 1
-    return step
+def _plan(p):
+    """The planning warp."""
+    turn = 0
+    number = gl.program_id(0)
+    while number < p.tiles:
+        tell(p.notes, turn % 2, _tile(p, number))
+        mbarrier.arrive(p.noted.index(turn % 2), count=1)
+        turn += 1
+        # Not before the program is about to start the tile before, so that no tile waits here while others are idle.
+        mbarrier.wait(p.q_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        number = next_tile(p.queue)
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0))
+    mbarrier.arrive(p.noted.index(turn % 2), count=1)
+    leave(p.queue)
 
 
 @gluon.jit
-def _load_queries(p, turn, tile, batch, head, first_query):
+def _load_queries(p, turn, batch, head, first_query):
     slot = turn % 2
     mbarrier.wait(p.q_empty.index(slot), ((turn // 2) & 1) ^ 1)
-    tell(p.notes, slot, tile)
     mbarrier.expect(p.q_full.index(slot), TILE * p.DIM * 2)
     for half in gl.static_range(2):
         source = [batch, head, first_query + half * HALF, 0]
@@ -164,30 +156,50 @@ def _load_queries(p, turn, tile, batch, head, first_query):
 
 
 @gluon.jit
+def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
+    BYTES: gl.constexpr = TILE * p.DIM * 2
+    stage = step % p.STAGES
+    mbarrier.wait(p.k_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
+    mbarrier.expect(p.k_full.index(stage), BYTES)
+    async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
+    if VALUES:
+        mbarrier.wait(p.v_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
+        mbarrier.expect(p.v_full.index(stage), BYTES)
+        async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
+
+
+@gluon.jit
 def _load(p):
     """The loading warp: for each tile its queries, then keys and values of each step, in the order that they are used."""
+    T: gl.constexpr = p.TABLE_BLOCK // TILE
     step = 0
     turn = 0
-    number = gl.program_id(0)
-    while number < p.tiles:
-        tile = _tile(p, number)
-        first_query, flat_head, begin, runs, bits, end = tile
+    mbarrier.wait(p.noted.index(0), 0)
+    first_query = told(p.notes, 0, 0, FIELDS)
+    while first_query >= 0:
+        flat_head = told(p.notes, turn % 2, 1, FIELDS)
+        begin = told(p.notes, turn % 2, 2, FIELDS) * T
+        runs = told(p.notes, turn % 2, 3, FIELDS) * T
+        end = told(p.notes, turn % 2, 5, FIELDS) * T
+        position = told(p.notes, turn % 2, 6, FIELDS)
         batch = flat_head // p.heads
         head = flat_head % p.heads
-        kv_head = head // p.group
-        _load_queries(p, turn, tile, batch, head, first_query)
-        step = _load_walk(p, batch, kv_head, bits, end, step)
-        step = _load_walk(p, batch, kv_head, runs, bits, step)
-        step = _load_walk(p, batch, kv_head, begin, runs, step)
-        if begin == end:
-            _load_step(p, batch, kv_head, 0, step, True)
+        _load_queries(p, turn, batch, head, first_query)
+        # A row that keeps nothing takes one step of nothing.
+        entry = gl.where(end > runs, runs, begin)
+        for _ in range(gl.maximum(end - begin, 1)):
+            # The table is read one step ahead, so that no load of keys waits for it.
+            entry = gl.where(entry + 1 >= end, begin, entry + 1)
+            upcoming = _position(p, entry, end)
+            _load_step(p, batch, head // p.group, position, step, True)
+            position = upcoming
             step += 1
-        number = next_tile(p.queue)
         turn += 1
+        mbarrier.wait(p.noted.index(turn % 2), (turn // 2) & 1)
+        first_query = told(p.notes, turn % 2, 0, FIELDS)
     # After its last tile a program computes the first scores of one more, and drops them.
-    _load_queries(p, turn, (-1, 0, 0, 0, 0, 0), 0, 0, 0)
+    _load_queries(p, turn, 0, 0, 0)
     _load_step(p, 0, 0, 0, step, False)
-    leave(p.queue)
 
 
 @gluon.jit
@@ -222,21 +234,25 @@ def _softmax(scores, running_max, running_sum, score_scale):
 
 
 @gluon.jit
-def _walk(p, state, q, step, begin, end, first_query, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
+def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
     """Folds steps begin .. end - 1, all of one kind, into the softmax state of a tile: each turn issues the scores of its
     own step and the weighted values of the step before."""
     accumulator, operand, running_max, running_sum = state
+    dtype: gl.constexpr = p.q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     out_layout: gl.constexpr = accumulator.type.layout
     for entry in range(begin, end):
         v_stage = step % p.STAGES
         v_phase = (step // p.STAGES) & 1
-        stage = (step + 1) % p.STAGES
-        phase = ((step + 1) // p.STAGES) & 1
+        step += 1
+        stage = step % p.STAGES
+        phase = (step // p.STAGES) & 1
+        q = view(p.q.index(place * 2 + HALF_INDEX + fresh_zero(step)), dtype, [HALF, p.DIM], flat)
+        keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
+        values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
         mbarrier.wait(p.k_full.index(stage), phase)
-        keys = view(p.k.index(stage), p.k.dtype, [TILE, p.DIM], q.layout)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
-        values = view(p.v.index(v_stage), p.v.dtype, [TILE, p.DIM], q.layout)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(started_scores,))
         mbarrier.arrive(p.k_empty.index(stage), count=1)
@@ -246,8 +262,7 @@ def _walk(p, state, q, step, begin, end, first_query, zeros, HALF_INDEX: gl.cons
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
         mbarrier.arrive(p.v_empty.index(v_stage), count=1)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
-        operand = gl.convert_layout(weights.to(p.q_tensor.dtype), operand.type.layout)
-        step += 1
+        operand = gl.convert_layout(weights.to(dtype), operand.type.layout)
     return (accumulator, operand, running_max, running_sum), step
 
 
@@ -262,6 +277,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, TILE], gl.float32, layout=score_layout)
+
+    mbarrier.wait(p.noted.index(0), 0)
     mbarrier.wait(p.q_full.index(0), 0)
     mbarrier.wait(p.k_full.index(0), 0)
     q = view(p.q.index(HALF_INDEX), dtype, [HALF, p.DIM], flat)
@@ -276,15 +293,15 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     while first_query >= 0:
         place = turn % 2
         flat_head = told(p.notes, place, 1, FIELDS)
-        begin = told(p.notes, place, 2, FIELDS)
-        runs = told(p.notes, place, 3, FIELDS)
-        bits = told(p.notes, place, 4, FIELDS)
-        end = told(p.notes, place, 5, FIELDS)
+        begin = told(p.notes, place, 2, FIELDS) * T
+        runs = told(p.notes, place, 3, FIELDS) * T
+        bits = told(p.notes, place, 4, FIELDS) * T
+        end = told(p.notes, place, 5, FIELDS) * T
         if p.SPARSE:
-            if end > bits:
-                scores = _masked(p, scores, bits * T, first_query, HALF_INDEX, BITS)
-            elif bits > runs:
-                scores = _masked(p, scores, runs * T, first_query, HALF_INDEX, RUNS)
+            if bits > runs:
+                scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
+            elif end > bits:
+                scores = _masked(p, scores, bits, first_query, HALF_INDEX, BITS)
             elif begin == end:
                 scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
         elif bits > runs:
@@ -294,30 +311,33 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if turn > 0:
             # The tile before is stored by now: its queries' place is free.
             store_wait(0)
-            mbarrier.arrive(p.q_empty.index((turn + 1) % 2), count=1)
+            mbarrier.arrive(p.q_empty.index(1 - place), count=1)
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
         accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
         state = (accumulator, operand, running_max, running_sum)
         # The first step, done above, is of the first kind that the row has.
         if p.SPARSE:
-            state, step = _walk(p, state, q, step, bits * T + 1, end * T, first_query, zeros, HALF_INDEX, BITS)
-            begun = (end > bits).to(gl.int32)
-            state, step = _walk(p, state, q, step, runs * T + 1 - begun, bits * T, first_query, zeros, HALF_INDEX, RUNS)
-        begun = (end > runs).to(gl.int32)
-        state, step = _walk(p, state, q, step, begin * T + 1 - begun, runs * T, first_query, zeros, HALF_INDEX, FULL)
+            state, step = _walk(p, state, place, step, runs + 1, bits, first_query, zeros, HALF_INDEX, RUNS)
+            first = bits + (bits == runs).to(gl.int32)
+            state, step = _walk(p, state, place, step, first, end, first_query, zeros, HALF_INDEX, BITS)
+        first = begin + (end == runs).to(gl.int32)
+        state, step = _walk(p, state, place, step, first, runs, first_query, zeros, HALF_INDEX, FULL)
         accumulator, operand, running_max, running_sum = state
 
         v_stage = step % p.STAGES
-        stage = (step + 1) % p.STAGES
-        mbarrier.wait(p.v_full.index(v_stage), (step // p.STAGES) & 1)
+        v_phase = (step // p.STAGES) & 1
+        step += 1
+        turn += 1
+        stage = step % p.STAGES
+        upcoming = turn % 2
         values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
-        started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
-        upcoming = (turn + 1) % 2
-        mbarrier.wait(p.q_full.index(upcoming), ((turn + 1) // 2) & 1)
-        mbarrier.wait(p.k_full.index(stage), ((step + 1) // p.STAGES) & 1)
-        out_place = view(p.q.index(place * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
         q = view(p.q.index(upcoming * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
         keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
+        mbarrier.wait(p.v_full.index(v_stage), v_phase)
+        started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
+        mbarrier.wait(p.noted.index(upcoming), (turn // 2) & 1)
+        mbarrier.wait(p.q_full.index(upcoming), (turn // 2) & 1)
+        mbarrier.wait(p.k_full.index(stage), (step // p.STAGES) & 1)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=(started_values,))
         mbarrier.arrive(p.v_empty.index(v_stage), count=1)
@@ -325,18 +345,17 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         keeps_nothing = running_sum == 0.0
         total = gl.where(keeps_nothing, 1.0, running_sum)
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-        out_place.store((accumulator * share[:, None]).to(dtype))
+        out = p.q.index(place * 2 + HALF_INDEX)
+        view(out, dtype, [HALF, p.DIM], flat).store((accumulator * share[:, None]).to(dtype))
         fence_async_shared()
         first_row = first_query + HALF_INDEX * HALF
-        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], p.q.index(place * 2 + HALF_INDEX))
+        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], out)
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
         query = first_row + gl.arange(0, HALF, layout=row_layout)
         gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         mbarrier.arrive(p.k_empty.index(stage), count=1)
-        step += 1
-        turn += 1
         first_query = told(p.notes, upcoming, 0, FIELDS)
     store_wait(0)
 
@@ -388,24 +407,26 @@ def attention_forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(noted.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=2)
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
                 mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
-                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, DIM, STAGES, TABLE_BLOCK, SPARSE)
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
-    gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,))], [4, 1], [REGISTERS, 24])
+    gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24])
 
 
 def attention_forward(q, k, v, mask, scale, config=None):

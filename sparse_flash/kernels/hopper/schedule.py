@@ -1,7 +1,7 @@
 """Which tile each of the persistent programs computes next, and what the table says of it.
 
-Programs take tiles from a queue, heaviest first: a counter in global memory. The loading warp takes them and tells the
-computing warps through shared memory, in slots that come and go with the tile's first operand.
+Programs take tiles from a queue, heaviest first: a counter in global memory. A warp of its own takes them, looks them up,
+and tells the others through shared memory, one tile ahead, so that nobody waits for the table.
 """
 
 from triton.experimental import gluon
