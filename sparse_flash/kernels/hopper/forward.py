@@ -79,8 +79,8 @@ class Problem:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
     noted: gl.shared_memory_descriptor
