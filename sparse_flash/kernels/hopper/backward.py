@@ -29,7 +29,7 @@ from .configs import BACKWARD, NUM_WARPS
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
-from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
+from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
 ROWS = 64  # queries of a program of the kernels before and after
@@ -124,7 +124,7 @@ def _tile(p, number):
     if p.SPARSE:
         batch = flat_head // (p.heads // p.group)
         kv_head = flat_head % (p.heads // p.group)
-        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + kv_head * p.group * p.mask_head_stride)
+        mask = mask_of(p, batch, kv_head * p.group)
         row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_key = row * p.TABLE_BLOCK + slot % T * KEYS
         steps = (end - begin) * p.group
@@ -283,6 +283,7 @@ def _load(p):
 @gluon.jit
 def _add(p):
     """The warp that adds tiles of dQ to global memory."""
+    ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     step = 0
     turn = 0
@@ -295,7 +296,7 @@ def _add(p):
             for _ in range(gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))):
                 position = _position(p, entry, end * STEPS)
                 mbarrier.wait(p.dq_full, step & 1)
-                async_add(p.dq_rows, [line + position, 0], p.dq)
+                async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
                 store_wait(0)
                 mbarrier.arrive(p.dq_empty, count=1)
                 entry = gl.where(entry + 1 >= end * STEPS, begin * STEPS, entry + 1)
@@ -325,6 +326,17 @@ def _masked(p, weights, entry, exists, first_key, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _in_register_order(dq, WARPS_DOWN: gl.constexpr):
+    """A tile of dQ as rows of 256 numbers in the order that threads hold them, so that each thread writes whole pieces of
+    16 bytes, beside its neighbours'. ``finish_kernel`` puts them back."""
+    QUERIES: gl.constexpr = dq.shape[0]
+    DIM: gl.constexpr = dq.shape[1]
+    ACROSS: gl.constexpr = 8 // WARPS_DOWN
+    pieces = dq.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
+    return pieces.reshape([QUERIES * DIM // 256, 256])
+
+
+@gluon.jit
 def _rows_below(values, zeros):
     """What a product starts from for a value of each query to be taken off all of its column: it costs no instruction, and
     no registers while the exponentials run."""
@@ -342,6 +354,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     for entry in range(begin, end):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
@@ -366,7 +379,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         started_dk = warpgroup_mma(stored, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(started_dv, started_dq))
         mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
-        p.dq.store(dq)
+        p.dq.store(_in_register_order(dq, WARPS_DOWN))
         fence_async_shared()
         mbarrier.arrive(p.dq_full, count=1)
 
@@ -394,8 +407,8 @@ def _compute(p):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
     # Two warp groups share dQ: each takes half its queries, or where those are 64, half its columns.
-    DOWN: gl.constexpr = p.QUERIES // 64
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * DOWN, 2 // DOWN], [16, p.DIM * DOWN // 2, 16])
+    DOWN: gl.constexpr = p.QUERIES // 16  # warps
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, 8 // DOWN], [16, p.DIM * DOWN // 8, 16])
     zeros = gl.zeros([KEYS, p.QUERIES], gl.float32, layout=score_layout)
     dq_zeros = gl.zeros([p.QUERIES, p.DIM], gl.float32, layout=dq_layout)
 
@@ -490,7 +503,7 @@ def attention_backward_kernel(
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
     dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
-    dq = gl.allocate_shared_memory(gl.float32, [QUERIES, DIM], dq_rows.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // 256, 256], dq_rows.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
@@ -564,10 +577,15 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["heads", "padded_q_len"])
 def finish_kernel(dq_tensor, dq_ptr, heads, padded_q_len, scale, DIM: tl.constexpr, TILE: tl.constexpr):
-    """dQ from its fp32 sums: scaled, in the dtype and memory order of q."""
+    """dQ from its fp32 sums, which lie in register order: scaled, in the dtype and memory order of q. TILE: queries of a step
+    of the kernel before."""
+    DOWN: tl.constexpr = TILE // 16
+    ACROSS: tl.constexpr = 8 // DOWN
     first = tl.program_id(0) * TILE
-    line = tl.program_id(1).to(tl.int64) * padded_q_len + first + tl.arange(0, TILE)
-    dq = tl.load(dq_ptr + line[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    line = tl.program_id(1).to(tl.int64) * padded_q_len + first
+    sums = tl.load(dq_ptr + line * DIM + tl.arange(0, TILE * DIM))
+    pieces = sums.reshape(2, DIM // (16 * ACROSS), ACROSS, DOWN, 8, 4, 2, 2).permute(3, 0, 4, 2, 1, 6, 5, 7)
+    dq = pieces.reshape(TILE, DIM)
     store_tile(dq_tensor, dq * scale, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
@@ -581,7 +599,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     config = config or BACKWARD[dim]
     padded = triton.cdiv(q_len, KEYS.value) * KEYS.value
-    sums = torch.empty((batch * heads * padded, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=torch.float32, device=q.device)
     rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -611,7 +629,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         described(k, [1, 1, KEYS.value, dim]),
         described(v, [1, 1, KEYS.value, dim]),
         described(dout, [1, 1, config.queries, dim]),
-        described(sums, [config.queries, dim], FLOAT_LAYOUT),
+        described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
         described(dk, [1, 1, KEYS.value, dim]),
         described(dv, [1, 1, KEYS.value, dim]),
         described(rows[0], [config.queries], ROW_LAYOUT),
@@ -632,7 +650,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         mask.by_key.row_order.shape[1] if mask else 0,
         items,
         tiles,
-        min(heads_together(sums, q_len * group), batch * kv_heads),
+        min(heads_together(4 * dim, q_len * group), batch * kv_heads),
         tile_queue(q.device),
         scale,
         scale * LOG2_E.value,
@@ -642,6 +660,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_backward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["backward"]})
 
-    arguments = [described_for_triton(dq, ROWS, dim), sums, heads, padded, scale]
-    launch(finish_kernel, (padded // ROWS, batch * heads), arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4})
+    arguments = [described_for_triton(dq, config.queries, dim), sums, heads, padded, scale]
+    constants = {"DIM": dim, "TILE": config.queries}
+    launch(finish_kernel, (padded // config.queries, batch * heads), arguments, constants, {"num_warps": 4})
     return dq, dk, dv

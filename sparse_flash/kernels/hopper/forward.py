@@ -28,7 +28,7 @@ from .configs import FORWARD, NUM_WARPS
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
 from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
-from .schedule import allocate_notes, leave, next_tile, slot_and_head, tell, told, work_item
+from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
@@ -86,6 +86,7 @@ class Problem:
     noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
     STAGES: gl.constexpr
+    SHARE: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
 
@@ -102,8 +103,7 @@ def _tile(p, number):
     T: gl.constexpr = p.TABLE_BLOCK // TILE
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
-        batch = flat_head // p.heads
-        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + flat_head % p.heads * p.mask_head_stride)
+        mask = mask_of(p, flat_head // p.heads, flat_head % p.heads)
         row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_query = row * p.TABLE_BLOCK + slot % T * TILE
     else:
@@ -226,9 +226,54 @@ def _masked(p, scores, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.co
 
 
 @gluon.jit
-def _softmax(scores, running_max, running_sum, score_scale):
+def _exp2_by_multiplication(x):
+    """2 to the power of x <= 0, by ordinary arithmetic: 2^x = 2^round(x) 2^f with a polynomial for f in [-1/2, 1/2], off by
+    at most 2.6e-6 of itself. Below -127 the result is some number that no 16-bit type can tell from 0."""
+    # Adding 3 * 2^22 leaves the rounded x in the lowest bits.
+    shifted = gl.maximum(x, -127.0) + 12582912.0
+    f = gl.maximum(x, -127.0) - (shifted - 12582912.0)
+    power = 0.99999926 + f * (0.69312181 + f * (0.24024745 + f * (0.05591786 + f * 0.0095701)))
+    exponent = shifted.to(gl.int32, bitcast=True) << 23
+    return (power.to(gl.int32, bitcast=True) + exponent).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _halves(x):
+    """Every other group of 8 columns, and the others: of a wgmma accumulator, numbers of the same thread, so that nothing
+    moves."""
+    GROUPS: gl.constexpr = x.shape[1] // 16
+    first, second = x.reshape([x.shape[0], GROUPS, 2, 8]).permute((0, 1, 3, 2)).split()
+    return first.reshape([x.shape[0], GROUPS * 8]), second.reshape([x.shape[0], GROUPS * 8])
+
+
+@gluon.jit
+def _whole(first, second, like):
+    """The reverse of ``_halves``, in the layout of ``like``."""
+    GROUPS: gl.constexpr = like.shape[1] // 16
+    pairs = gl.join(first.reshape([like.shape[0], GROUPS, 8]), second.reshape([like.shape[0], GROUPS, 8]))
+    return gl.convert_layout(pairs.permute((0, 1, 3, 2)).reshape([like.shape[0], GROUPS * 16]), like.type.layout)
+
+
+@gluon.jit
+def _exp2(x, SHARE: gl.constexpr):
+    """2 to the power of x <= 0. The unit for exponentials is the bottleneck of the softmax: one in SHARE numbers (0: none;
+    2 or 4) is left to the ordinary units, which have time."""
+    if SHARE == 0:
+        power = gl.exp2(x)
+    else:
+        first, second = _halves(x)
+        if SHARE == 2:
+            power = _whole(gl.exp2(first), _exp2_by_multiplication(second), x)
+        else:
+            third, fourth = _halves(second)
+            power = _whole(gl.exp2(first), _whole(gl.exp2(third), _exp2_by_multiplication(fourth), second), x)
+    return power
+
+
+@gluon.jit
+def _softmax(scores, running_max, running_sum, score_scale, SHARE: gl.constexpr):
     new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
-    weights = gl.exp2(scores * score_scale - new_max[:, None])
+    weights = _exp2(scores * score_scale - new_max[:, None], SHARE)
     rescale = gl.exp2(running_max - new_max)
     return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
 
@@ -258,7 +303,9 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         mbarrier.arrive(p.k_empty.index(stage), count=1)
         if KIND != FULL:
             scores = _masked(p, scores, entry, first_query, HALF_INDEX, KIND)
-        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
+        # Only full blocks: a pair that a mask leaves out must weigh exactly nothing.
+        share: gl.constexpr = p.SHARE if KIND == FULL else 0
+        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale, share)
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
         mbarrier.arrive(p.v_empty.index(v_stage), count=1)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
@@ -307,7 +354,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         elif bits > runs:
             scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
-        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
+        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale, 0)
         if turn > 0:
             # The tile before is stored by now: its queries' place is free.
             store_wait(0)
@@ -396,6 +443,7 @@ def attention_forward_kernel(
     score_scale,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
+    SHARE: gl.constexpr,
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
@@ -424,7 +472,8 @@ def attention_forward_kernel(
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
                 mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
-                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, SHARE, TABLE_BLOCK,
+                SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24])
 
@@ -463,12 +512,12 @@ def attention_forward(q, k, v, mask, scale, config=None):
         kv_len,
         items,
         tiles,
-        min(heads_together(k, kv_len) * group, batch * heads),
+        min(heads_together(2 * dim, kv_len) * group, batch * heads),
         tile_queue(q.device),
         scale * LOG2_E.value,
     ]
-    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers, "TABLE_BLOCK": block_size}
-    constants["SPARSE"] = mask is not None
+    constants = {"DIM": dim, "STAGES": config.stages, "SHARE": config.share, "REGISTERS": config.registers}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_forward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["forward"]})
     return out, lse

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 L2_BYTES = 32 << 20
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -33,9 +33,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def heads_together(tensor: torch.Tensor, rows: int) -> int:
-    """How many heads' walked operands the L2 cache holds: two tensors of ``rows`` rows each like those of ``tensor``."""
-    return max(1, L2_BYTES // (2 * rows * tensor.shape[-1] * tensor.element_size()))
+def heads_together(row_bytes: int, rows: int) -> int:
+    """How many heads' walked operands the L2 cache holds: two tensors of ``rows`` rows each."""
+    return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
 _queues: dict[tuple, torch.Tensor] = {}

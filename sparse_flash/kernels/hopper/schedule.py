@@ -36,6 +36,16 @@ def slot_and_head(number, slots, heads, heads_together):
 
 
 @gluon.jit
+def mask_of(p, batch, head):
+    """Which of the stored masks a head uses."""
+    mask = batch * 0
+    # One mask for all is the first, and the first tile waits for one read less.
+    if (p.mask_batch_stride != 0) | (p.mask_head_stride != 0):
+        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
+    return mask
+
+
+@gluon.jit
 def work_item(work, mask, items, item):
     """(row, begin, runs, bits, end) of an item of a mask: see ``Table.work``."""
     line = work + (mask * items + item) * WORK_FIELDS
