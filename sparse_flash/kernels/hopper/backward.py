@@ -26,13 +26,31 @@ from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import BACKWARD, NUM_WARPS
-from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
+from .gluon import (
+    FIRST_SIGNAL,
+    async_add,
+    async_load,
+    async_store,
+    await_signal,
+    barrier,
+    fresh_zero,
+    record,
+    signal,
+    store_wait,
+    view,
+)
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
-ROWS = 64  # queries of a program of the kernels before and after
+ROWS = 64  # queries of a program of the kernel before
+
+# Barriers by which the computing warps tell the loading warp that a step is done, up to four stages of gradients; and the
+# adding warp that a tile of dQ is ready.
+STEP_DONE = gl.constexpr(FIRST_SIGNAL.value)
+DQ_STORED = gl.constexpr(FIRST_SIGNAL.value + 4)
+SIGNAL_THREADS = gl.constexpr(256 + 32)
 
 # Nothing about lengths, heads or masks compiles anew.
 NOT_SPECIALIZED = [
@@ -97,8 +115,6 @@ class Problem:
     v_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     dout_full: gl.shared_memory_descriptor
-    step_done: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
     noted: gl.shared_memory_descriptor
@@ -228,7 +244,6 @@ def _load_keys(p, turn, batch, kv_head, first_key):
 @gluon.jit
 def _load_queries(p, step, batch, head, line, position):
     stage = step % p.Q_STAGES
-    mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
     mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
     async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
     async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
@@ -265,9 +280,9 @@ def _load(p):
                     mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
                     async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
                 stage = step % p.DOUT_STAGES
-                # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
-                held = step + p.Q_STAGES - p.DOUT_STAGES
-                mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
+                # Once the step that held this stage is done, the next stage of Q's ring, the deeper one, is free as well.
+                if step >= p.DOUT_STAGES:
+                    await_signal(STEP_DONE + stage, SIGNAL_THREADS)
                 mbarrier.expect(p.dout_full.index(stage), SIZE)
                 async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
                 async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
@@ -295,7 +310,7 @@ def _add(p):
             entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
             for _ in range(gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))):
                 position = _position(p, entry, end * STEPS)
-                mbarrier.wait(p.dq_full, step & 1)
+                await_signal(DQ_STORED, SIGNAL_THREADS)
                 async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
                 store_wait(0)
                 mbarrier.arrive(p.dq_empty, count=1)
@@ -337,13 +352,6 @@ def _in_register_order(dq, WARPS_DOWN: gl.constexpr):
 
 
 @gluon.jit
-def _rows_below(values, zeros):
-    """What a product starts from for a value of each query to be taken off all of its column: it costs no instruction, and
-    no registers while the exponentials run."""
-    return zeros - values.load(gl.SliceLayout(0, zeros.type.layout))[None, :]
-
-
-@gluon.jit
 def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
@@ -355,6 +363,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
+    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     for entry in range(begin, end):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
@@ -362,11 +371,15 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         dout = view(p.dout.index(dout_stage), dtype, [p.QUERIES, p.DIM], flat)
         values = view(p.v.index(fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
-        started = warpgroup_mma(values, dout.permute((1, 0)), _rows_below(p.delta.index(dout_stage), zeros), is_async=True)
-        weights = gl.exp2(scores * p.score_scale)
+        started = warpgroup_mma(values, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse = p.lse.index(stage).load(column)
+        weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
             weights = _masked(p, weights, entry, exists, first_key, KIND)
-        dscores = weights * warpgroup_mma_wait(0, deps=(started,))
+        dweights = warpgroup_mma_wait(0, deps=(started,))
+        # Read only here: one delta a column takes registers, which the exponentials need.
+        delta = p.delta.index(dout_stage).load(column)
+        dscores = weights * (dweights - delta[None, :])
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
         p.dscores.index(0).store(dscores.to(dtype))
         fence_async_shared()
@@ -381,7 +394,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
         p.dq.store(_in_register_order(dq, WARPS_DOWN))
         fence_async_shared()
-        mbarrier.arrive(p.dq_full, count=1)
+        signal(DQ_STORED, SIGNAL_THREADS)
 
         upcoming_stage = (step + 1) % p.Q_STAGES
         upcoming_turn = turn + (step == last).to(gl.int32)
@@ -389,10 +402,11 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         mbarrier.wait(p.k_full.index(upcoming_turn % 2), (upcoming_turn // 2) & 1)
         upcoming_q = view(p.q.index(upcoming_stage), dtype, [p.QUERIES, p.DIM], flat)
         upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
-        below = _rows_below(p.lse.index(upcoming_stage), zeros)
-        started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), below, is_async=True)
+        started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dk, scores = warpgroup_mma_wait(0, deps=(started_dk, started_scores))
-        mbarrier.arrive(p.step_done.index(stage), count=1)
+        signal(STEP_DONE + dout_stage, SIGNAL_THREADS)
+        # Of both warp groups: the next step overwrites dscores.
+        barrier()
         step += 1
     return (dk, dv, scores), step
 
@@ -416,7 +430,7 @@ def _compute(p):
     mbarrier.wait(p.q_full.index(0), 0)
     q = view(p.q.index(0), dtype, [p.QUERIES, p.DIM], flat)
     keys = view(p.k.index(0), dtype, [KEYS, p.DIM], flat)
-    started = warpgroup_mma(keys, q.permute((1, 0)), _rows_below(p.lse.index(0), zeros), is_async=True)
+    started = warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
     turn = 0
@@ -511,8 +525,6 @@ def attention_backward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barriers)
-    step_done = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
     noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
@@ -521,19 +533,17 @@ def attention_backward_kernel(
         mbarrier.init(noted.index(i), count=1)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(step_done.index(i), count=1)
     for i in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(i), count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=1)
-    mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
                 work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
                 group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
-                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, noted, DIM,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, dq_empty, notes, noted, DIM,
                 QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
@@ -550,13 +560,12 @@ def prepare_kernel(
     heads,
     q_len,
     padded_q_len,
-    inverse_scale,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """What a query's row contributes to every product, in rows padded to whole tiles: lse in units of unscaled scores, +inf
-    where the query keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to."""
+    """What a query's row contributes to every product, in rows padded to whole tiles: lse in base 2, +inf where the query
+    keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
@@ -565,7 +574,7 @@ def prepare_kernel(
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0)
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * inverse_scale)
+    lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
@@ -613,7 +622,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         heads,
         q_len,
         padded,
-        1.0 / scale,
     ]
     constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": dlse is not None}
     grid = (padded // ROWS, batch * heads)

@@ -7,11 +7,10 @@ NUM_WARPS = {"forward": 4, "backward": 8}  # of the first partition; Gluon adds 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of 128 keys, and of their values, that shared memory holds. share: one in how many exponentials is
-    computed by multiplications (0: none). registers: a thread of the second warp group."""
+    """stages: tiles of 128 keys, and of their values, that shared memory holds. registers: a thread of the second
+    warp group."""
 
     stages: int
-    share: int = 0
     registers: int = 240
 
 

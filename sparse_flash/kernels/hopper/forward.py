@@ -25,13 +25,28 @@ from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import launch, table_arguments
 from .configs import FORWARD, NUM_WARPS
-from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
+from .gluon import (
+    FIRST_SIGNAL,
+    async_load,
+    async_store,
+    await_signal,
+    fresh_zero,
+    record,
+    signal,
+    store_wait,
+    view,
+)
 from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
+
+# Barriers by which the warp groups tell the loading warp that they have read a stage; up to four stages.
+KEYS_READ = gl.constexpr(FIRST_SIGNAL.value)
+VALUES_READ = gl.constexpr(FIRST_SIGNAL.value + 4)
+SIGNAL_THREADS = gl.constexpr(2 * 128 + 32)
 
 # Nothing about lengths, heads or masks compiles anew.
 NOT_SPECIALIZED = [
@@ -79,14 +94,11 @@ class Problem:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
     noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
     STAGES: gl.constexpr
-    SHARE: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
 
@@ -159,11 +171,13 @@ def _load_queries(p, turn, batch, head, first_query):
 def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
     BYTES: gl.constexpr = TILE * p.DIM * 2
     stage = step % p.STAGES
-    mbarrier.wait(p.k_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
+    if step >= p.STAGES:
+        await_signal(KEYS_READ + stage, SIGNAL_THREADS)
     mbarrier.expect(p.k_full.index(stage), BYTES)
     async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
     if VALUES:
-        mbarrier.wait(p.v_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
+        if step >= p.STAGES:
+            await_signal(VALUES_READ + stage, SIGNAL_THREADS)
         mbarrier.expect(p.v_full.index(stage), BYTES)
         async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
 
@@ -226,54 +240,9 @@ def _masked(p, scores, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.co
 
 
 @gluon.jit
-def _exp2_by_multiplication(x):
-    """2 to the power of x <= 0, by ordinary arithmetic: 2^x = 2^round(x) 2^f with a polynomial for f in [-1/2, 1/2], off by
-    at most 2.6e-6 of itself. Below -127 the result is some number that no 16-bit type can tell from 0."""
-    # Adding 3 * 2^22 leaves the rounded x in the lowest bits.
-    shifted = gl.maximum(x, -127.0) + 12582912.0
-    f = gl.maximum(x, -127.0) - (shifted - 12582912.0)
-    power = 0.99999926 + f * (0.69312181 + f * (0.24024745 + f * (0.05591786 + f * 0.0095701)))
-    exponent = shifted.to(gl.int32, bitcast=True) << 23
-    return (power.to(gl.int32, bitcast=True) + exponent).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _halves(x):
-    """Every other group of 8 columns, and the others: of a wgmma accumulator, numbers of the same thread, so that nothing
-    moves."""
-    GROUPS: gl.constexpr = x.shape[1] // 16
-    first, second = x.reshape([x.shape[0], GROUPS, 2, 8]).permute((0, 1, 3, 2)).split()
-    return first.reshape([x.shape[0], GROUPS * 8]), second.reshape([x.shape[0], GROUPS * 8])
-
-
-@gluon.jit
-def _whole(first, second, like):
-    """The reverse of ``_halves``, in the layout of ``like``."""
-    GROUPS: gl.constexpr = like.shape[1] // 16
-    pairs = gl.join(first.reshape([like.shape[0], GROUPS, 8]), second.reshape([like.shape[0], GROUPS, 8]))
-    return gl.convert_layout(pairs.permute((0, 1, 3, 2)).reshape([like.shape[0], GROUPS * 16]), like.type.layout)
-
-
-@gluon.jit
-def _exp2(x, SHARE: gl.constexpr):
-    """2 to the power of x <= 0. The unit for exponentials is the bottleneck of the softmax: one in SHARE numbers (0: none;
-    2 or 4) is left to the ordinary units, which have time."""
-    if SHARE == 0:
-        power = gl.exp2(x)
-    else:
-        first, second = _halves(x)
-        if SHARE == 2:
-            power = _whole(gl.exp2(first), _exp2_by_multiplication(second), x)
-        else:
-            third, fourth = _halves(second)
-            power = _whole(gl.exp2(first), _whole(gl.exp2(third), _exp2_by_multiplication(fourth), second), x)
-    return power
-
-
-@gluon.jit
-def _softmax(scores, running_max, running_sum, score_scale, SHARE: gl.constexpr):
+def _softmax(scores, running_max, running_sum, score_scale):
     new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
-    weights = _exp2(scores * score_scale - new_max[:, None], SHARE)
+    weights = gl.exp2(scores * score_scale - new_max[:, None])
     rescale = gl.exp2(running_max - new_max)
     return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
 
@@ -300,14 +269,12 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(started_scores,))
-        mbarrier.arrive(p.k_empty.index(stage), count=1)
+        signal(KEYS_READ + stage, SIGNAL_THREADS)
         if KIND != FULL:
             scores = _masked(p, scores, entry, first_query, HALF_INDEX, KIND)
-        # Only full blocks: a pair that a mask leaves out must weigh exactly nothing.
-        share: gl.constexpr = p.SHARE if KIND == FULL else 0
-        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale, share)
+        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
-        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
+        signal(VALUES_READ + v_stage, SIGNAL_THREADS)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
         operand = gl.convert_layout(weights.to(dtype), operand.type.layout)
     return (accumulator, operand, running_max, running_sum), step
@@ -332,7 +299,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     keys = view(p.k.index(0), dtype, [TILE, p.DIM], flat)
     started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-    mbarrier.arrive(p.k_empty.index(0), count=1)
+    signal(KEYS_READ, SIGNAL_THREADS)
 
     step = 0
     turn = 0
@@ -354,7 +321,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         elif bits > runs:
             scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
-        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale, 0)
+        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
         if turn > 0:
             # The tile before is stored by now: its queries' place is free.
             store_wait(0)
@@ -387,7 +354,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         mbarrier.wait(p.k_full.index(stage), (step // p.STAGES) & 1)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=(started_values,))
-        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
+        signal(VALUES_READ + v_stage, SIGNAL_THREADS)
 
         keeps_nothing = running_sum == 0.0
         total = gl.where(keeps_nothing, 1.0, running_sum)
@@ -402,7 +369,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        mbarrier.arrive(p.k_empty.index(stage), count=1)
+        signal(KEYS_READ + stage, SIGNAL_THREADS)
         first_query = told(p.notes, upcoming, 0, FIELDS)
     store_wait(0)
 
@@ -443,7 +410,6 @@ def attention_forward_kernel(
     score_scale,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
-    SHARE: gl.constexpr,
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
@@ -456,8 +422,6 @@ def attention_forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
@@ -466,14 +430,11 @@ def attention_forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(k_empty.index(i), count=2)
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
                 mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
-                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, SHARE, TABLE_BLOCK,
-                SPARSE)
+                q, k, v, q_full, q_empty, k_full, v_full, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24])
 
@@ -516,7 +477,7 @@ def attention_forward(q, k, v, mask, scale, config=None):
         tile_queue(q.device),
         scale * LOG2_E.value,
     ]
-    constants = {"DIM": dim, "STAGES": config.stages, "SHARE": config.share, "REGISTERS": config.registers}
+    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_forward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["forward"]})
