@@ -25,7 +25,7 @@ from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
-from .configs import BACKWARD, NUM_WARPS
+from .configs import BACKWARD
 from .gluon import (
     FIRST_SIGNAL,
     async_add,
@@ -120,7 +120,7 @@ class Problem:
     noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
     QUERIES: gl.constexpr  # of a step
-    Q_STAGES: gl.constexpr
+    Q_STAGES: gl.constexpr  # one more than DOUT_STAGES
     DOUT_STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
@@ -503,11 +503,11 @@ def attention_backward_kernel(
     score_scale,
     DIM: gl.constexpr,
     QUERIES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
 ):
+    Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, DIM], k_tensor.layout)
@@ -663,10 +663,10 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         scale,
         scale * LOG2_E.value,
     ]
-    constants = {"DIM": dim, "QUERIES": config.queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+    constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
-    launch(attention_backward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["backward"]})
+    launch(attention_backward_kernel, grid, arguments, constants, config.options)
 
     arguments = [described_for_triton(dq, config.queries, dim), sums, heads, padded, scale]
     constants = {"DIM": dim, "TILE": config.queries}

@@ -24,7 +24,7 @@ from ..common import BITS, FULL, LN_2, LOG2_E, RUNS
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import launch, table_arguments
-from .configs import FORWARD, NUM_WARPS
+from .configs import FORWARD
 from .gluon import (
     FIRST_SIGNAL,
     async_load,
@@ -480,5 +480,5 @@ def attention_forward(q, k, v, mask, scale, config=None):
     constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
-    launch(attention_forward_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS["forward"]})
+    launch(attention_forward_kernel, grid, arguments, constants, config.options)
     return out, lse
