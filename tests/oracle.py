@@ -6,6 +6,8 @@ inputs, plus rounding, for out, lse, dq, dk and dv.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.grid import BlockGrid
 
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = ("torch", "triton", "hopper", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -37,6 +39,24 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
         case "head_dim first":
             return normal(batch, heads, dim, tokens).mT
     raise ValueError(f"layout must be one of {LAYOUTS}; got {layout!r}")
+
+
+@contextmanager
+def poisoned_memory():
+    """Fills what torch.empty and its relatives return with NaN, so that a value never written shows."""
+
+    def poisoned(make):
+        def filled(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            with torch.no_grad():
+                return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return filled
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
 
 
 def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
@@ -147,31 +167,42 @@ def check(
     skip_if_it_cannot(backend, make_call(q, k, mask))
 
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
-    factor = head_dim**-0.5 if scale is None else scale
-    exact = [t.double() for t in (q, k, v)]
+    errors = measure(backend, (q, k, v), dout, dlse, mask, kept, scale, **options)
+    for name, (error, allowed) in errors.items():
+        assert error <= allowed, f"{name} of {backend} is off by {error:.3g}; {allowed:.3g} is allowed"
+    return errors
+
+
+def measure(backend: str, inputs, dout, dlse, mask, kept, scale: float | None, **options) -> dict[str, tuple[float, float]]:
+    """For each of ``NAMES`` (the back end's error, the error allowed) on q, k and v of ``inputs``. Asserts dtypes, shapes,
+    memory order and that nothing is NaN.
+
+    dout, dlse: the incoming gradients; dlse None: lse is not differentiated. mask: what the back end is given. kept: the
+    same by definition, bool, broadcastable to (batch, heads, q_len, kv_len). options: passed to ``sf.attention``.
+    """
+    q, k = inputs[:2]
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    exact = [t.double() for t in inputs]
     wanted = gradients(lambda *t: dense_attention(*t, kept, factor), exact, dout.double(), dlse)
-    theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), (q, k, v), dout, dlse)
+    theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), inputs, dout, dlse)
     ours = gradients(
-        lambda *t: sf.attention(*t, mask, scale=scale, return_lse=True, backend=backend, **options), (q, k, v), dout, dlse
+        lambda *t: sf.attention(*t, mask, scale=scale, return_lse=True, backend=backend, **options), inputs, dout, dlse
     )
 
-    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    assert [t.dtype for t in ours] == [dtype, lse_dtype, dtype, dtype, dtype]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    assert [t.dtype for t in ours] == [q.dtype, lse_dtype, q.dtype, q.dtype, q.dtype]
     assert [t.shape for t in ours] == [t.shape for t in wanted]
     assert ours[0].stride() == torch.empty_like(q, device="meta").stride(), "out does not keep q's memory order"
     # dQ and dK are sums of differences of such terms, which cancel where few keys are kept.
-    values = exact[2].repeat_interleave(heads // kv_heads, dim=1)
+    values = exact[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     terms = factor * float((dout.double() @ values.mT).abs().max() * max(t.abs().max() for t in exact[:2]))
     # Each probability of the backward pass is the exponential of a score less lse, which rounds to this many steps;
     # PyTorch on a CPU keeps those of the forward pass instead.
     exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
-    errors = {
+    return {
         name: compare(*results, exponent, terms if name in ("dq", "dk") else 0.0)
         for name, *results in zip(NAMES, ours, theirs, wanted, strict=True)
     }
-    for name, (error, allowed) in errors.items():
-        assert error <= allowed, f"{name} of {backend} is off by {error:.3g}; {allowed:.3g} is allowed"
-    return errors
 
 
 def compare(ours, theirs, wanted, exponent: float, terms: float) -> tuple[float, float]:

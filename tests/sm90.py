@@ -1,8 +1,10 @@
-"""Compiles the portable kernels for sm_90 without a GPU and prints what became of each, one JSON object a line.
+"""Compiles the kernels for sm_90 without a GPU and prints what became of each, one JSON object a line.
 
 Run as a program, in a process of its own: kernels defined under TRITON_INTERPRET cannot be compiled.
 """
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -12,8 +14,13 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparse_flash.kernels import backward, configs, forward
+from sparse_flash.kernels.hopper import backward as hopper_backward
+from sparse_flash.kernels.hopper import configs as hopper_configs
+from sparse_flash.kernels.hopper import forward as hopper_forward
+from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
 
 KERNELS = {
     "forward": (forward.attention_forward_kernel, configs._FORWARD),
@@ -24,27 +31,51 @@ OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits"}
+INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
     constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse}
     constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
+    tensors = {
+        name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{dim}]>"
+        for name in kernel.arg_names
+        if name.endswith("_tensor")
+    }
+    source = ASTSource(kernel, *arguments(kernel, tensors, constants))
+    return triton.compile(source, target=TARGET, options=config.options)
+
+
+def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128):
+    if kernel is hopper_forward.attention_forward_kernel:
+        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers}
+    else:
+        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
+    tensors = {"dq_rows": f"tensordesc<fp32[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
+    tensors |= {name: f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>" for name in ("lse_rows", "delta_rows")}
+    for name in kernel.arg_names:
+        if name.endswith("_tensor"):
+            tensors[name] = f"tensordesc<bf16[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
+    source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
+    return triton.compile(source, target=TARGET, options=config.options)
+
+
+def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, dict, dict]:
+    """(signature, constants, attributes) of a kernel, as the compiler wants them."""
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.endswith("_tensor"):
-            rows = config.tile_m if name in OF_QUERIES else config.tile_n
-            signature[name] = f"tensordesc<bf16[1,1,{rows},{dim}]>"
+        elif name in tensors:
+            signature[name] = tensors[name]
         elif name in FLOAT_POINTERS | INT_POINTERS:
             signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return signature, constants, attributes
 
 
 def resources(binary: bytes) -> dict[str, int]:
@@ -56,12 +87,25 @@ def resources(binary: bytes) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
 
+def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
+    # ptxas notes C7510 to C7518 where it has to run products one after another; Triton drops its log when it succeeds.
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        result = compile_kernel(*details)
+    ptx = result.asm["ptx"]
+    row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
+    row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
+    print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+
+
 if __name__ == "__main__":
-    for name, (kernel, table) in KERNELS.items():
-        for dim in (64, 128):
-            for sparse in (False, True):
-                result = compiled(kernel, table[dim], dim, sparse)
-                ptx = result.asm["ptx"]
-                row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
-                row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
-                print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
+    for dim in (64, 128):
+        for sparse in (False, True):
+            for name, (kernel, table) in KERNELS.items():
+                report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
+            details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse
+            report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse
+            report("hopper_backward", dim, sparse, compiled_for_hopper, *details)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import check
+from oracle import LAYOUTS, check
 
 import sparse_flash as sf
 
@@ -32,30 +32,34 @@ PATTERNS = {
     "complement": "~local(50)",
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BACKENDS = ["triton", "hopper"]
 
 
 @parametrize("dtype", DTYPES, ids=str)
 @parametrize("head_dim", [16, 32, 40, 64, 80, 96, 128, 192, 256])
 @parametrize("name", PATTERNS)
-def test_every_pattern_head_dim_and_dtype_is_right(name, head_dim, dtype):
-    check("triton", PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
+@parametrize("backend", BACKENDS)
+def test_every_pattern_head_dim_and_dtype_is_right(backend, name, head_dim, dtype):
+    check(backend, PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
 
 
 @parametrize("block_size", [16, 32, 64, 128, 256])
 @parametrize("head_dim", [64, 128])
 @parametrize("name", ["causal", "local", "dilated", "documents", "bigbird", "complement"])
-def test_every_table_block_is_right(name, head_dim, block_size):
-    check("triton", PATTERNS[name], 385, 380, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim)
+@parametrize("backend", BACKENDS)
+def test_every_table_block_is_right(backend, name, head_dim, block_size):
+    check(backend, PATTERNS[name], 385, 380, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim)
 
 
 @parametrize("density", [0.0, 0.02, 0.5, 1.0])
 @parametrize("tokens", [1024, 1000])
-def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(density, tokens):
+@parametrize("backend", BACKENDS)
+def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(backend, density, tokens):
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = torch.rand(2, 4, 8, 8, device="cuda", generator=generator) < density
     blocks[:, :, 3] = True
     mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens)
-    check("triton", mask, tokens, dtype=torch.bfloat16, head_dim=64, batch=2, heads=4)
+    check(backend, mask, tokens, dtype=torch.bfloat16, head_dim=64, batch=2, heads=4)
 
 
 def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph():
@@ -76,11 +80,45 @@ def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph()
     assert torch.equal(out, sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128)))
 
 
-def test_gradients_repeat_bit_for_bit():
+@parametrize("backend", BACKENDS)
+@parametrize("group", [1, 2])
+def test_every_head_may_have_its_own_mask(backend, group):
+    names = ["causal", "local", "dilated", "butterfly"]
+    masks = [sf.compile_mask(PATTERNS[name], 385, 380) for name in names]
+    check(backend, sf.BlockMask.per_head(masks), 385, 380, dtype=torch.bfloat16, head_dim=64, heads=4, kv_heads=4 // group)
+
+
+@parametrize("layout", LAYOUTS)
+@parametrize("head_dim", [64, 96, 100])
+@parametrize("backend", BACKENDS)
+def test_every_memory_order_is_right(backend, head_dim, layout):
+    check(backend, "causal", 300, 260, dtype=torch.float16, head_dim=head_dim, heads=4, kv_heads=2, batch=2, layout=layout)
+
+
+@parametrize("spec", [None, "causal", "butterfly(block=128)"])
+def test_programs_that_compute_many_tiles_each_are_right(spec):
+    check("hopper", spec, 2048, block_size=128, dtype=torch.bfloat16, head_dim=64, heads=24, batch=1)
+
+
+def test_launches_on_several_streams_do_not_take_each_others_tiles():
+    q, k, v = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    wanted = sf.attention(q, k, v, "causal")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(8):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(sf.attention(q, k, v, "causal"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+def test_gradients_repeat_bit_for_bit_where_asked_to():
     def run():
         torch.manual_seed(0)
         q, k, v = (torch.randn(2, 4, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        out = sf.attention(q, k, v, "causal & (local(300) | power_of_two(block=128))")
+        out = sf.attention(q, k, v, "causal & (local(300) | power_of_two(block=128))", deterministic=True)
         return torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))

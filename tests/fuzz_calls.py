@@ -1,0 +1,247 @@
+"""What the fuzzer draws and how it judges one call: everything follows from a back end's name and a seed.
+
+Seeds of one group, ``seed // CALLS_PER_MASK``, share a mask, as compiling one and evaluating its definition takes longer
+than a call. The ideas are those of ``strategies``; hypothesis itself would take most of the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import oracle
+import torch
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.grid import BLOCK_SIZES, BlockGrid
+
+CALLS_PER_MASK = 8
+LONGEST = 700  # tokens
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HEAD_DIMS = (16, 32, 40, 64, 64, 80, 96, 128, 128, 192, 256)  # the common ones more often
+UNITS = (1, 2, 7, 16, 24, 32, 64, 100, 128, 300)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """mask: what a back end is given, None for dense. kept: its definition, bool, broadcastable to the scores. batch,
+    heads: those of the mask where they are more than 1, so that calls must have them."""
+
+    text: str
+    q_len: int
+    kv_len: int
+    mask: sf.BlockMask | None
+    kept: torch.Tensor
+    batch: int = 1
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    seed: int
+    backend: str
+    drawn: Drawn
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layouts: tuple[str, ...]  # of q, k, v and the incoming gradient
+    scale: float | None
+    lse_gradient: bool
+    deterministic: bool
+
+    def __str__(self):
+        drawn, size = self.drawn, "" if self.drawn.mask is None else f" in blocks of {self.drawn.mask.block_size}"
+        return (
+            f"seed {self.seed}: {self.backend}, {str(self.dtype).removeprefix('torch.')}, batch {self.batch}, heads "
+            f"{self.heads} over {self.kv_heads}, {drawn.q_len} x {drawn.kv_len} tokens, head_dim {self.head_dim}, "
+            f"q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, lse {'' if self.lse_gradient else 'not '}"
+            f"differentiated, {'' if self.deterministic else 'not '}deterministic, mask {drawn.text}{size}"
+        )
+
+
+def draw(seed: int, backend: str) -> Call:
+    """The call of a seed. Raises RuntimeError where the back end takes none of what is drawn."""
+    rng = random.Random(f"call {seed}")
+    drawn = _mask(seed // CALLS_PER_MASK, backend)
+    batch = drawn.batch if drawn.batch > 1 else rng.randint(1, 3)
+    heads = drawn.heads if drawn.heads > 1 else rng.choice((1, 2, 3, 4, 6))
+    kv_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    lse_gradient, deterministic = rng.random() < 0.5, rng.random() < 0.3
+    layouts = tuple(rng.choice(oracle.LAYOUTS) for _ in range(4))
+    scale = None if rng.random() < 0.6 else round(10 ** rng.uniform(-2.5, -0.5), 4)
+
+    def fitting() -> tuple[torch.dtype, int]:
+        dtype, head_dim = rng.choice(DTYPES), rng.choice(HEAD_DIMS) if rng.random() < 0.7 else rng.randint(1, 256)
+        asked = _asked(drawn, dtype, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, deterministic=deterministic)
+        return (dtype, head_dim) if backends.backend(backend).supports(asked) is None else None
+
+    dtype, head_dim = _first(fitting, backend)
+    return Call(
+        seed, backend, drawn, dtype, batch, heads, kv_heads, head_dim, layouts, scale, lse_gradient, deterministic
+    )  # fmt: skip
+
+
+def failure(call: Call) -> str | None:
+    """Runs a call forward and backward; what is wrong with its results, or None. What else the call raises, it raises."""
+    drawn = call.drawn
+    generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
+    sizes = [(call.heads, drawn.q_len), (call.kv_heads, drawn.kv_len), (call.kv_heads, drawn.kv_len), (call.heads, drawn.q_len)]
+    with torch.device(oracle.DEVICE):  # numbers drawn on a GPU's own generator
+        q, k, v, dout = (
+            oracle.tensor((call.batch, *size, call.head_dim), layout, dtype=call.dtype, generator=generator)
+            for size, layout in zip(sizes, call.layouts, strict=True)
+        )
+        dlse = torch.randn(q.shape[:3], generator=generator) if call.lse_gradient else None
+    try:
+        errors = oracle.measure(
+            call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic
+        )
+    except AssertionError as error:
+        return str(error)
+    wrong = [f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in errors.items() if not error <= allowed]
+    return "; ".join(wrong) or None
+
+
+def _first(make: Callable, backend: str):
+    for _ in range(2000):
+        if (made := make()) is not None:
+            return made
+    raise RuntimeError(f"{backend} takes nothing of what the fuzzer draws on {oracle.DEVICE}")
+
+
+def _asked(drawn: Drawn, dtype: torch.dtype, head_dim: int, **fields) -> backends.Call:
+    block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
+    fields = {"device": torch.device(oracle.DEVICE), "q_len": drawn.q_len, "kv_len": drawn.kv_len, "block_size": block_size} | fields
+    return backends.Call(dtype=dtype, head_dim=head_dim, **fields)
+
+
+@lru_cache(maxsize=1)
+def _mask(group: int, backend: str) -> Drawn:
+    rng = random.Random(f"mask {group}")
+    q_len, kv_len = _lengths(rng)
+    kind = rng.choices(("dense", "pattern", "blocks", "per head"), (1, 3, 3, 1))[0]
+    if kind == "dense":
+        return Drawn("none", q_len, kv_len, None, torch.ones(q_len, kv_len, dtype=torch.bool, device=oracle.DEVICE))
+
+    def fitting() -> int | None:
+        # Of float16 and head_dim 64, which all back ends take, so that calls can be drawn for the mask.
+        size = rng.choice(BLOCK_SIZES)
+        asked = backends.Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)
+        return size if backends.backend(backend).supports(asked) is None else None
+
+    grid = BlockGrid(q_len, kv_len, _first(fitting, backend))
+    drawn = {"pattern": _pattern_mask, "blocks": _block_map, "per head": _mask_per_head}[kind](rng, grid)
+    return replace(drawn, mask=drawn.mask.to(oracle.DEVICE), kept=drawn.kept.to(oracle.DEVICE))
+
+
+def _lengths(rng: random.Random) -> tuple[int, int]:
+    def tokens() -> int:
+        return rng.choice((rng.randint(1, LONGEST), 128 * rng.randint(1, 5), 128 * rng.randint(1, 5) + rng.choice((-1, 1))))
+
+    q_len, kv_len = tokens(), tokens()
+    return rng.choice(((q_len, q_len), (q_len, kv_len), (q_len, kv_len), (1, kv_len)))
+
+
+def _pattern_mask(rng: random.Random, grid: BlockGrid) -> Drawn:
+    pattern = expression(rng)
+    mask = sf.compile_mask(pattern, grid.q_len, grid.kv_len, grid.block_size)
+    return Drawn(str(pattern), grid.q_len, grid.kv_len, mask, oracle.kept_pairs(pattern, mask, grid.q_len, grid.kv_len))
+
+
+def _mask_per_head(rng: random.Random, grid: BlockGrid) -> Drawn:
+    """A compiled mask for each head, for each batch entry, or for each head of each batch entry."""
+    batch, heads = rng.choice(((1, 2), (1, 4), (2, 1), (3, 1), (2, 2), (2, 3)))
+    several = [expression(rng) for _ in range(rng.randint(2, 3))]
+    patterns = [rng.choice(several) for _ in range(batch * heads)]
+    mask = sf.BlockMask.per_head(patterns, grid.q_len, grid.kv_len, grid.block_size)
+    mask = replace(mask, mask_index=mask.mask_index.view(batch, heads))
+    kept = torch.stack([oracle.kept_pairs(pattern, None, grid.q_len, grid.kv_len) for pattern in patterns])
+    text = f"{batch} x {heads} of [{', '.join(map(str, patterns))}]"
+    return Drawn(text, grid.q_len, grid.kv_len, mask, kept.unflatten(0, (batch, heads)), batch, heads)
+
+
+def _block_map(rng: random.Random, grid: BlockGrid) -> Drawn:
+    """Random blocks with rows and columns, chosen at random, that keep nothing, everything or one block."""
+    batch, heads = rng.choice(((1, 1), (1, 1), (1, 3), (2, 1), (2, 2)))
+    density = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0, round(rng.random(), 2)))
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    blocks = numbers.random((batch, heads, *grid.shape)) < density
+    for view in (blocks, blocks.swapaxes(2, 3)):
+        kinds = rng.choice(("as drawn", "mixed"))
+        for line in view.reshape(-1, view.shape[3]) if kinds == "mixed" and view is blocks else view[:, :, : kinds == "mixed"]:
+            match rng.choice(("as drawn", "empty", "full", "one")):
+                case "empty":
+                    line[...] = False
+                case "full":
+                    line[...] = True
+                case "one":
+                    line[...] = False
+                    line[..., rng.randrange(line.shape[-1])] = True
+    blocks = torch.from_numpy(np.ascontiguousarray(blocks)).to(oracle.DEVICE)
+    mask = sf.BlockMask.from_blocks(blocks, grid.block_size, grid.q_len, grid.kv_len)
+    # By definition, and not as the table says: the map's blocks, cut at the lengths.
+    kept = blocks.repeat_interleave(grid.block_size, 2).repeat_interleave(grid.block_size, 3)
+    text = f"{batch} x {heads} block maps that keep {blocks.float().mean().item():.2f}"
+    return Drawn(text, grid.q_len, grid.kv_len, mask, kept[:, :, : grid.q_len, : grid.kv_len], batch, heads)
+
+
+def expression(rng: random.Random, depth: int = 2) -> sf.Pattern:
+    """A pattern, or an expression of up to four."""
+    if depth == 0 or rng.random() < 0.35:
+        return rng.choice(LEAVES)(rng)
+    match rng.choice("&&|~"):
+        case "&":
+            return expression(rng, depth - 1) & expression(rng, depth - 1)
+        case "|":
+            return expression(rng, depth - 1) | expression(rng, depth - 1)
+    return ~expression(rng, depth - 1)
+
+
+def _unit(rng: random.Random) -> int:
+    return rng.choice(UNITS)
+
+
+def _factors(rng: random.Random) -> int | None:
+    return rng.choice((None, *range(6)))
+
+
+def _documents(rng: random.Random) -> sf.Pattern:
+    return sf.documents([0, *np.cumsum([rng.randint(1, 250) for _ in range(rng.randint(1, 6))]).tolist()])
+
+
+def _fixed(rng: random.Random) -> sf.Pattern:
+    stride = rng.randint(1, 6)
+    return sf.fixed(stride, rng.randint(1, stride), _unit(rng))
+
+
+def _neighborhood(rng: random.Random) -> sf.Pattern:
+    extents = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
+    return sf.neighborhood(extents, [rng.randint(1, min(extent, 6)) for extent in extents])
+
+
+LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
+    lambda rng: sf.full(),
+    lambda rng: sf.causal(),
+    lambda rng: sf.causal(),  # twice, as it is the one that most masks have a part of
+    lambda rng: sf.local(rng.randint(1, 300)),
+    lambda rng: sf.prefix(rng.randint(1, 300)),
+    lambda rng: sf.sinks(rng.randint(1, 300)),
+    lambda rng: sf.global_tokens(rng.randint(1, 300)),
+    lambda rng: sf.longformer(rng.randint(1, 100), rng.randint(1, 100)),
+    lambda rng: sf.block_diagonal(_unit(rng)),
+    lambda rng: sf.butterfly(_factors(rng), _unit(rng)),
+    lambda rng: sf.power_of_two(_factors(rng), _unit(rng)),
+    lambda rng: sf.strided(rng.randint(1, 9), _unit(rng)),
+    lambda rng: sf.dilated(rng.randint(1, 9), rng.randint(1, 5), _unit(rng)),
+    lambda rng: sf.random(round(rng.uniform(0.01, 1), 2), rng.randint(0, 99), _unit(rng)),
+    lambda rng: sf.bigbird(rng.randint(1, 3), rng.randint(1, 2), round(rng.uniform(0.01, 0.3), 2), rng.randint(0, 9), _unit(rng)),
+    _documents,
+    _fixed,
+    _neighborhood,
+)
