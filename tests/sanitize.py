@@ -1,0 +1,55 @@
+"""A few small calls, forward and backward, for compute-sanitizer, under which each takes seconds:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py --backend hopper
+
+Between them they walk full, run and bit tiles, empty and full rows, cut blocks and grouped heads. Results are looked at for
+NaN alone; whether they are right is for the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import sparse_flash as sf
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cases():
+    """(name, q_len, kv_len, heads, key heads, mask)."""
+    compiled = {
+        "causal": "causal",
+        "window": "causal & local(90)",
+        "bits": "causal & dilated(9, 3, block=1)",
+    }
+    yield "dense", 256, 256, 2, 2, None
+    yield "dense, odd lengths, grouped heads", 130, 257, 4, 2, None
+    for name, spec in compiled.items():
+        yield name, 300, 385, 2, 1, sf.compile_mask(spec, 300, 385, block_size=128, device=DEVICE)
+    for name, rows in (("empty rows", ("111", "000", "010")), ("nothing kept", ("000",) * 3)):
+        blocks = torch.tensor([[char == "1" for char in row] for row in rows], device=DEVICE)
+        yield f"block map, {name}", 384, 300, 4, 2, sf.BlockMask.from_blocks(blocks, 128, 384, 300)
+    yield "one query", 1, 300, 2, 1, sf.compile_mask("causal & local(200)", 1, 300, block_size=128, device=DEVICE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition(",")[0])
+    parser.add_argument("--backend", default="auto", choices=("auto", "hopper", "triton", "torch"))
+    parser.add_argument("--head-dim", type=int, default=64)
+    options = parser.parse_args()
+    for name, q_len, kv_len, heads, kv_heads, mask in cases():
+        for deterministic in (False, True):
+            q, k, v = (
+                torch.randn(2, n, length, options.head_dim, device=DEVICE, dtype=torch.float16, requires_grad=True)
+                for n, length in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+            )
+            out = sf.attention(q, k, v, mask, backend=options.backend, deterministic=deterministic)
+            out.backward(torch.randn_like(out))
+            assert not any(t.isnan().any() for t in (out, q.grad, k.grad, v.grad)), name
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The fuzzer itself: its draws are what they say, and nothing that goes wrong is lost."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import fuzz
+import pytest
+
+# The drawing module imports torch, and is imported where it is needed: the process below starts faster without.
+
+
+def misbehave(backend, pipe):
+    """In place of ``fuzz.work``: seed 3 hangs, 5 ends the process, 6 is wrong, 9 breaks the device."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe.send(("ready", None))
+    while seeds := pipe.recv():
+        for seed in seeds:
+            pipe.send(("start", f"seed {seed}: described"))
+            if seed == 3:
+                time.sleep(600)
+            if seed == 5:
+                os._exit(7)
+            pipe.send(("done", {6: "out is off", 9: "an illegal address"}.get(seed), seed == 9))
+            if seed == 9:
+                return
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_hangs_ended_processes_and_wrong_results_are_counted_once_and_the_rest_still_runs(monkeypatch, workers):
+    monkeypatch.setattr(fuzz, "work", misbehave)
+    said = []
+    fuzzer = fuzz.Fuzzer("torch", range(2, 20), 2.0, workers, said.append)
+    while fuzzer.step():
+        pass
+    fuzzer.end()
+    assert fuzzer.counts == {"calls": 18, "mismatches": 1, "hangs": 1, "errors": 2}
+    reports = sorted((report.split("\n  ") for report in said), key=lambda report: report[1])
+    assert [first for first, *_ in reports] == [
+        "hang: no result in 2 s",
+        "error: its process ended with status 7",
+        "mismatch: out is off",
+        "error: an illegal address",
+    ]
+    assert reports[0][1:] == ["seed 3: described", "again: python tests/fuzz.py --backend torch --only 3"]
+
+
+def test_seeds_are_handed_out_by_the_masks_that_they_share():
+    import fuzz_calls
+
+    assert fuzz_calls.CALLS_PER_MASK == fuzz.SEEDS_AT_A_TIME
+
+
+@pytest.mark.parametrize("group", range(40))
+def test_a_drawn_mask_keeps_what_its_definition_says(group):
+    import fuzz_calls
+
+    drawn = fuzz_calls._mask(group, "reference")
+    if drawn.mask is not None:
+        dense = drawn.mask.to_dense()
+        assert (dense == drawn.kept.to(dense.device)).all()
+
+
+def test_a_seed_draws_the_same_call_whatever_was_drawn_before():
+    import fuzz_calls
+
+    seeds = [3, 100, 4, 101]
+    assert [str(fuzz_calls.draw(seed, "torch")) for seed in seeds] == [str(fuzz_calls.draw(s, "torch")) for s in seeds[::-1]][::-1]
+
+
+def test_right_results_pass_and_wrong_ones_are_named(monkeypatch):
+    import fuzz_calls
+
+    from sparse_flash import backends
+
+    call = next(call for call in (fuzz_calls.draw(seed, "torch") for seed in range(999)) if call.drawn.kept.any())
+    assert fuzz_calls.failure(call) is None
+    right = backends.backend("torch")
+    wrong = SimpleNamespace(
+        supports=right.supports,
+        forward=right.forward,
+        backward=lambda *args: tuple(2 * grad for grad in right.backward(*args)),
+    )
+    monkeypatch.setitem(backends._MODULES, "torch", wrong)
+    found = fuzz_calls.failure(call)
+    assert "dv is off by" in found and "out" not in found
