@@ -36,10 +36,19 @@ def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
             figure = plot(data, theme)
             if figure is None:
                 break
-            path = folder / (f"{name}.png" if theme.name == "light" else f"{name}-{theme.name}.png")
-            figure.savefig(path, facecolor=theme.paper)
-            paths.setdefault(name, {})[theme.name] = path
+            paths.setdefault(name, {})[theme.name] = _save(figure, folder, name, theme)
     return paths
+
+
+def draw_traffic(data: dict, folder: str | Path) -> dict[str, Path]:
+    """Writes the plot of what ``traffic`` measured; returns {theme: path}."""
+    return {theme.name: _save(_traffic(data, theme), Path(folder), "traffic", theme) for theme in THEMES}
+
+
+def _save(figure, folder: Path, name: str, theme: Theme) -> Path:
+    path = folder / (f"{name}.png" if theme.name == "light" else f"{name}-{theme.name}.png")
+    figure.savefig(path, facecolor=theme.paper)
+    return path
 
 
 def _figure(width: float, height: float, columns: int, theme: Theme, **shared):
@@ -181,6 +190,30 @@ def _peers(data: dict, theme: Theme):
         ax.margins(x=0.1, y=0.01)
         _label(ax, theme, title, "TFLOP/s over kept pairs", "")
     _legend(figure, theme, [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)], len(peers))
+    return figure
+
+
+def _traffic(data: dict, theme: Theme):
+    from matplotlib.lines import Line2D
+
+    figure, (ax,) = _figure(6.5, 4.6, 1, theme)
+    fit, once = data["fit"], data["bytes_once"] / 1e9
+    line = [(fit["a"] + fit["b"] * density) / 1e9 for density in (0, 1)]
+    ax.plot((0, 1), line, color=_COLOURS[0], linewidth=1.7)
+    ax.axhline(once, color=theme.faint, linewidth=1, linestyle="--")
+    for point in data["points"]:
+        ax.scatter(
+            point["density"], point["read_bytes"] / 1e9, s=42, color=_COLOURS[1], edgecolor=theme.paper, linewidth=0.8, zorder=3
+        )
+    ax.set_xlim(0, 1.04)
+    ax.set_ylim(0, 1.1 * max(once, *line, *(point["read_bytes"] / 1e9 for point in data["points"])))
+    _label(ax, theme, f"Forward, {data['shape']['name']}", "blocks kept / all blocks", "GB read from DRAM")
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=_COLOURS[1], label="measured"),
+        Line2D([], [], color=_COLOURS[0], label=f"{fit['a'] / 1e9:.3g} + {fit['b'] / 1e9:.3g} x density, R² {fit['r2']:.3f}"),
+        Line2D([], [], color=theme.faint, linestyle="--", label="q, k and v once"),
+    ]
+    _legend(figure, theme, handles, 3)
     return figure
 
 

@@ -1,0 +1,203 @@
+"""Bytes of DRAM that the forward kernel reads, against the density of the mask.
+
+    python -m benchmarks.traffic --out runs/traffic
+
+After arXiv:2205.14135, Prop. 4: the traffic of block-sparse attention is a part for its inputs and outputs and a part
+proportional to density, bytes = a + b x density. Each density runs in a process of its own under Nsight Compute (``ncu``),
+which empties the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from .plots import draw_traffic
+
+DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128
+BYTES_ONCE = 3 * TOKENS * HEADS * HEAD_DIM * 2  # q, k and v in bfloat16
+METRICS = {
+    "read_bytes": "dram__bytes_read.sum",
+    "write_bytes": "dram__bytes_write.sum",
+    "ns": "gpu__time_duration.sum",
+}
+_WARM_UP = 2
+_SECONDS = 900  # for one density: compiling, and a few launches, each several times
+# ncu scales its units by 1000; their names differ between versions.
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")} | {
+    f"{prefix}{name}": scale
+    for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
+    for name in ("second", "seconds", "sec", "s")
+}
+
+
+def launches(text: str) -> list[dict]:
+    """The launches in what ``ncu --csv`` printed, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
+
+    Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
+    that begin with ==, and whatever the program itself printed, are left out. Raises ValueError with ncu's own messages
+    where there is no table.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        said = " ".join(line for line in lines if line.startswith("==")) or text.strip()[-400:] or "nothing"
+        raise ValueError(f"ncu gave no table; it said: {said}")
+    found: dict[str, dict] = {}
+    units: dict[str, str] = {}
+    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        if None in row or None in row.values():
+            continue  # shorter or longer than the header: the program's own line
+        if not row["ID"]:
+            units = row
+        elif row["ID"].isdigit():
+            launch = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+            if "Metric Name" in row:
+                if row["Metric Name"] in METRICS.values():
+                    launch[row["Metric Name"]] = _number(row["Metric Name"], row["Metric Value"], row["Metric Unit"])
+            else:
+                launch |= {name: _number(name, row[name], units.get(name, "")) for name in METRICS.values() if name in row}
+    return list(found.values())
+
+
+def _number(name: str, value: str, unit: str) -> float:
+    scale = _UNITS.get(unit.strip().lower())
+    try:
+        number = float(value.replace(",", ""))
+    except ValueError:
+        number = None
+    if scale is None or number is None:
+        raise ValueError(f"ncu's {name} must be a number of bytes or seconds; got {value!r} in {unit!r}")
+    return number * scale
+
+
+def point(density: float, text: str) -> dict:
+    """The figures of one density: those of the last launch, which the others warmed up."""
+    found = launches(text)
+    missing = [name for name in METRICS.values() if not found or name not in found[-1]]
+    if missing:
+        raise ValueError(f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_forward?")
+    last = found[-1]
+    return {"density": density, "kernel": last["kernel"]} | {key: last[name] for key, name in METRICS.items()}
+
+
+def fit(points: list[dict]) -> dict[str, float]:
+    """Least squares: {"a", "b"} of read bytes = a + b x density, in bytes, and "r2", the share of the variance explained."""
+    density, read = (np.array([point[key] for point in points], float) for key in ("density", "read_bytes"))
+    terms = np.stack([np.ones_like(density), density], 1)
+    (a, b), *_ = np.linalg.lstsq(terms, read, rcond=None)
+    left, all_of_it = ((read - terms @ (a, b)) ** 2).sum(), ((read - read.mean()) ** 2).sum()
+    return {"a": float(a), "b": float(b), "r2": float(1 - left / all_of_it) if all_of_it else 1.0}
+
+
+def block_map(density: float, generator=None, device=None):
+    """(1, HEADS, q_blocks, kv_blocks) bool: random blocks, equally many in each row."""
+    import torch
+
+    blocks = TOKENS // BLOCK
+    scores = torch.rand(1, HEADS, blocks, blocks, generator=generator, device=device)
+    kept = scores.topk(round(density * blocks), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, True)
+
+
+def work(density: float, backend: str) -> None:
+    """What runs under ncu."""
+    import torch
+
+    import sparse_flash
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, HEADS, TOKENS, HEAD_DIM)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = None
+    if density < 1:
+        mask = sparse_flash.BlockMask.from_blocks(block_map(density, generator, "cuda"), BLOCK)
+    with torch.no_grad():
+        for _ in range(_WARM_UP + 1):
+            sparse_flash.attention(q, k, v, mask, backend=backend)
+            torch.cuda.synchronize()
+
+
+def profile(ncu: str, density: float, backend: str) -> str:
+    """What ncu says of a worker, its own messages included."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS.values()), "-k", "regex:attention_forward"]
+        command += ["--csv", "--print-units", "base", "--log-file", str(log)]
+        command += [sys.executable, "-m", __spec__.name, "--worker", repr(density), "--backend", backend]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        said = log.read_text() if log.exists() else ""
+    if done.returncode:
+        tail = "\n".join(f"{said}\n{done.stdout}\n{done.stderr}".strip().splitlines()[-15:])
+        raise RuntimeError(f"ncu ended with status {done.returncode} at density {density:g}:\n{tail}")
+    return said
+
+
+def write(folder: Path, environment: dict, points: list[dict], backend: str = "auto") -> dict:
+    """Writes the JSON and its plots; returns the JSON's contents."""
+    shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
+    data = {
+        "format": 1,
+        "environment": environment,
+        "shape": shape | {"dtype": "bfloat16"},
+        "backend": backend,
+        "bytes_once": BYTES_ONCE,
+        "points": points,
+        "fit": fit(points),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "traffic.json").write_text(json.dumps(data, indent=1) + "\n")
+    draw_traffic(data, folder)
+    return data
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m benchmarks.traffic")
+    parser.add_argument("--out", type=Path, default=Path("runs/traffic"), help="folder (default %(default)s)")
+    parser.add_argument("--backend", default="auto", help="(default %(default)s)")
+    parser.add_argument("--ncu", default="ncu", help="Nsight Compute's program (default: the one on the path)")
+    parser.add_argument("--worker", type=float, metavar="DENSITY", help="run one density here, without ncu around it")
+    options = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU here, and the traffic of its memory is what is measured")
+    if options.worker is not None:
+        work(options.worker, options.backend)
+        return 0
+    ncu = shutil.which(options.ncu)
+    if ncu is None:
+        parser.error(f"there is no {options.ncu!r} here; install Nsight Compute, which CUDA's toolkit brings, or pass --ncu PATH")
+    from .results import environment
+
+    points = []
+    try:
+        for density in DENSITIES:
+            points.append(point(density, profile(ncu, density, options.backend)))
+            print(f"density {density:<7g} read {points[-1]['read_bytes'] / 1e9:.3f} GB  {points[-1]['kernel']}", flush=True)
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        print(error, file=sys.stderr)
+        return 1
+    found = environment(torch.device("cuda")) | {"ncu": _version(ncu)}
+    result = write(options.out, found, points, options.backend)["fit"]
+    print(f"read = {result['a'] / 1e9:.3f} GB + {result['b'] / 1e9:.3f} GB x density, R^2 {result['r2']:.4f}; in {options.out}")
+    return 0
+
+
+def _version(ncu: str) -> str:
+    lines = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
