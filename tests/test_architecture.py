@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "attention": {"backends", "block_mask", "ops", "pattern"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
+    "tuning": {"backends", "compiler", "kernels"},
     "": {"attention", "block_mask", "compiler", "pattern", "patterns"},  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
-    "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns"},
+    "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``sparse-flash patterns | show | explain | bench | doctor``."""
+"""The command line: ``sparse-flash patterns | show | explain | bench | tune | doctor``."""
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, doctor, masks
+from . import bench, doctor, masks, tune
 
 app = typer.Typer(
     help="Block-sparse attention whose cost is proportional to what the mask keeps.",
@@ -18,6 +18,7 @@ app.command("show")(masks.show)
 app.command("gallery")(masks.gallery)
 app.command("explain")(masks.explain)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("doctor")(doctor.doctor)
 
 

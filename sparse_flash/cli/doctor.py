@@ -15,6 +15,8 @@ def doctor() -> None:
     """Versions, the GPU, and why each back end can or cannot run."""
     import torch
 
+    from sparse_flash import tuning
+
     console = output()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
@@ -31,6 +33,8 @@ def doctor() -> None:
     else:
         built = torch.version.cuda or torch.version.hip
         table.add_row("GPU", "none" + ("" if built else "; this torch is built without GPU support"))
+    if state := tuning.cache_state():
+        table.add_row("tuned", state)
     console.print(table)
     console.print()
     console.print(_back_ends(torch))

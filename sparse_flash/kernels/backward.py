@@ -285,7 +285,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
 
     delta = torch.empty_like(lse)
     dq = torch.empty_like(q)
-    config = q_config or grad_q_config(q.dtype, head_dim, block_size)
+    config = q_config or grad_q_config(q.dtype, head_dim, block_size, q.device)
     m, n = config.tile_m, config.tile_n
     arguments = [
         described(q, m, dim),
@@ -312,7 +312,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
     launch(grad_q_kernel, grid, arguments, constants, config.options, length_variant(q_len))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size)
+    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size, q.device)
     m, n = config.tile_m, config.tile_n
     arguments = [
         described(q, m, dim),

@@ -1,9 +1,12 @@
 """Tile sizes of the portable kernels: frozen data, chosen by measurement, apart from the code that they drive."""
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import astuple, dataclass, replace
+from itertools import product
+from math import log2
 
 import torch
+
+from .tuned import choose, key_of, remembered
 
 
 @dataclass(frozen=True)
@@ -76,19 +79,60 @@ def _fitted(table: dict[int, Config], dtype: torch.dtype, head_dim: int, block_s
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
 
-@lru_cache(maxsize=256)
-def forward_config(dtype: torch.dtype, head_dim: int, block_size: int | None) -> Config:
-    """For the forward pass; block_size: the table's, or None for dense attention."""
-    return _fitted(_FORWARD, dtype, head_dim, block_size)
+_TABLES = {"forward": _FORWARD, "grad_q": _GRAD_Q, "grad_kv": _GRAD_KV}
+KERNELS = tuple(_TABLES)
+MOST_CANDIDATES = 24
+_LARGEST_TILE = 128
 
 
-@lru_cache(maxsize=256)
-def grad_q_config(dtype: torch.dtype, head_dim: int, block_size: int | None) -> Config:
+def candidates(kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None) -> tuple[Config, ...]:
+    """What is worth measuring, MOST_CANDIDATES at most and all distinct: the built-in config, then its neighbours, nearest
+    first: a tile halved or doubled, warps halved or doubled, a stage more or less; two such changes at most.
+
+    kernel: one of KERNELS. Tiles are powers of two that divide the table's block.
+    """
+    builtin = _fitted(_TABLES[kernel], dtype, head_dim, block_size)
+    largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
+    found = []
+    for changes in product((0, 1, -1), repeat=4):
+        m, n, warps, stages = changes
+        config = Config(
+            int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
+        )
+        fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
+        # Warps: as in _fitted. Below two stages nothing is loaded ahead; above four, shared memory is full.
+        most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
+        fits = fits and 1 <= config.num_warps <= most_warps
+        if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
+            found.append(config)
+    return tuple(sorted(found, key=lambda config: _distance(config, builtin))[:MOST_CANDIDATES])
+
+
+def _distance(one: Config, other: Config) -> float:
+    """Changes between two configs, as ``candidates`` counts them."""
+    *sizes, stages = zip(astuple(one), astuple(other), strict=True)
+    return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
+
+
+def _chosen(kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
+    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device)
+    return choose(candidates(kernel, dtype, head_dim, block_size), key)
+
+
+@remembered
+def forward_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
+    """For the forward pass: the built-in config, or what ``sparse-flash tune`` chose for this GPU. block_size: the table's, or
+    None for dense attention."""
+    return _chosen("forward", dtype, head_dim, block_size, device)
+
+
+@remembered
+def grad_q_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
     """For the pass over queries that computes dQ."""
-    return _fitted(_GRAD_Q, dtype, head_dim, block_size)
+    return _chosen("grad_q", dtype, head_dim, block_size, device)
 
 
-@lru_cache(maxsize=256)
-def grad_kv_config(dtype: torch.dtype, head_dim: int, block_size: int | None) -> Config:
+@remembered
+def grad_kv_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
     """For the pass over keys that computes dK and dV."""
-    return _fitted(_GRAD_KV, dtype, head_dim, block_size)
+    return _chosen("grad_kv", dtype, head_dim, block_size, device)

@@ -159,7 +159,7 @@ def attention_forward(q, k, v, mask, scale, config=None):
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     block_size = mask.block_size if mask else None
-    config = config or forward_config(q.dtype, head_dim, block_size)
+    config = config or forward_config(q.dtype, head_dim, block_size, q.device)
     m, n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
     arguments = [
         described(q, m, dim),

@@ -25,7 +25,7 @@ from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
-from .configs import BACKWARD
+from .configs import backward_config
 from .gluon import (
     FIRST_SIGNAL,
     async_add,
@@ -606,7 +606,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    config = config or BACKWARD[dim]
+    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     padded = triton.cdiv(q_len, KEYS.value) * KEYS.value
     sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=torch.float32, device=q.device)
     rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from ..tuned import choose, key_of, remembered
+
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -32,6 +36,29 @@ class BackwardConfig:
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
+
+# What else fits into shared memory, for ``sparse-flash tune``; at 128 nothing does.
+_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
+_OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
+
+
+def candidates(kernel: str, dim: int) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
+    """What is worth measuring, all distinct, the built-in config first. kernel: "forward" or "backward". dim: padded."""
+    builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
+    return tuple(dict.fromkeys((builtin[dim], *others.get(dim, ()))))
+
+
+@remembered
+def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
+    """The built-in config, or what ``sparse-flash tune`` chose for this GPU. dim: padded. block_size: the table's, or None
+    for dense attention."""
+    return choose(candidates("forward", dim), key_of("hopper", "forward", dtype, dim, block_size, device))
+
+
+@remembered
+def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
+    """For the backward pass."""
+    return choose(candidates("backward", dim), key_of("hopper", "backward", dtype, dim, block_size, device))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..common import BITS, FULL, LN_2, LOG2_E, RUNS
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import launch, table_arguments
-from .configs import FORWARD
+from .configs import forward_config
 from .gluon import (
     FIRST_SIGNAL,
     async_load,
@@ -449,7 +449,7 @@ def attention_forward(q, k, v, mask, scale, config=None):
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    config = config or FORWARD[dim]
+    config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else TILE.value
     items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
     tiles = items * (block_size // TILE.value) * batch * heads

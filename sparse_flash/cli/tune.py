@@ -1,0 +1,106 @@
+"""``tune``: measures tile sizes on this GPU, and prints what was measured and chosen."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .console import errors, output, user_errors
+
+_OTHER_KERNELS = "--backend triton tunes the portable ones, which run where --backend or deterministic gradients ask for them."
+
+
+def tune(
+    pattern: Annotated[str, typer.Option(metavar="SPEC", help="The mask to tune for; dense is tuned beside it.")] = (
+        "causal & local(1024)"
+    ),
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Queries, and keys.")] = 16384,
+    heads: Annotated[int, typer.Option(min=1, help="Heads, of all sequences of the batch together.")] = 16,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of queries, keys and values.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")] = 128,
+    backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
+    limit: Annotated[int, typer.Option(min=1, help="Seconds for all; the candidate at work when they end is finished.")] = 300,
+) -> None:
+    """Chooses tile sizes by measuring them on this GPU. Optional: for GPUs and shapes that the built-in ones were not
+    measured on."""
+    import torch
+
+    from sparse_flash import tuning
+
+    console = output()
+    with user_errors():
+        if reason := tuning.unavailable():
+            raise ValueError(f"nothing to tune: {reason}")
+        if dtype not in tuning.DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(tuning.DTYPES)}; got {dtype!r}")
+        problem = tuning.Problem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype])
+        try:
+            tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
+            if not tasks:
+                console.print(f"Nothing to choose: the kernels that run this call have one config. {_OTHER_KERNELS}")
+                return
+            results, lost = _run(tuning, tasks, limit, console)
+        except torch.OutOfMemoryError:
+            raise ValueError(f"{heads} heads of {tokens} tokens do not fit this GPU's free memory; pass fewer") from None
+    for result in results:
+        console.print(_table(tuning, result))
+        if result.unreached:
+            console.print(Text(_why_unreached(result), "dim"))
+        console.print()
+    faster = sum(result.gain > 0 for result in results)
+    console.print(f"{faster} of {len(results)} kernels run at least {tuning.LEAST_GAIN:.0%} faster with another config.")
+    if state := tuning.cache_state():
+        console.print(f"{state}; calls of their shapes use them from now on. Delete the file to go back.", soft_wrap=True)
+    if lost:
+        errors().print(f"error: tuning stopped, as the GPU did not survive a candidate: {lost}", markup=False)
+        raise typer.Exit(1)
+
+
+def _run(tuning, tasks, limit: int, console) -> tuple[list, str | None]:
+    """The results, and what broke the GPU, if anything did."""
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=sum(len(task.candidates) for task in tasks))
+
+        def advance(task, _):
+            progress.update(bar, advance=1, description=f"{task.key.kernel}, {task.mask}")
+
+        try:
+            for result in tuning.tune(tasks, limit, advance=advance):
+                results.append(result)  # one by one: what came before a GPU was lost is still printed
+        except tuning.GpuLost as error:
+            return results, str(error)
+    return results, None
+
+
+def _why_unreached(result) -> str:
+    if result.trials[0].milliseconds is None:
+        return "The built-in config does not run here, so there is nothing to compare with: please report this."
+    return f"{result.unreached} more candidates were not reached within the limit; --limit takes seconds."
+
+
+def _table(tuning, result) -> Table:
+    key = result.task.key
+    title = f"{key.kernel} ({key.backend}), {result.task.mask}, {key.dtype}, head_dim {key.head_dim}"
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    table.add_column("candidate")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("gain", justify="right", no_wrap=True)
+    table.add_column("")
+    builtin = result.trials[0]
+    for trial in result.trials:
+        name, chosen = tuning.describe(trial.config), trial.config == result.chosen
+        notes = ["chosen"] * chosen + ["built in"] * (trial is builtin)
+        if trial.milliseconds is None:
+            table.add_row(name, "", "", Text(f"skipped: {trial.reason}", "yellow"))
+            continue
+        gain = result.gain if chosen else builtin.milliseconds / trial.milliseconds - 1
+        gain_text = "" if trial is builtin else f"{gain:+.1%}"
+        table.add_row(name, f"{trial.milliseconds:.3f} ms", gain_text, ", ".join(notes), style="green" if chosen else None)
+    return table

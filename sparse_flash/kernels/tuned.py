@@ -1,0 +1,155 @@
+"""Configs that ``sparse-flash tune`` chose on this machine: one small JSON file, read once a process.
+
+    {"format": 1, "choices": [{"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "backend": "triton",
+      "kernel": "forward", "dtype": "bfloat16", "head_dim": 128, "block_size": 128,
+      "config": {"tile_m": 64, ...}, "instead_of": {"tile_m": 128, ...}, "measured": {"milliseconds": 1.9, ...}}]}
+
+The first eight fields are the key; all must match. A choice holds while the built-in config is the one that it was measured
+against, and while it is still among the candidates: newer kernels drop it in silence. ``measured`` is for readers.
+"""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+FORMAT = 1
+ANY = TypeVar("ANY")
+
+
+class Key(NamedTuple):
+    """What a choice holds for. dtype: without "torch.". head_dim: padded. block_size: the table's; None for dense."""
+
+    gpu: str
+    torch: str
+    triton: str
+    backend: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    block_size: int | None
+
+
+def cache_file() -> Path:
+    """tuned.json in the folder that SPARSE_FLASH_CACHE names, else in sparse_flash in the user's cache folder."""
+    folder = os.environ.get("SPARSE_FLASH_CACHE")
+    if not folder:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "sparse_flash")
+    return Path(os.path.expanduser(folder), "tuned.json")
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """None where there is none to tune for."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def key_of(
+    backend: str, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device
+) -> Key | None:
+    """The key of a launch on this device; None where there is no GPU. head_dim: padded."""
+    gpu = gpu_name(device)
+    if gpu is None:
+        return None
+    import triton
+
+    name = str(dtype).removeprefix("torch.")
+    return Key(gpu, str(torch.__version__), triton.__version__, backend, kernel, name, head_dim, block_size)
+
+
+def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:
+    """The candidate that was chosen for this key, else the first: the built-in config."""
+    choice = None if key is None else _choices(cache_file()).get(key)
+    if choice is None or choice["instead_of"] != asdict(candidates[0]):
+        return candidates[0]
+    return next((config for config in candidates if asdict(config) == choice["config"]), candidates[0])
+
+
+_remembering: list[Callable] = []
+
+
+def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
+    """lru_cache, until the file is written: launchers ask at every call, and shall get a plain lookup."""
+    cached = lru_cache(maxsize=256)(function)
+    _remembering.append(cached)
+    return cached
+
+
+def forget() -> None:
+    """The next lookup reads the file again."""
+    for cached in _remembering:
+        cached.cache_clear()
+
+
+@remembered
+def _choices(path: Path) -> dict[Key, dict]:
+    """A file that cannot be read costs speed at most, so it is a warning, given once, and no error."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"cannot read the tuned configs in {path} ({type(error).__name__}: {error}); using the built-in ones; "
+            "delete the file, or run 'sparse-flash tune' to write it anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}
+
+
+def _read(path: Path) -> dict[Key, dict]:
+    """Raises OSError, ValueError, KeyError or TypeError for a file that is not as described above."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data["format"] != FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
+    choices = {}
+    for choice in data["choices"]:
+        if not (isinstance(choice["config"], dict) and isinstance(choice["instead_of"], dict)):
+            raise ValueError("a choice has no config")
+        choices[Key(*(choice[name] for name in Key._fields))] = choice
+    return choices
+
+
+def count(path: Path) -> int:
+    """How many choices a file holds. Raises OSError, ValueError, KeyError or TypeError where ``choose`` would warn."""
+    return len(_read(path))
+
+
+def check_writable() -> None:
+    """Raises OSError where the file's folder cannot be made or written to."""
+    folder = cache_file().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def store(key: Key, config, instead_of, measured: dict) -> None:
+    """Keeps a choice; one of the built-in config, ``config == instead_of``, removes what was kept for this key.
+
+    Raises OSError where the file cannot be written. It is replaced whole, so that other processes never read half of it.
+    """
+    path = cache_file()
+    forget()  # another process may have written meanwhile
+    choices = dict(_choices(path))
+    before = choices.pop(key, None)
+    if config != instead_of:
+        choices[key] = key._asdict() | {"config": asdict(config), "instead_of": asdict(instead_of), "measured": measured}
+    elif before is None:
+        return
+    check_writable()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, "choices": list(choices.values())}, file, indent=1)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    forget()
