@@ -294,7 +294,7 @@ def test_a_named_back_end_raises_its_reason_and_never_gives_way():
 
 def test_where_no_back_end_can_run_the_error_gives_every_reason():
     q, k, v = inputs(dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"no back end can run this call \(triton: .*; torch: it does not carry dropout_p\)"):
+    with pytest.raises(ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: it does not carry dropout_p\)"):
         sf.attention(q, k, v, dropout_p=0.1)
 
 
@@ -307,7 +307,7 @@ def test_what_a_back_end_does_not_carry_it_refuses(backend):
 
 
 def test_an_unknown_back_end_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of 'triton', 'torch'.*got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of 'hopper', 'triton', 'torch'.*got 'cuda'"):
         sf.attention(*inputs(), backend="cuda")
 
 

@@ -32,12 +32,16 @@ def _available() -> str | None:
     return None
 
 
-available._dynamo_marked_constant = True  # see attention.py
+def _is_hopper(device: torch.device) -> bool:
+    return _capability(device) == (9, 0)
+
+
+available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see attention.py
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def supports(call: Call) -> str | None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparse_flash.benchmarks.cases import SUITES
+from sparse_flash.benchmarks.suites import SUITES
 
 from .console import output, user_errors
 
@@ -31,18 +31,19 @@ def bench(
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
     report_only: Annotated[Path | None, typer.Option(help="Write tables, plots and report of this folder's results again.")] = None,
 ) -> None:
-    """Measures speed and memory, beside PyTorch's dense attention and FlexAttention, and writes a report."""
+    """Measures speed and memory, beside PyTorch's attention and FlashAttention-4, and writes a report."""
     import torch
 
     import sparse_flash
-    from sparse_flash.benchmarks import cases, report
+    from sparse_flash.benchmarks import report, suites
     from sparse_flash.benchmarks.results import Results
+    from sparse_flash.benchmarks.rows import TEXT_COLUMNS
     from sparse_flash.benchmarks.run import Options, run
-    from sparse_flash.benchmarks.tables import TEXT_COLUMNS, tables
+    from sparse_flash.benchmarks.tables import tables
 
     console = output()
     with user_errors():
-        suites = _suites(suite, specs)
+        asked = _suites(suite, specs)
         if report_only:
             results = Results.read(report_only)
             report.write(results)
@@ -52,12 +53,12 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-                for name, chosen in cases.choose(suites, kind, quick, canonical, backend).items():
+                for name, chosen in suites.choose(asked, kind, quick, canonical, backend).items():
                     for case in chosen:
                         if not only or any(part in case.key for part in only):
                             console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
-            chosen = Options(canonical, suites, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
+            chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
     if not report_only:
         results = _run(chosen, console, run)
     for table in tables(results.data):

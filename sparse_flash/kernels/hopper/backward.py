@@ -607,7 +607,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
-    padded = triton.cdiv(q_len, KEYS.value) * KEYS.value
+    block_size = mask.block_size if mask else KEYS.value
+    padded = triton.cdiv(q_len, block_size) * block_size  # no step of a table's block reaches into the next head's rows
     sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=torch.float32, device=q.device)
     rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -627,7 +628,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     grid = (padded // ROWS, batch * heads)
     launch(prepare_kernel, grid, arguments, constants, {"num_warps": 4})
 
-    block_size = mask.block_size if mask else KEYS.value
     items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
     tiles = items * (block_size // KEYS.value) * batch * kv_heads
     table = table_arguments(mask, mask and mask.by_key, lse)
