@@ -11,37 +11,78 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from .problem import Problem
+
 SAMPLES = 32
 # Largest relative error (Frobenius norm) by dtype: a few times what rounding gives; a wrong mask is far beyond.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-9}
 
+# attend() -> (out,), without gradients; attend(dout) -> (out, dq, dk, dv). dout: like out.
+Attend = Callable[..., tuple[torch.Tensor, ...]]
 
-def sampled_errors(problem, fn: Callable[[], torch.Tensor], backward: bool = True) -> dict[str, float]:
-    """Relative errors of out, and with ``backward`` of dq, dk and dv, over the sampled queries."""
+
+def eagerly(problem: Problem, fn: Callable[[], torch.Tensor]) -> Attend:
+    """Both passes of a peer's prepared ``fn``, as plain calls."""
+
+    def attend(dout=None):
+        if dout is None:
+            with torch.no_grad():
+                return (fn(),)
+        out = fn()
+        return (out, *torch.autograd.grad(out, problem.leaves, dout))
+
+    return attend
+
+
+def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
+    """False also where an error is NaN."""
+    return all(error <= TOLERANCE[dtype] for error in errors.values())
+
+
+def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
+    """Relative errors of out, and with ``backward`` of dq, dk and dv, over the sampled queries. Out is that of the call
+    without gradients and that of the call with them, which need not take the same way."""
     q, k, v = problem.leaves
-    tokens = q.shape[2]
+    tokens, kv_len = q.shape[2], k.shape[2]
     rng = np.random.default_rng(0)
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
-    position = chosen + k.shape[2] - tokens
-    kept = np.broadcast_to(problem.pattern.token_rule(position[:, None], np.arange(k.shape[2])[None]), (len(chosen), k.shape[2]))
-    kept = torch.from_numpy(kept.copy()).to(q.device)
+    position, key = chosen + kv_len - tokens, np.arange(kv_len)
+    kept = {p: _kept(p, position[:, None], key[None]).to(q.device) for p in dict.fromkeys(problem.patterns)}
     rows = torch.from_numpy(chosen).to(q.device)
-    with torch.set_grad_enabled(backward):
-        out = fn()
+
+    (out,) = attend()
     dout_rows = torch.randn(*out.shape[:2], len(chosen), out.shape[3], device=q.device, dtype=q.dtype)
     found = {"out": [out.detach()[:, :, rows]]}
     if backward:
-        dout = torch.zeros_like(out).index_copy_(2, rows, dout_rows)
-        dq, dk, dv = torch.autograd.grad(out, problem.leaves, dout)
+        with_gradients, dq, dk, dv = attend(torch.zeros_like(out).index_copy_(2, rows, dout_rows))
+        found["out"].append(with_gradients.detach()[:, :, rows])
         found |= {"dq": [dq[:, :, rows]], "dk": [dk], "dv": [dv]}
+
+    group = q.shape[1] // k.shape[1]
     squares = {name: torch.zeros(2, dtype=torch.float64, device=q.device) for name in found}
     for batch in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            wanted = _reference(*(t.detach()[batch, head].double() for t in (q, k, v, dout_rows)), rows, kept)
-            for name, (got,) in found.items():
-                difference = got[batch, head].double() - wanted[name]
-                squares[name] += torch.stack([difference.square().sum(), wanted[name].square().sum()])
+        for kv_head in range(k.shape[1]):
+            heads = range(kv_head * group, (kv_head + 1) * group)
+            wanted = []
+            for head in heads:
+                tensors = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
+                pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
+                wanted.append(_reference(*(t.detach().double() for t in tensors), rows, kept[pattern]))
+            for name, tensors in found.items():
+                # dK and dV of a head of keys are the sums over the query heads that share it.
+                shared = name in ("dk", "dv")
+                right = torch.stack([w[name] for w in wanted])
+                right = right.sum(0, keepdim=True) if shared else right
+                place = slice(kv_head, kv_head + 1) if shared else slice(heads.start, heads.stop)
+                for tensor in tensors:
+                    difference = tensor[batch, place].double() - right
+                    squares[name] += torch.stack([difference.square().sum(), right.square().sum()])
     return {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
+
+
+def _kept(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
+    """(samples, tokens) bool, from the pattern's definition and not from its table."""
+    return torch.from_numpy(np.broadcast_to(pattern.token_rule(position, key), (len(position), key.shape[1])).copy())
 
 
 def _reference(q, k, v, dout, rows, kept) -> dict[str, torch.Tensor]:

@@ -21,9 +21,12 @@ import torch
 
 import sparse_flash
 
-from .cases import Case, CompileCase
-from .check import TOLERANCE, sampled_errors
-from .peers import Problem, peer
+from . import calls
+from .cases import CallCase, Case, CompileCase
+from .check import eagerly, is_right, sampled_errors
+from .peer import Peer
+from .peers import peer
+from .problem import Problem, problem_of
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
@@ -73,41 +76,42 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
 
 
 def _attention(case: Case, device: torch.device, seconds: float) -> dict:
-    shape = case.shape
-    pattern = sparse_flash.parse(case.spec)
-    mask = sparse_flash.compile_mask(pattern, shape.tokens, device=device)
-    dtype = DTYPES[device.type]
-    generator = torch.Generator(device).manual_seed(0)
-    size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
+    shape, dtype = case.shape, DTYPES[device.type]
     # FlexAttention has no backward pass on a CPU and refuses inputs that want one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
-    q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_(backward) for _ in range(3))
-    problem, rival = Problem(pattern, mask, q, k, v), peer(case.peer)
-    if case.peer == "fa4":
-        problem = problem.memory_order(0, 2, 1, 3)  # its own layout, (batch, tokens, heads, head_dim)
-    kept = int(mask.kept_pairs()[0])
+    rival = peer(case.peer)
+    problem = problem_of(case, device, dtype, backward).memory_order(rival.order)
+    mask, kept = problem.mask, problem.kept_pairs
     facts = {
         "dtype": str(dtype).removeprefix("torch."),
-        "kept_pairs": kept,
+        "kept_pairs": kept / (shape.batch * shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
         "table_bytes": 0 if mask.keeps_all else mask.nbytes,
-        "input_bytes": 3 * q.numel() * q.element_size(),
+        "input_bytes": sum(t.numel() * t.element_size() for t in problem.leaves),
     }
     reason = rival.refuses(problem)
     if reason:
         return facts | {"refused": reason}
-    if hasattr(rival, "runs_on"):
+    if rival.runs_on(problem):
         facts["backend"] = rival.runs_on(problem)
+    with rival.settings():
+        if isinstance(case, CallCase):
+            return facts | calls.measured(problem, rival, device, case.graph)
+        return facts | _timed(problem, rival, 4 * kept * shape.head_dim, device, seconds, backward)
+
+
+def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seconds: float, backward: bool) -> dict:
+    """flops: of the forward pass."""
     begin = time.perf_counter()
     fn = rival.prepare(problem)
-    errors = sampled_errors(problem, fn, backward)
-    facts["first_call_s"] = time.perf_counter() - begin
-    flops = 4 * kept * shape.head_dim * shape.heads * shape.batch
-
+    attend = eagerly(problem, fn)
+    errors = sampled_errors(problem, attend, backward)
+    result = {"first_call_s": time.perf_counter() - begin}
     with torch.no_grad():
         forward, repeats = _median_ms(fn, device, seconds)
-    result = facts | {"forward_ms": forward, "forward_tflops": flops / forward / 1e9, "repeats": repeats}
+    result |= {"forward_ms": forward, "forward_tflops": flops / forward / 1e9, "repeats": repeats}
+    correct = is_right(errors, problem.q.dtype)
     if backward:
         out = fn()
         dout = torch.randn_like(out)
@@ -116,14 +120,11 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         )
         result["backward_tflops"] = 2.5 * flops / result["backward_ms"] / 1e9
         del out
-
-        def both():
-            out = fn()
-            return torch.autograd.grad(out, problem.leaves, dout)
-
-        result["extra_bytes"] = peak_bytes(both, device)
-    tolerance = TOLERANCE[dtype]
-    return result | {"errors": errors, "correct": all(e <= tolerance for e in errors.values())}
+        result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
+        if rival.deterministic:
+            result["repeatable"] = all(map(torch.equal, attend(dout), attend(dout)))
+            correct = correct and result["repeatable"]
+    return result | {"errors": errors, "correct": correct}
 
 
 def _median_ms(fn: Callable, device: torch.device, seconds: float) -> tuple[float, int | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .results import finished
-from .tables import Row, gains, rows
+from .cases import OURS
+from .rows import Row, rows
+from .tables import gains
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,13 @@ def _length(data: dict, theme: Theme):
 
 
 def _peers(data: dict, theme: Theme):
-    found = [row for row in rows(data, "peers", every=True) if finished(row.result)]
+    found = [row for row in rows(data, "peers") if row.counts]
     if not found:
         return None
     from matplotlib.patches import Patch
 
     problems = list(dict.fromkeys((row.shape, row.label) for row in found))
-    peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith("sparse_flash"), peer != "flex", peer))
+    peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith(OURS), not peer.startswith("flex"), peer))
     at = {(row.shape, row.label, row.peer): row.result for row in found}
     slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
     height = sum(0.24 * len(s) + 0.22 for s in slots)

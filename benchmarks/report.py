@@ -6,9 +6,10 @@ import base64
 from pathlib import Path
 
 from . import plots
-from .cases import OURS
+from .beside import ratios_to_best
 from .results import Results, finished
-from .tables import TEXT_COLUMNS, dense_rival, gains, tables
+from .rows import TEXT_COLUMNS
+from .tables import dense_rival, gains, tables
 
 PAGE = "report.html"
 _ENVIRONMENT = {
@@ -100,21 +101,10 @@ def headlines(data: dict) -> list[tuple[str, str]]:
                 f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens",
             )
         )
-    ratios = _ratios_to_flex(data)
+    ratios = ratios_to_best(data)
     if ratios:
-        found.append((f"{min(ratios):.2f}x to {max(ratios):.2f}x", "the speed of FlexAttention, over the rows that both ran"))
-    return found
-
-
-def _ratios_to_flex(data: dict) -> list[float]:
-    found = []
-    for entry in data["cases"].values():
-        case, result = entry["case"], entry["result"]
-        if case["kind"] == "attention" and case["peer"].partition(":")[0] == OURS and finished(result):
-            for other in data["cases"].values():
-                same = other["case"].get("peer") == "flex" and all(other["case"][k] == case[k] for k in ("shape", "spec"))
-                if same and finished(other["result"]):
-                    found += [result[k] / other["result"][k] for k in ("forward_tflops", "backward_tflops") if k in other["result"]]
+        range_ = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+        found.append((range_, "the speed of the fastest peer of each row, forward and backward each for itself"))
     return found
 
 

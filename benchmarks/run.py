@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cases, report
+from . import report, suites
 from .results import Results, environment, finished, why_not
 
 
@@ -18,7 +18,7 @@ class Options:
     another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers."""
 
     specs: tuple[str, ...] = ()
-    suites: tuple[str, ...] = cases.SUITES
+    suites: tuple[str, ...] = suites.SUITES
     out: Path | None = None
     device: str | None = None
     backend: str = "auto"
@@ -39,7 +39,7 @@ def run(options: Options, console) -> Results:
     import torch
 
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    suites = cases.choose(options.suites, device.type, options.quick, options.specs, options.backend)
+    chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend)
     from .measure import DTYPES
 
     settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
@@ -51,10 +51,10 @@ def run(options: Options, console) -> Results:
         console.print(note)
     if device.type == "cpu" and (found["load_at_start"] or 0) > found["cpu_threads"] / 2:
         console.print(f"warning: other programs use this CPU (load average {found['load_at_start']}): times will vary")
-    for suite, chosen in suites.items():
+    for suite, listed in chosen.items():
         known = results.data["suites"].get(suite, [])
-        results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in chosen)]))
-    todo = list(dict.fromkeys(case for chosen in suites.values() for case in chosen if _wanted(case, results, options)))
+        results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
+    todo = list(dict.fromkeys(case for listed in chosen.values() for case in listed if _wanted(case, results, options)))
     try:
         _measure(todo, results, device, options, console)
     except KeyboardInterrupt:
@@ -108,9 +108,16 @@ def _brief(result: dict) -> str:
         return why_not(result)
     if "compile_s" in result:
         return f"{result['compile_s']:.3f} s, {result['peak_bytes'] / 2**20:.0f} MiB"
+    if "forward_us" in result:
+        times = (f"{name} {result[f'{name}_us']:.1f} us (host {result[f'{name}_host_us']:.1f} us)" for name in ("forward", "both"))
+        return _unless_wrong(result, ", ".join(times))
     text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
     if "backward_ms" in result:
         text += f", backward {result['backward_ms']:.3g} ms ({result['backward_tflops']:.3g} TFLOP/s)"
+    return _unless_wrong(result, text)
+
+
+def _unless_wrong(result: dict, text: str) -> str:
     return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
 
 

@@ -2,8 +2,11 @@
 
 import json
 import signal
+import sys
 import time
+import types
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ import torch
 from rich.console import Console
 
 import sparse_flash as sf
-from sparse_flash.benchmarks import cases, check, measure, peers, report
+from sparse_flash.benchmarks import beside, calls, cases, check, flex, masks, measure, peers, report, suites
+from sparse_flash.benchmarks.problem import problem_of
 from sparse_flash.benchmarks.results import Results, finished
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.tables import tables
@@ -20,38 +24,79 @@ CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
 
 
-def problem(spec, tokens=256, block=128, heads=2, head_dim=16):
-    generator = torch.Generator().manual_seed(1)
-    pattern = sf.parse(spec)
-    leaves = [torch.randn(1, heads, tokens, head_dim, generator=generator).requires_grad_() for _ in range(3)]
-    return peers.Problem(pattern, sf.compile_mask(pattern, tokens, block_size=block), *leaves)
+def problem(spec, tokens=256, block=128, heads=2, head_dim=16, batch=1, kv_heads=None):
+    """spec: one for all heads, or a tuple of one for each."""
+    case = cases.Case(cases.Shape(batch, heads, tokens, head_dim, kv_heads), cases.Mask("", spec, block), "sparse_flash")
+    return problem_of(case, CPU, torch.float32)
+
+
+def errors_of(peer, p):
+    p = p.memory_order(peer.order)
+    return check.sampled_errors(p, check.eagerly(p, peer.prepare(p)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [True, False])
 def test_every_case_names_a_known_peer_and_a_readable_mask(device, quick):
-    for chosen in cases.choose(cases.SUITES, device, quick).values():
+    for chosen in suites.choose(suites.SUITES, device, quick).values():
         keys = [case.key for case in chosen]
         assert keys and len(set(keys)) == len(keys)
         for case in chosen:
-            assert str(sf.parse(case.spec)) and json.dumps(case.as_data())
+            assert len(json.dumps(case.as_data())) < 5000
             if isinstance(case, cases.Case):
+                spec = case.mask.spec
+                assert isinstance(spec, str) or len(spec) == case.shape.heads
+                assert all(str(sf.parse(text)) for text in {*([spec] if isinstance(spec, str) else spec)})
                 assert peers.peer(case.peer)
 
 
-@pytest.mark.parametrize("shape", cases.PEER_SHAPES, ids=str)
-def test_documents_of_the_peer_rows_are_token_over_length(shape):
-    masks = {mask.label: mask.spec for mask in cases.peer_masks(shape)}
-    if "causal in 7 documents" in masks:
-        documents = sf.parse(masks["causal in 7 documents"].removeprefix("causal & "))
-        document = np.arange(shape.tokens) // (shape.tokens // 7)
-        starts = np.flatnonzero(np.diff(document, prepend=-1))
-        assert documents.cu_seqlens == (*starts, shape.tokens)
+@pytest.mark.parametrize("tokens", [4096, 16384, 65536])
+def test_equal_documents_are_token_over_length(tokens):
+    documents = sf.parse(masks.equal_documents(tokens).spec.removeprefix("causal & "))
+    document = np.arange(tokens) // (tokens // 7)
+    starts = np.flatnonzero(np.diff(document, prepend=-1))
+    assert documents.cu_seqlens == (*starts, tokens)
 
 
-def test_the_peer_rows_hold_every_mask_of_the_main_shape():
-    labels = {mask.label for mask in cases.peer_masks(cases.Shape(1, 16, 16384, 128))}
-    assert labels == {"full", "causal", "causal & window 1024", "butterfly", "strided", "causal in 7 documents"}
+def test_ragged_documents_fill_the_tokens_with_many_lengths():
+    mask = masks.ragged_documents(65536)
+    bounds = sf.parse(mask.spec.removeprefix("causal & ")).cu_seqlens
+    lengths = np.diff(bounds)
+    assert mask.label == "causal in 54 ragged documents" and len(lengths) == 54 and bounds[-1] == 65536
+    assert lengths.max() > 4 * np.median(lengths) and lengths.min() < np.median(lengths) / 4
+
+
+def test_the_peer_rows_hold_every_kind_of_mask_at_its_shape():
+    rows = {(str(case.shape), case.mask.label) for case in suites.choose(["peers"], "cuda")["peers"]}
+    main = {label for shape, label in rows if shape == "B1 H16 N16384 D128"}
+    dense = {"full", "causal", "causal & window 1024", "butterfly", "strided"}
+    assert main == dense | {"causal in 7 documents", "window and butterfly heads", "butterfly on blocks of 64"}
+    long = {label for shape, label in rows if shape == "B1 H8 N65536 D128"}
+    skewed = {"bigbird blocks", "even, as many as bigbird", "longformer blocks", "even, as many as longformer"}
+    assert long == dense | skewed | {"causal in 54 ragged documents", "window 1024, 128 global tokens"}
+    assert ("B4 H16 N16384 D64", "causal & window 1024") in rows and ("B1 H32/8 N16384 D128", "causal") in rows
+    assert {("B1 H8 N1024 D128", "full"), ("B1 H8 N1024 D128", "causal")} <= rows
+
+
+def test_every_peer_row_has_ours_on_both_back_ends_and_flex_on_both_of_its():
+    chosen = suites.choose(["peers"], "cuda")["peers"]
+    found = {}
+    for case in chosen:
+        found.setdefault((case.shape, case.mask.label), set()).add(case.peer)
+    assert all({"sparse_flash", "sparse_flash:triton", "flex", "flex-fa4"} <= peers for peers in found.values())
+    assert all({"fa4", "sdpa-cudnn"} <= peers for (_, label), peers in found.items() if label in ("full", "causal"))
+    assert all("fa4" in peers for (_, label), peers in found.items() if "documents" in label or label.startswith("causal & window"))
+    asked = suites.choose(["peers"], "cuda", backend="triton")["peers"]
+    assert len({case.key for case in asked}) == len(asked) and not any(case.peer == "sparse_flash" for case in asked)
+
+
+@pytest.mark.parametrize("build", [masks.bigbird_map, masks.longformer_map])
+def test_even_maps_keep_as_many_blocks_in_rows_and_columns_alike(build):
+    kept = build(64)
+    even = masks.even_map(64, int(kept.sum()))
+    assert even.sum() == kept.sum()
+    for axis in (0, 1):
+        assert np.ptp(even.sum(axis)) <= 1 and np.ptp(kept.sum(axis)) > 40
 
 
 @pytest.mark.parametrize(
@@ -59,23 +104,117 @@ def test_the_peer_rows_hold_every_mask_of_the_main_shape():
 )
 def test_sampled_check_accepts_what_is_right_and_notices_what_is_not(spec):
     right = problem(spec)
-    errors = check.sampled_errors(right, peers.SparseFlash("reference").prepare(right))
+    errors = errors_of(peers.SparseFlash("reference"), right)
     assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-4
     wrong = replace(right, mask=problem("local(50) & sinks(200)").mask)
-    assert check.sampled_errors(right, peers.SparseFlash("reference").prepare(wrong))["out"] > 0.05
+    assert errors_of(peers.SparseFlash("reference"), wrong)["out"] > 0.05
+
+
+def test_sampled_check_knows_the_mask_of_each_head():
+    mixed = problem(("causal", "butterfly(block=32)"), block=32)
+    assert max(errors_of(peers.SparseFlash("reference"), mixed).values()) < 1e-4
+    assert errors_of(peers.SparseFlash("reference"), replace(mixed, patterns=mixed.patterns[::-1]))["dv"] > 0.05
+    assert mixed.kept_pairs == mixed.mask.to_dense().sum()
+
+
+@pytest.mark.parametrize("peer", ["sparse_flash:torch", "sparse_flash-deterministic:torch", "sdpa-math"])
+def test_sampled_check_sums_over_the_heads_that_share_keys(peer):
+    assert max(errors_of(peers.peer(peer), problem("causal", heads=6, kv_heads=2, batch=2)).values()) < 1e-4
+
+
+def test_sampled_check_looks_at_the_call_without_gradients_too():
+    p = problem("causal")
+    attend = check.eagerly(p, peers.SparseFlash("reference").prepare(p))
+
+    def broken(dout=None):
+        return (torch.zeros_like(p.q),) if dout is None else attend(dout)
+
+    assert check.sampled_errors(p, broken)["out"] > 0.05
+    assert not check.is_right({"out": float("nan")}, torch.float32)
 
 
 @pytest.mark.parametrize(
-    "spec", ["causal & local(40)", "documents([0, 70, 256])", "butterfly(block=32)", "strided(3, block=7)", "random(0.4, block=64)"]
+    "spec",
+    [
+        "causal & local(40)",
+        "documents([0, 70, 256])",
+        "butterfly(block=32)",
+        "strided(3, block=7)",
+        "random(0.4, block=64)",
+        "global_tokens(20) | local(40)",
+        ("causal & local(40)", "butterfly(block=32)"),
+        ("strided(3, block=7)", "causal", "strided(3, block=7)"),
+    ],
+    ids=str,
 )
 def test_flex_gets_the_same_pairs(spec):
-    p = problem(spec, block=32)
-    block_mask = peers.flex_block_mask(p.mask, p.pattern)
-    q, kv = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    kept = block_mask.mask_mod(0, 0, q, kv)
-    blocks = block_mask.to_dense()[0, 0].bool().repeat_interleave(32, 0).repeat_interleave(32, 1)
+    heads = len(spec) if isinstance(spec, tuple) else 1
+    p = problem(spec, block=32, heads=heads)
+    block_mask = flex.flex_block_mask(p)
+    head, q, kv = torch.meshgrid(torch.arange(heads), torch.arange(256), torch.arange(256), indexing="ij")
+    kept = block_mask.mask_mod(0, head, q, kv)
+    blocks = block_mask.to_dense()[0].bool().repeat_interleave(32, 1).repeat_interleave(32, 2)
     # Outside partial blocks FlexAttention does not ask the rule, so that only kept blocks matter.
-    assert torch.equal(kept & blocks, p.mask.to_dense())
+    assert torch.equal(kept & blocks, p.mask.to_dense().view(heads, 256, 256))
+
+
+def test_flex_gets_blocks_that_its_kernels_take():
+    block_mask = flex.flex_block_mask(flex._within_reach(problem("butterfly(block=64)", tokens=512, block=64)))
+    assert block_mask.BLOCK_SIZE == (128, 128)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A stand-in for flash_attn.cute: its calls and layouts, computed plainly. Returns the options of its calls."""
+    seen = []
+
+    def dense(q, k, v, kept):
+        """(batch, tokens, heads, head_dim)"""
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(None, None), deterministic=False):
+        seen.append({"causal": causal, "window_size": window_size, "deterministic": deterministic})
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        kept = (distance >= 0) | (not causal)
+        return dense(q, k, v, kept if window_size[0] is None else kept & (distance <= window_size[0])), None
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        seen.append({"cu_seqlens": cu_seqlens_q.tolist()})
+        position = torch.arange(len(q))
+        document = torch.bucketize(position, cu_seqlens_q, right=True)
+        kept = (position[:, None] >= position) & (document[:, None] == document)
+        return dense(q[None], k[None], v[None], kept)[0]
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package = types.ModuleType("flash_attn")
+    package.cute = module
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    return seen
+
+
+@pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
+def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
+    p = problem(spec, **shape)
+    assert peers.peer("fa4").refuses(p) is None
+    assert max(errors_of(peers.peer("fa4"), p).values()) < 1e-4
+    assert ("cu_seqlens" in flash_attn[0]) == ("documents" in spec)
+
+
+def test_flash_attention_4_is_deterministic_where_asked_and_refuses_the_rest(flash_attn):
+    sure = peers.peer("fa4-deterministic")
+    assert max(errors_of(sure, problem("causal")).values()) < 1e-4
+    assert all(options["deterministic"] for options in flash_attn)
+    assert "dense and causal" in sure.refuses(problem("causal & local(9)"))
+    assert "end at 200" in peers.peer("fa4").refuses(problem("causal & documents([0, 200])"))
+    assert "window" in peers.peer("fa4").refuses(problem(("causal", "full")))
 
 
 def test_peers_refuse_with_a_reason():
@@ -88,6 +227,66 @@ def test_peers_refuse_with_a_reason():
     assert "window" in peers.peer("fa4").refuses(sparse)
     with pytest.raises(ValueError, match="unknown peer"):
         peers.peer("flax")
+    with pytest.raises(ValueError, match="unknown peer"):
+        peers.peer("flex:triton")
+
+
+def test_a_deterministic_peer_whose_gradients_differ_is_wrong(monkeypatch):
+    case = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sparse_flash-deterministic")
+    steady = measure.run(case, CPU, seconds=0.01)
+    assert steady["repeatable"] and steady["correct"]
+    prepare = peers.SparseFlash.prepare
+
+    def unsteady(self, p):
+        fn = prepare(self, p)
+        return lambda: fn() * (1 + 1e-6 * torch.rand(()))
+
+    monkeypatch.setattr(peers.SparseFlash, "prepare", unsteady)
+    shaky = measure.run(case, CPU, seconds=0.01)
+    assert not shaky["repeatable"] and not shaky["correct"] and max(shaky["errors"].values()) < 1e-3
+
+
+def test_host_time_is_until_the_call_returns_and_time_is_until_the_work_is_done(monkeypatch):
+    now = {"host": 0.0, "device": 0.0}
+
+    def call():
+        now["host"] += 2e-6
+        now["device"] = max(now["device"], now["host"]) + 50e-6
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.update(host=max(now.values())))
+    monkeypatch.setattr(calls.time, "perf_counter", lambda: now["host"])
+    monkeypatch.setattr(calls, "_SECONDS", 0.01)
+    time_us, host_us = calls.microseconds(call, torch.device("cuda"))
+    assert time_us == pytest.approx(50, rel=0.05) and host_us == pytest.approx(2, rel=0.05)
+
+
+def test_a_graph_whose_replay_writes_nothing_is_wrong(monkeypatch):
+    p = problem("causal")
+    attend = check.eagerly(p, peers.SparseFlash("torch").prepare(p))
+    for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    replay = calls.captured(attend, torch.randn_like(p.q))
+    errors = check.sampled_errors(p, replay)
+    assert set(errors) == {"out", "dq", "dk", "dv"} and not any(check.is_right({n: e}, torch.float32) for n, e in errors.items())
+
+
+def test_ratios_are_to_the_fastest_right_result_of_the_same_problem():
+    def entry(peer, forward, backward, correct=True):
+        result = {"forward_tflops": forward, "backward_tflops": backward, "correct": correct, "backend": "hopper"}
+        return {"case": cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, peer).as_data(), "result": result}
+
+    entries = [
+        entry("sparse_flash", 600, 500),
+        entry("sparse_flash:triton", 440, 450),
+        entry("flex", 400, 500),
+        entry("fa4", 500, 400),
+        entry("sdpa-cudnn", 900, 900, correct=False),
+    ]
+    stored = {str(number): entry for number, entry in enumerate(entries)}
+    (table,) = beside.tables({"suites": {"peers": list(stored)}, "cases": stored})
+    line = dict(zip(table.columns, table.rows[0], strict=True))
+    assert line["x best peer"] == "1.20 / 1.00" and line["triton x flex"] == "1.10 / 0.90"
+    assert line["sdpa-cudnn"] == "wrong" and line["by"] == "hopper" and line["correct"] == "yes"
 
 
 def test_memory_counts_what_is_held_at_once():
@@ -108,14 +307,14 @@ def test_a_case_that_runs_long_is_stopped_and_said_so():
 
 def test_an_error_of_a_peer_is_a_result(monkeypatch):
     monkeypatch.setattr(peers.SparseFlash, "prepare", lambda *_: 1 / 0)
-    result = measure.run(cases.Case(cases.Shape(1, 1, 128, 16), "causal", "causal", "sparse_flash"), CPU)
+    result = measure.run(cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sparse_flash"), CPU)
     assert result["failed"].startswith("ZeroDivisionError") and not finished(result)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N4096 | causal")), QUIET)
+    return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
 
 
 def test_results_are_complete_and_correct(quick):
@@ -126,6 +325,9 @@ def test_results_are_complete_and_correct(quick):
     for result in measured:
         if "forward_ms" in result:
             assert result["correct"] and result["backward_ms"] > 0 and result["extra_bytes"] > 0
+        if "forward_us" in result:
+            assert result["correct"] and 0 < result["forward_us"] < result["both_us"]
+    assert {"peers", "small", "deterministic"} <= set(stored["suites"])
     assert {"torch", "python", "cpu", "date", "source"} <= set(stored["environment"])
 
 
@@ -143,7 +345,7 @@ def test_resuming_measures_only_what_is_missing(quick, tmp_path, monkeypatch):
     (tmp_path / "results.json").write_text(json.dumps(data))
     measured = []
     monkeypatch.setattr(measure, "run", lambda case, *_: measured.append(case.key) or {"refused": "stub"})
-    again = run(Options(out=tmp_path, quick=True, device="cpu", only=("N1024", "N512", "N4096 | causal")), QUIET)
+    again = run(Options(out=tmp_path, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
     assert measured == [gone] and len(again.data["cases"]) == len(quick.data["cases"])
 
 
@@ -152,7 +354,7 @@ def test_results_of_another_environment_are_set_aside(quick, tmp_path, monkeypat
     data["environment"]["torch"] = "1.0"
     (tmp_path / "results.json").write_text(json.dumps(data))
     monkeypatch.setattr(measure, "run", lambda *_: {"refused": "stub"})
-    options = Options(out=tmp_path, quick=True, device="cpu", only=("N1024 D64 | causal | sparse",))
+    options = Options(out=tmp_path, quick=True, device="cpu", only=("N1024 D64 | butterfly | sparse",))
     assert len(run(options, QUIET).data["cases"]) == 1
     (aside,) = tmp_path.glob("results-*.json")
     assert json.loads(aside.read_text()) == data

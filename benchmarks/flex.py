@@ -1,0 +1,148 @@
+"""PyTorch's FlexAttention, compiled, with the same table of blocks as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+import torch
+
+import sparse_flash
+from sparse_flash.block_mask import BlockMask
+from sparse_flash.pattern import And, Not, Or, Pattern
+from sparse_flash.tiles import unpack_bits, unpack_runs
+
+from .peer import Peer
+from .problem import Problem
+
+LEAST_BLOCK = 128  # the tile of its kernels at head_dim 128, which must divide the table's block
+
+
+@dataclass(frozen=True)
+class Flex(Peer):
+    """backend: its kernels, "TRITON" or "FLASH" (those of FlashAttention-4); None for its own choice."""
+
+    backend: str | None = None
+
+    def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        import torch._functorch.config
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Graphs of earlier cases would each add a check to every call.
+        torch._dynamo.reset()
+        # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
+        torch._functorch.config.donated_buffer = False
+        options = {
+            "block_mask": None if problem.mask.keeps_all else flex_block_mask(_within_reach(problem)),
+            "kernel_options": {"BACKEND": self.backend} if self.backend else None,
+            "enable_gqa": problem.grouped,
+        }
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(*problem.leaves, **options)
+
+
+def _within_reach(problem: Problem) -> Problem:
+    """The problem with a table that its kernels take: the same pairs, on blocks no smaller than their tile."""
+    mask = problem.mask
+    if mask.block_size >= LEAST_BLOCK or len(problem.patterns) > 1:
+        return problem
+    coarse = sparse_flash.compile_mask(problem.patterns[0], mask.q_len, mask.kv_len, LEAST_BLOCK, mask.device)
+    return replace(problem, mask=coarse)
+
+
+def flex_block_mask(problem: Problem):
+    """FlexAttention's BlockMask with the blocks of ours: what its own builder finds, without its tokens x tokens pass."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    mask = problem.mask
+    which, rows, cols, kind, _ = _entries(mask)
+    head = mask.mask_index.cpu().long()
+    lists = []
+    for chosen in (kind > 0, kind == 0):
+        kept = np.zeros((mask.masks, *mask.grid.shape), bool)
+        kept[which[chosen], rows[chosen], cols[chosen]] = True
+        # The columns of kept blocks first, in order; what follows them is never read.
+        order = np.argsort(~kept, axis=-1, kind="stable")
+        for per_mask in (kept.sum(-1), order):
+            lists.append(torch.from_numpy(per_mask.astype(np.int32))[head].to(mask.device))
+    return FlexMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=mask.block_size, mask_mod=mask_mod(problem), seq_lengths=(mask.q_len, mask.kv_len)
+    )
+
+
+def _entries(mask: BlockMask) -> tuple[np.ndarray, ...]:
+    """Every kept block: the number of its mask, then as ``BlockMask.entries()``."""
+    ends = mask.by_query.row_ptr[:, -1].cpu().numpy()
+    return np.repeat(np.arange(mask.masks), np.diff(ends, prepend=0)), *mask.entries()
+
+
+def mask_mod(problem: Problem) -> Callable:
+    """The mask as FlexAttention takes it; where heads differ, each stored mask's form, chosen by the head."""
+    index = problem.mask.mask_index
+    if index.numel() == 1:
+        return _form(problem.patterns[0], problem.mask, 0)
+    of_head = index[0].cpu().tolist()
+    forms = [_form(problem.patterns[of_head.index(number)], problem.mask, number) for number in range(problem.mask.masks)]
+    return reduce(lambda low, number: _chosen(low, forms[number], index[0], number), range(1, len(forms)), forms[0])
+
+
+def _chosen(low: Callable, form: Callable, number_of_head: torch.Tensor, number: int) -> Callable:
+    return lambda b, h, q, k: torch.where(number_of_head[h] == number, form(b, h, q, k), low(b, h, q, k))
+
+
+def _form(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
+    """The cheapest form of a stored mask: closed where there is one; a map of blocks where all are full; else a look into
+    the mask tiles."""
+    closed = _closed_form(pattern, mask)
+    if closed:
+        return closed
+    which, *entries = _entries(mask)
+    rows, cols, kind, tile = (e[which == number] for e in entries)
+    size, device = mask.block_size, mask.device
+    if not kind.any():
+        kept = torch.zeros(mask.grid.shape, dtype=torch.bool)
+        kept[rows, cols] = True
+        kept = kept.to(device)
+        return lambda b, h, q, k: kept[q // size, k // size]
+    runs, bits = (t.cpu().numpy() for t in mask.tiles)
+    first, stop = unpack_runs(runs)
+    column = np.arange(size)
+    in_runs = (column >= first[:, :, None]) & (column < stop[:, :, None])
+    tiles = torch.from_numpy(np.concatenate([np.ones((1, size, size), bool), in_runs, unpack_bits(bits, size)])).to(device)
+    number_of_tile = np.zeros(mask.grid.shape, np.int32)
+    number_of_tile[rows, cols] = np.where(kind == 0, 0, tile + np.where(kind == 1, 1, 1 + len(runs)))
+    number_of_tile = torch.from_numpy(number_of_tile).to(device)
+    return lambda b, h, q, k: tiles[number_of_tile[q // size, k // size], q % size, k % size]
+
+
+def _closed_form(pattern: Pattern, mask: BlockMask) -> Callable | None:
+    offset = mask.kv_len - mask.q_len
+    if isinstance(pattern, (And, Or)):
+        parts = [_closed_form(p, mask) for p in pattern.operands]
+        return None if None in parts else reduce(_both if isinstance(pattern, And) else _either, parts)
+    if isinstance(pattern, Not):
+        inner = _closed_form(pattern.operand, mask)
+        return inner and (lambda b, h, q, k: ~inner(b, h, q, k))
+    if pattern.name == "causal":
+        return lambda b, h, q, k: q + offset >= k
+    if pattern.name == "local":
+        window = pattern.window
+        return lambda b, h, q, k: (q + offset - k < window) & (k - q - offset < window)
+    if pattern.name == "global_tokens":
+        tokens = pattern.tokens
+        return lambda b, h, q, k: ((q + offset >= 0) & (q + offset < tokens)) | (k < tokens)
+    if pattern.name == "documents":
+        bounds = torch.tensor(pattern.cu_seqlens)
+        document = torch.bucketize(torch.arange(mask.kv_len), bounds, right=True).to(mask.device)
+        return lambda b, h, q, k: document[q + offset] == document[k]
+    return None
+
+
+def _both(a, b):
+    return lambda batch, head, q, k: a(batch, head, q, k) & b(batch, head, q, k)
+
+
+def _either(a, b):
+    return lambda batch, head, q, k: a(batch, head, q, k) | b(batch, head, q, k)

@@ -1,0 +1,131 @@
+"""The masks of the suites' rows."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import numpy as np
+import torch
+
+from .cases import Mask, Shape
+
+FULL, CAUSAL, BUTTERFLY = Mask.of("full"), Mask.of("causal"), Mask.of("butterfly")
+BLOCK = 128
+
+
+def of_many_densities(tokens: int) -> list[Mask]:
+    """Masks of many densities, each of its own kind, sparsest last within a kind."""
+    units = tokens // BLOCK
+    specs = [
+        "random(0.5)",
+        "random(0.25)",
+        "random(0.1)",
+        f"local({windowed(tokens, 8)})",
+        f"causal & local({windowed(tokens, 16)})",
+        f"strided({max(isqrt(units), 1)})",
+        f"fixed({max(isqrt(units), 1)})",
+        "butterfly",
+        "causal & power_of_two",
+        "bigbird",
+        f"longformer({windowed(tokens, 32)}, tokens=64)",
+        f"causal & block_diagonal({windowed(tokens, 8)})",
+        f"causal & (local({windowed(tokens, 16)}) | butterfly)",
+    ]
+    return [Mask.of(spec) for spec in specs]
+
+
+def windowed(tokens: int, share: int) -> int:
+    """A window of 1 / share of the tokens, at least a block."""
+    return max(tokens // share, BLOCK)
+
+
+def window(size: int) -> Mask:
+    return Mask(f"causal & window {size}", f"causal & local({size})")
+
+
+def strided(tokens: int) -> Mask:
+    return Mask("strided", f"strided({isqrt(tokens // BLOCK)})")
+
+
+def equal_documents(tokens: int, count: int = 7) -> Mask:
+    """Token t is of document t // (tokens // count): ``count`` equal documents, and the few tokens that are left."""
+    length = max(tokens // count, 1)
+    bounds = tuple(dict.fromkeys([*range(0, tokens, length), tokens]))
+    return Mask(f"causal in {count} documents", f"causal & documents({bounds})")
+
+
+def ragged_documents(tokens: int, mu: float = 6.5, sigma: float = 1.3) -> Mask:
+    """Documents of log-normal lengths, exp(mu) tokens at the median; the last is cut at the end. 54 in 65,536 tokens."""
+    draws, bounds = torch.Generator().manual_seed(0), [0]
+    while bounds[-1] < tokens:
+        length = int(torch.empty(1).log_normal_(mu, sigma, generator=draws).item()) + 1
+        bounds.append(min(bounds[-1] + length, tokens))
+    return Mask(f"causal in {len(bounds) - 1} ragged documents", f"causal & documents({tuple(bounds)})")
+
+
+def windowed_with_globals(size: int, tokens: int) -> Mask:
+    """A window and global tokens, which are rows and columns of full length."""
+    return Mask(f"window {size}, {tokens} global tokens", f"global_tokens({tokens}) | local({size})")
+
+
+def mixed_heads(heads: int, window: int = 1024) -> Mask:
+    """Heads in turn under a causal window and under a butterfly."""
+    return Mask("window and butterfly heads", (f"causal & local({window})", "butterfly") * (heads // 2))
+
+
+def butterfly_of_half_blocks() -> Mask:
+    return Mask("butterfly on blocks of 64", "butterfly(block=64)", block_size=64)
+
+
+def bigbird_map(blocks: int) -> np.ndarray:
+    """(blocks, blocks) bool: three diagonals, two global blocks, three random draws a row (arXiv:2007.14062, sec. 2)."""
+    i, j = np.ogrid[:blocks, :blocks]
+    kept = (abs(i - j) <= 1) | (i < 2) | (j < 2)
+    draws = torch.Generator().manual_seed(0)
+    for row in kept:
+        row[torch.randint(0, blocks, (3,), generator=draws).numpy()] = True
+    return kept
+
+
+def longformer_map(blocks: int) -> np.ndarray:
+    """(blocks, blocks) bool: nine diagonals and one global block (arXiv:2004.05150, sec. 3.1)."""
+    i, j = np.ogrid[:blocks, :blocks]
+    return (abs(i - j) <= 4) | (i < 1) | (j < 1)
+
+
+def even_map(blocks: int, kept: int) -> np.ndarray:
+    """(blocks, blocks) bool of ``kept`` blocks: rows differ by one at most, and so do columns. What a skewed mask of as
+    many blocks costs more than this one is the price of its skew. Cyclic diagonals, evenly spaced, the last cut short."""
+    entry = np.arange(kept)
+    diagonal, row = entry // blocks, entry % blocks
+    shift = diagonal * blocks // -(-kept // blocks)
+    even = np.zeros((blocks, blocks), bool)
+    even[row, (row + shift) % blocks] = True
+    return even
+
+
+def skewed_and_even(tokens: int) -> list[Mask]:
+    """BigBird's and Longformer's maps of blocks, each followed by an even one of as many blocks."""
+    masks = []
+    for name, build in (("bigbird", bigbird_map), ("longformer", longformer_map)):
+        kept = build(tokens // BLOCK)
+        masks += [_of_map(f"{name} blocks", kept), _of_map(f"even, as many as {name}", even_map(len(kept), int(kept.sum())))]
+    return masks
+
+
+def _of_map(label: str, kept: np.ndarray) -> Mask:
+    rows = "/".join("".join("01"[int(block)] for block in row) for row in kept)
+    return Mask(label, f'from_blocks("{rows}", block={BLOCK})')
+
+
+def of_peer_shape(shape: Shape) -> list[Mask]:
+    """What the peers suite measures at one of its four large shapes: in full where it is the main one, else a choice."""
+    tokens = shape.tokens
+    if shape.head_dim == 64:
+        return [FULL, CAUSAL, window(1024), BUTTERFLY]
+    if tokens == 4096:
+        return [FULL, CAUSAL]
+    masks = [FULL, CAUSAL, window(1024), BUTTERFLY, strided(tokens)]
+    if tokens == 65536:
+        return [*masks, ragged_documents(tokens), windowed_with_globals(1024, 128), *skewed_and_even(tokens)]
+    return [*masks, equal_documents(tokens), mixed_heads(shape.heads), butterfly_of_half_blocks()]

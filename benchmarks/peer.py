@@ -1,0 +1,36 @@
+"""What a peer is: a way to compute attention for a problem, or the reason why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+
+from .problem import Problem
+
+
+class Peer:
+    """order: how it wants the dimensions (batch, heads, tokens, head_dim) to lie in memory.
+    deterministic: whether it promises gradients that repeat bit by bit."""
+
+    order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
+    deterministic: bool = False
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Why it cannot compute the problem, or None."""
+        return None
+
+    def settings(self) -> AbstractContextManager:
+        """What must hold while it runs, entered once and not with every call."""
+        return nullcontext()
+
+    def runs_on(self, problem: Problem) -> str | None:
+        """Which of its back ends takes the call, where it has several."""
+        return None
+
+    def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        """``fn``; ``fn()`` runs one forward pass and returns out, (batch, heads, tokens, head_dim), differentiable in
+        ``problem.leaves``."""
+        raise NotImplementedError

@@ -1,0 +1,68 @@
+"""What a peer is asked to compute: tensors, and the mask in both of its forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import sparse_flash
+from sparse_flash.block_mask import BlockMask
+from sparse_flash.pattern import Pattern
+
+from .cases import Case
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim).
+    patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device."""
+
+    patterns: tuple[Pattern, ...]
+    mask: BlockMask
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def name(self) -> str:
+        """The spec text of each pattern; of one that all heads share, the text alone."""
+        return "; ".join(map(str, self.patterns))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of keys and values."""
+        return self.q.shape[1] != self.k.shape[1]
+
+    @property
+    def kept_pairs(self) -> int:
+        """Pairs of a query and a key that are kept, over batch and heads."""
+        each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
+        return int(each.expand(self.q.shape[:2]).sum())
+
+    def memory_order(self, order: tuple[int, ...]) -> Problem:
+        """The same values with dimensions in another order in memory."""
+        back = [order.index(d) for d in range(4)]
+        tensors = [t.detach().permute(order).contiguous().permute(back).requires_grad_(t.requires_grad) for t in self.leaves]
+        return replace(self, q=tensors[0], k=tensors[1], v=tensors[2])
+
+
+def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
+    """A case's problem, its tensors random and the same for every peer."""
+    s, spec = case.shape, case.mask.spec
+    patterns = tuple(map(sparse_flash.parse, (spec,) if isinstance(spec, str) else spec))
+    if len(patterns) == 1:
+        mask = sparse_flash.compile_mask(patterns[0], s.tokens, block_size=case.mask.block_size, device=device)
+    else:
+        mask = BlockMask.per_head(patterns, q_len=s.tokens, block_size=case.mask.block_size, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (s.heads, s.kv_heads or s.heads, s.kv_heads or s.heads)
+    q, k, v = (
+        torch.randn((s.batch, h, s.tokens, s.head_dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
+        for h in heads
+    )
+    return Problem(patterns, mask, q, k, v)

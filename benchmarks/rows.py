@@ -1,0 +1,70 @@
+"""Rows, as tables and plots see them, from the JSON alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .cases import OURS, Shape
+from .results import finished
+
+TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case as tables and plots see it. how: "eager" or "graph" for calls of short problems, else empty."""
+
+    shape: str
+    tokens: int
+    label: str
+    how: str
+    peer: str
+    result: dict
+
+    @property
+    def problem(self) -> tuple[str, str, str]:
+        """Equal for what may be compared."""
+        return self.shape, self.label, self.how
+
+    @property
+    def ours(self) -> bool:
+        return self.peer.startswith(OURS)
+
+    @property
+    def finished(self) -> bool:
+        return finished(self.result)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has numbers, and they are of the right result."""
+        return self.finished and self.result["correct"]
+
+    @property
+    def total_ms(self) -> float | None:
+        """Forward and backward together, or None where there is no backward pass."""
+        return self.result["forward_ms"] + self.result["backward_ms"] if "backward_ms" in self.result else None
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, {self.peer}"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+
+def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
+    """The suite's cases of attention that have numbers, or with ``every`` all that were tried, in the order of the suite."""
+    found = []
+    for key in data["suites"].get(suite, []):
+        entry = data["cases"].get(key)
+        if entry and entry["case"]["kind"] != "compile" and (every or finished(entry["result"])):
+            case = entry["case"]
+            shape = Shape(**case["shape"])
+            how = {None: "", False: "eager", True: "graph"}[case.get("graph")]
+            found.append(Row(str(shape), shape.tokens, case["label"], how, case["peer"], entry["result"]))
+    return found

@@ -1,0 +1,178 @@
+"""The suites, and the cases that each of them chooses.
+
+speedup         speed-up against density, for the patterns      arXiv:2205.14135, Fig. 2 right
+length          time and memory against length                  arXiv:2205.14135, Fig. 3
+peers           masks of every kind at large shapes, beside FlexAttention, FlashAttention-4 and dense attention
+small           time and host time of one call of a short problem, eager and under a CUDA graph
+deterministic   gradients that repeat bit by bit, beside FlashAttention-4's
+compile         time and memory of compiling masks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import isqrt
+
+from . import masks
+from .cases import OURS, CallCase, Case, CompileCase, Mask, Shape
+from .masks import BUTTERFLY, CAUSAL, FULL
+
+DETERMINISTIC = f"{OURS}-deterministic"
+DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
+PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65536, 128), Shape(4, 16, 16384, 64))
+GROUPED = Shape(1, 32, 16384, 128, kv_heads=8)
+SMALL_LENGTHS = (256, 512, 1024, 2048)
+
+
+def choose(
+    suites: Iterable[str], device: str, quick: bool = False, specs: Iterable[str] = (), backend: str = "auto"
+) -> dict[str, list[Case | CompileCase]]:
+    """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
+    instead of the suite's own. backend: the back end of sparse_flash. A case may belong to several suites."""
+    own = [Mask.of(spec) for spec in specs]
+    chosen = {}
+    for suite in suites:
+        found = _MAKERS[suite](device, quick, own)
+        chosen[suite] = list(dict.fromkeys(_with_backend(case, backend) for case in found))
+    return chosen
+
+
+def _with_backend(case, backend: str):
+    automatic = isinstance(case, Case) and case.peer in (OURS, DETERMINISTIC)
+    return replace(case, peer=f"{case.peer}:{backend}") if automatic and backend != "auto" else case
+
+
+def _speedup(device, quick, own) -> Iterator[Case]:
+    if quick:
+        shape = Shape(1, 2, 1024, 64)
+        chosen = own or [CAUSAL, Mask.of("random(0.25)"), Mask.of("causal & local(128)")]
+    else:
+        shape = Shape(1, 4, 8192, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
+        chosen = own or [CAUSAL, *masks.of_many_densities(shape.tokens)]
+    dense = ("sdpa-flash",) if device == "cpu" or quick else DENSE_PEERS[device]
+    yield from (Case(shape, FULL, peer) for peer in (*dense, OURS))
+    yield Case(shape, CAUSAL, "sdpa-flash")
+    yield from (Case(shape, mask, OURS) for mask in chosen)
+
+
+def _length(device, quick, own) -> Iterator[Case]:
+    if quick:
+        lengths, most_math, flex = (256, 512, 1024), 512, ()
+        heads = 2
+    elif device == "cpu":
+        lengths, most_math, flex = (512, 1024, 2048, 4096, 8192, 16384), 2048, ()
+        heads = 4
+    else:
+        lengths, most_math, flex = tuple(128 << k for k in range(10)), 8192, (4096, 16384, 65536)
+        heads = 16
+    window = 128 if quick else 512 if device == "cpu" else 1024
+    chosen = own or [Mask.of(f"causal & local({window})"), BUTTERFLY]
+    for tokens in lengths:
+        shape = Shape(1, heads, tokens, 64)
+        if device == "cuda" or tokens <= 8192:
+            # Dense attention of 16,384 tokens would take most of a CPU's three minutes and say nothing new.
+            yield from (Case(shape, FULL, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
+        if tokens <= most_math:
+            yield Case(shape, FULL, "sdpa-math")
+        yield from (Case(shape, mask, OURS) for mask in chosen)
+        if tokens in flex:
+            yield Case(shape, chosen[0], "flex")
+
+
+def _peers(device, quick, own) -> Iterator[Case]:
+    for shape, mask in _peer_rows(device, quick, own):
+        dense = mask.spec in ("full", "causal")
+        yield Case(shape, mask, OURS)
+        if device == "cuda":
+            yield Case(shape, mask, f"{OURS}:triton")
+        # On a CPU the compiler takes about 20 s for each mask, so that two of them are enough.
+        if not quick and (device == "cuda" or own or mask.spec != "causal"):
+            yield Case(shape, mask, "flex")
+        if device == "cuda" and not quick:
+            yield Case(shape, mask, "flex-fa4")
+        if device == "cuda" and (dense or str(mask.spec).startswith(("causal & local(", "causal & documents("))):
+            yield Case(shape, mask, "fa4")
+        if dense:
+            yield from (Case(shape, mask, peer) for peer in DENSE_PEERS[device][:2])
+
+
+def _peer_rows(device, quick, own) -> list[tuple[Shape, Mask]]:
+    if quick:
+        shape = Shape(1, 2, 1024, 64)
+        chosen = [
+            CAUSAL,
+            Mask.of("causal & local(128)"),
+            BUTTERFLY,
+            masks.equal_documents(1024),
+            masks.windowed_with_globals(128, 128),
+            masks.mixed_heads(2, window=128),
+            masks.butterfly_of_half_blocks(),
+        ]
+        return [*((shape, mask) for mask in own or chosen), (Shape(1, 2, 1024, 64, kv_heads=1), CAUSAL)]
+    if device == "cpu":
+        return [(Shape(1, 4, 4096, 64), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
+    rows = [(shape, mask) for shape in PEER_SHAPES for mask in own or masks.of_peer_shape(shape)]
+    return rows if own else [*rows, (GROUPED, CAUSAL), *((Shape(1, 8, 1024, 128), mask) for mask in (FULL, CAUSAL))]
+
+
+def _small(device, quick, own) -> Iterator[CallCase]:
+    lengths = SMALL_LENGTHS[:1] if quick else SMALL_LENGTHS
+    rivals = ("sdpa-flash",) if device == "cpu" else ("sdpa-cudnn", "sdpa-flash", "fa4")
+    for tokens in lengths:
+        for mask in own or (FULL, CAUSAL):
+            for graph in (False, True) if device == "cuda" else (False,):
+                peers = (OURS, *rivals) if mask in (FULL, CAUSAL) else (OURS,)
+                yield from (CallCase(Shape(1, 8, tokens, 128), mask, peer, graph) for peer in peers)
+
+
+def _deterministic(device, quick, own) -> Iterator[Case]:
+    shape = Shape(1, 2, 1024, 64) if quick else Shape(1, 4, 4096, 64) if device == "cpu" else Shape(1, 16, 16384, 128)
+    for mask in own or (FULL, CAUSAL):
+        yield from (Case(shape, mask, peer) for peer in (DETERMINISTIC, OURS))
+        if device == "cuda" and mask in (FULL, CAUSAL):
+            yield from (Case(shape, mask, peer) for peer in ("fa4-deterministic", "fa4"))
+
+
+def _compile(device, quick, own) -> Iterator[CompileCase]:
+    tokens = 4096 if quick else 65536
+    specs = [mask.spec for mask in own] or [
+        "causal",
+        "local(1024)",
+        "strided(22)",
+        "fixed(22)",
+        "butterfly",
+        "power_of_two",
+        "dilated(8, 4)",
+        "global_tokens(64)",
+        "sinks(4)",
+        "random(0.02)",
+        "prefix(1024)",
+        f"documents({tuple(range(0, tokens + 1, 1000))})",
+        "block_diagonal(1024)",
+        "bigbird",
+        "longformer(512)",
+        f"neighborhood(({isqrt(tokens)}, {isqrt(tokens)}), 13)",
+        "causal & (local(1024) | butterfly)",
+    ]
+    yield from (CompileCase(_short(spec), spec, tokens) for spec in specs)
+    if not (quick or own):
+        million = 1 << 20
+        yield CompileCase("causal & (local(1024) | butterfly)", "causal & (local(1024) | butterfly)", million)
+        bounds = tuple(range(0, million + 1, 4096))
+        yield CompileCase("documents of 4096", f"documents({bounds})", million)
+
+
+def _short(spec: str) -> str:
+    return "documents of 1000" if spec.startswith("documents") else spec
+
+
+_MAKERS = {
+    "speedup": _speedup,
+    "length": _length,
+    "peers": _peers,
+    "small": _small,
+    "deterministic": _deterministic,
+    "compile": _compile,
+}
+SUITES = tuple(_MAKERS)
