@@ -76,8 +76,13 @@ def _device(name: str):
     return torch.device(name)
 
 
+def selected(key: str, only) -> bool:
+    """Whether a case's line contains one of ``only``, or ends with it where that ends in "$"; any does if there are none."""
+    return not only or any(key.endswith(part[:-1]) if part.endswith("$") else part in key for part in only)
+
+
 def _wanted(case, results: Results, options: Options) -> bool:
-    if options.only and not any(part in case.key for part in options.only):
+    if not selected(case.key, options.only):
         return False
     known = results.get(case.key)
     return known is None or (options.retry and not finished(known))

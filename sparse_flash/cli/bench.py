@@ -26,7 +26,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from earlier results, or set them aside.")] = True,
     any_source: Annotated[bool, typer.Option("--any-source", help="Go on even if sparse_flash's code has changed since.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Run only cases whose line contains this; may be given again.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given again.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
     report_only: Annotated[Path | None, typer.Option(help="Write tables, plots and report of this folder's results again.")] = None,
@@ -55,7 +55,7 @@ def bench(
                 kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
                 for name, chosen in suites.choose(asked, kind, quick, canonical, backend).items():
                     for case in chosen:
-                        if not only or any(part in case.key for part in only):
+                        if run.selected(case.key, only):
                             console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
             chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)

@@ -292,14 +292,34 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
 
 
 @gluon.jit
-def _store(p, place, result, lse, rows, flat_head, first_row):
+def _store(p, place, accumulator, running_max, running_sum, flat_head, first_row):
     """Writes 64 rows of the output, through the place of their queries, and of lse."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    view(place, p.q_tensor.dtype, [HALF, p.DIM], flat).store(result.to(p.q_tensor.dtype))
+    row_layout: gl.constexpr = running_sum.type.layout
+    keeps_nothing = running_sum == 0.0
+    total = gl.where(keeps_nothing, 1.0, running_sum)
+    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, accumulator.type.layout))
+    view(place, p.q_tensor.dtype, [HALF, p.DIM], flat).store((accumulator * share[:, None]).to(p.q_tensor.dtype))
     fence_async_shared()
     async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], place)
-    query = first_row + rows
+    lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
+    query = first_row + gl.arange(0, HALF, layout=row_layout)
     gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
+
+
+@gluon.jit
+def _store_part(p, accumulator, running_max, running_sum, line):
+    """Writes 64 rows of a part's output and lse, from line ``line`` of those of all parts."""
+    row_layout: gl.constexpr = running_sum.type.layout
+    out_layout: gl.constexpr = accumulator.type.layout
+    keeps_nothing = running_sum == 0.0
+    total = gl.where(keeps_nothing, 1.0, running_sum)
+    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+    down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
+    across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
+    gl.store(p.part_out + (line * p.DIM + down * p.DIM + across), accumulator * share[:, None])
+    lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
+    gl.store(p.part_lse + line + gl.arange(0, HALF, layout=row_layout), lse)
 
 
 @gluon.jit
@@ -381,26 +401,17 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             # No product may be under way where warps take a branch: the compiler would run them all one by one.
             scores = warpgroup_mma_wait(0, deps=(started_scores,))
 
-        keeps_nothing = running_sum == 0.0
-        total = gl.where(keeps_nothing, 1.0, running_sum)
-        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-        result = accumulator * share[:, None]
-        lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-        rows = gl.arange(0, HALF, layout=row_layout)
-        first_row = first_query + HALF_INDEX * HALF
         out = p.q.index(place * 2 + HALF_INDEX)
+        first_row = first_query + HALF_INDEX * HALF
         if p.SPLIT:
             part = told(p.notes, place, 7, FIELDS)
             if part > 0:
                 line = (flat_head * p.parts + part - 1).to(gl.int64) * TILE + HALF_INDEX * HALF
-                gl.store(p.part_lse + line + rows, lse)
-                down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
-                across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
-                gl.store(p.part_out + (line * p.DIM + down * p.DIM + across), result)
+                _store_part(p, accumulator, running_max, running_sum, line)
             else:
-                _store(p, out, result, lse, rows, flat_head, first_row)
+                _store(p, out, accumulator, running_max, running_sum, flat_head, first_row)
         else:
-            _store(p, out, result, lse, rows, flat_head, first_row)
+            _store(p, out, accumulator, running_max, running_sum, flat_head, first_row)
             scores = warpgroup_mma_wait(0, deps=(started_scores,))
         signal(KEYS_READ + stage, SIGNAL_THREADS)
         first_query = told(p.notes, upcoming, 0, FIELDS)
