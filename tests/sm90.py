@@ -29,7 +29,7 @@ KERNELS = {
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse", "part_grads"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
 TARGET = GPUTarget("cuda", 90, 32)
@@ -47,12 +47,12 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
     return triton.compile(source, target=TARGET, options=config.options)
 
 
-def compiled_for_hopper(kernel, config, dim: int, sparse: bool, split: bool = False, block: int = 128):
+def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers}
     else:
         queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "SPLIT": split}
+    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
     tensors = {"dq_rows": f"tensordesc<fp32[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
     tensors |= {name: f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>" for name in ("lse_rows", "delta_rows")}
     for name in kernel.arg_names:
@@ -105,8 +105,7 @@ if __name__ == "__main__":
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
                 report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
-            for split in (False, True) if sparse else (False,):
-                details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, split
-                report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
-                details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, split
-                report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+            details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse
+            report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse
+            report("hopper_backward", dim, sparse, compiled_for_hopper, *details)

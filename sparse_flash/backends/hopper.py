@@ -11,7 +11,7 @@ from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # what is padded to 64 or 128
-BLOCK_SIZES = (None, 128, 256)
+BLOCK_SIZES = (None, 128)
 MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 32 bits
 
 
@@ -55,7 +55,7 @@ def supports(call: Call) -> str | None:
     if call.head_dim not in HEAD_DIMS:
         return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
     if call.block_size not in BLOCK_SIZES:
-        return f"it runs masks of block_size 128 and 256; got {call.block_size}"
+        return f"it runs masks of block_size 128; got {call.block_size}"
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

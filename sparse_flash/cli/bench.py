@@ -38,7 +38,7 @@ def bench(
     from sparse_flash.benchmarks import report, suites
     from sparse_flash.benchmarks.results import Results
     from sparse_flash.benchmarks.rows import TEXT_COLUMNS
-    from sparse_flash.benchmarks.run import Options, run
+    from sparse_flash.benchmarks.run import Options, run, selected
     from sparse_flash.benchmarks.tables import tables
 
     console = output()
@@ -55,7 +55,7 @@ def bench(
                 kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
                 for name, chosen in suites.choose(asked, kind, quick, canonical, backend).items():
                     for case in chosen:
-                        if run.selected(case.key, only):
+                        if selected(case.key, only):
                             console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
             chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)

@@ -39,13 +39,12 @@ from .gluon import (
     store_wait,
     view,
 )
-from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, parts_of, tile_queue
+from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
 ROWS = 64  # queries of a program of the kernel before
-JOINED = 32  # keys of a program that joins parts
 
 # Barriers by which the computing warps tell the loading warp that a step is done, up to four stages of gradients; and the
 # adding warp that a tile of dQ is ready.
@@ -65,7 +64,6 @@ NOT_SPECIALIZED = [
     "items",
     "tiles",
     "heads_together",
-    "parts",
 ]
 
 
@@ -80,8 +78,6 @@ class Problem:
     dq_rows: tma.tensor_descriptor
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
-    part_grads: gl.tensor
-    parts: gl.tensor  # of a head
     lse_rows: tma.tensor_descriptor
     delta_rows: tma.tensor_descriptor
     mask_index: gl.tensor
@@ -128,14 +124,12 @@ class Problem:
     DOUT_STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
-    SPLIT: gl.constexpr  # whether some columns come in parts
 
 
 # What the planning warp tells of a tile: its first key, or -1 after the last tile; its key head, counted over the batch; its
 # row of the table; where that row's full, run and bit entries begin and the last end, for the first query head of the
-# group; how many steps the tile takes over the whole group; the first query of its first step; and which part of a split
-# column it is, from 1, or 0.
-FIELDS = gl.constexpr(10)
+# group; how many steps the tile takes over the whole group; and the first query of its first step.
+FIELDS = gl.constexpr(9)
 
 
 @gluon.jit
@@ -147,7 +141,7 @@ def _tile(p, number):
         batch = flat_head // (p.heads // p.group)
         kv_head = flat_head % (p.heads // p.group)
         mask = mask_of(p, batch, kv_head * p.group)
-        row, begin, runs, bits, end, part = work_item(p.work, mask, p.items, slot // T)
+        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_key = row * p.TABLE_BLOCK + slot % T * KEYS
         steps = (end - begin) * p.group
         if p.mask_head_stride != 0:
@@ -163,11 +157,8 @@ def _tile(p, number):
         bits = runs
         end = runs
         steps = runs * p.group
-        part = begin
-    if p.SPLIT:
-        part = gl.where(part > 0, (part - 1) * T + slot % T + 1, 0)
     position = _position(p, _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS), end * STEPS)
-    return first_key, flat_head, row, begin, runs, bits, end, steps, position, part
+    return first_key, flat_head, row, begin, runs, bits, end, steps, position
 
 
 @gluon.jit
@@ -182,7 +173,7 @@ def _plan(p):
         # Not before the tile two turns back is done, so that no tile waits here while other programs are idle.
         mbarrier.wait(p.k_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
         number = next_tile(p.queue)
-    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0, 0))
     mbarrier.arrive(p.noted.index(turn % 2), count=1)
     leave(p.queue)
 
@@ -421,28 +412,12 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
 
 
 @gluon.jit
-def _store(p, dk, dv, turn, step, batch, kv_head, first_key):
-    """Writes a tile of dK through the place of its keys, and of dV through that of dQ once its last tile has left."""
-    dtype: gl.constexpr = p.q_tensor.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
-    place = p.k.index(turn % 2)
-    view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
-    view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
-    fence_async_shared()
-    barrier()
-    async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
-    async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
-    store_wait(0)
-
-
-@gluon.jit
 def _compute(p):
     """The computing warps: each half of them holds 64 keys."""
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
     # Two warp groups share dQ: each takes half its queries, or where those are 64, half its columns.
@@ -479,19 +454,16 @@ def _compute(p):
             state, step = _walk(p, state, step, last, turn, low, high, True, first_key, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         mbarrier.arrive(p.v_empty, count=1)
-        if p.SPLIT:
-            part = told(p.notes, turn % 2, 9, FIELDS)
-            if part > 0:
-                line = (batch * (p.heads // p.group) + kv_head) * p.parts + part - 1
-                down = gl.arange(0, KEYS, layout=gl.SliceLayout(1, grad_layout))[:, None]
-                across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, grad_layout))[None, :]
-                place = p.part_grads + line.to(gl.int64) * (2 * KEYS * p.DIM) + down * p.DIM + across
-                gl.store(place, dk)
-                gl.store(place + KEYS * p.DIM, dv)
-            else:
-                _store(p, dk, dv, turn, step, batch, kv_head, first_key)
-        else:
-            _store(p, dk, dv, turn, step, batch, kv_head, first_key)
+        # dK leaves through the place of the tile's keys, dV through that of dQ once its last tile has left.
+        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
+        place = p.k.index(turn % 2)
+        view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+        view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
+        fence_async_shared()
+        barrier()
+        async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
+        async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
+        store_wait(0)
         mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
         turn += 1
         first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
@@ -506,8 +478,6 @@ def attention_backward_kernel(
     dq_rows,
     dk_tensor,
     dv_tensor,
-    part_grads,
-    parts,
     lse_rows,
     delta_rows,
     mask_index,
@@ -536,7 +506,6 @@ def attention_backward_kernel(
     DOUT_STAGES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
@@ -571,11 +540,11 @@ def attention_backward_kernel(
     mbarrier.init(dq_empty, count=1)
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, part_grads, parts, lse_rows,
-                delta_rows, mask_index, work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride,
-                mask_head_stride, heads, group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale,
-                score_scale, k, v, q, dout, lse, delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full,
-                dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, SPLIT)
+    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
+                work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
+                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, dq_empty, notes, noted, DIM,
+                QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
@@ -629,46 +598,10 @@ def finish_kernel(dq_tensor, dq_ptr, heads, padded_q_len, scale, DIM: tl.constex
     store_tile(dq_tensor, dq * scale, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "listed"])
-def join_columns_kernel(
-    dk_tensor,
-    dv_tensor,
-    part_grads,
-    table_parts,
-    kv_heads,
-    listed,
-    scale,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
-    """dK and dV of split columns, the sums of their parts: one program TILE keys of a line of ``Table.parts``, of which there
-    are ``listed``, and a key head. All heads have one mask."""
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE
-    TILES: tl.constexpr = TABLE_BLOCK // 128
-    entry = table_parts + tl.program_id(0) // STEPS * 4
-    row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    start = tl.program_id(0) % STEPS * TILE
-    # There are as many lines as parts; the last name none.
-    if count > 0:
-        place = (tl.program_id(1) * listed + first).to(tl.int64) * TILES + start // 128
-        inside = (start % 128 + tl.arange(0, TILE))[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        dk = tl.zeros([TILE, DIM], tl.float32)
-        dv = tl.zeros([TILE, DIM], tl.float32)
-        for _ in range(count):
-            part = part_grads + place * (2 * 128 * DIM) + inside
-            dk += tl.load(part)
-            dv += tl.load(part + 128 * DIM)
-            place += TILES
-        batch, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-        store_tile(dk_tensor, dk * scale, batch, head, row * TABLE_BLOCK + start, TILE, DIM)
-        store_tile(dv_tensor, dv, batch, head, row * TABLE_BLOCK + start, TILE, DIM)
-
-
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. dQ is summed in an order that differs from run to run.
 
-    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -699,9 +632,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     tiles = items * (block_size // KEYS.value) * batch * kv_heads
     table = table_arguments(mask, mask and mask.by_key, lse)
     index, col_ptr, col_split, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table
-    parts = parts_of(mask and mask.by_key, block_size)
-    part_shape = (batch * kv_heads * parts, 2, KEYS.value, dim)
-    part_grads = torch.empty(part_shape, dtype=torch.float32, device=q.device) if parts else rows
     arguments = [
         described(q, [1, 1, config.queries, dim]),
         described(k, [1, 1, KEYS.value, dim]),
@@ -710,8 +640,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
         described(dk, [1, 1, KEYS.value, dim]),
         described(dv, [1, 1, KEYS.value, dim]),
-        part_grads,
-        parts,
         described(rows[0], [config.queries], ROW_LAYOUT),
         described(rows[1], [config.queries], ROW_LAYOUT),
         index,
@@ -736,16 +664,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         scale * LOG2_E.value,
     ]
     constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_backward_kernel, grid, arguments, constants, config.options)
-    if parts:
-        table = mask.by_key.parts
-        arguments = [described_for_triton(dk, JOINED, dim), described_for_triton(dv, JOINED, dim), part_grads, table]
-        arguments += [kv_heads, table.shape[1], scale]
-        constants = {"DIM": dim, "TILE": JOINED, "TABLE_BLOCK": block_size}
-        grid = (table.shape[1] * (block_size // JOINED), batch * kv_heads)
-        launch(join_columns_kernel, grid, arguments, constants, {"num_warps": 4})
 
     arguments = [described_for_triton(dq, config.queries, dim), sums, heads, padded, scale]
     constants = {"DIM": dim, "TILE": config.queries}

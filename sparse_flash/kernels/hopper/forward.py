@@ -10,7 +10,6 @@ Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products)
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
+from ..common import BITS, FULL, LN_2, LOG2_E, RUNS
 from ..configs import padded_head_dim
 from ..forward import FLOOR
-from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import forward_config
 from .gluon import (
@@ -38,13 +36,12 @@ from .gluon import (
     store_wait,
     view,
 )
-from .launch import described, heads_together, multiprocessors, parts_of, tile_queue
+from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
-JOINED = tl.constexpr(32)  # queries of a program that joins parts
 
 # Barriers by which the warp groups tell the loading warp that they have read a stage; up to four stages.
 KEYS_READ = gl.constexpr(FIRST_SIGNAL.value)
@@ -62,7 +59,6 @@ NOT_SPECIALIZED = [
     "items",
     "tiles",
     "heads_together",
-    "parts",
 ]
 
 
@@ -75,9 +71,6 @@ class Problem:
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
     lse_ptr: gl.tensor
-    part_out: gl.tensor
-    part_lse: gl.tensor
-    parts: gl.tensor  # of a head
     mask_index: gl.tensor
     work: gl.tensor
     col_idx: gl.tensor
@@ -108,7 +101,6 @@ class Problem:
     STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
-    SPLIT: gl.constexpr  # whether some rows come in parts
 
 
 # What the planning warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
@@ -124,7 +116,7 @@ def _tile(p, number):
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
         mask = mask_of(p, flat_head // p.heads, flat_head % p.heads)
-        row, begin, runs, bits, end, part = work_item(p.work, mask, p.items, slot // T)
+        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
         first_query = row * p.TABLE_BLOCK + slot % T * TILE
     else:
         first_query = slot * TILE
@@ -132,11 +124,8 @@ def _tile(p, number):
         runs = p.kv_len // TILE
         end = (p.kv_len + TILE - 1) // TILE
         bits = end
-        part = begin
     first = gl.where(end > runs, runs, begin) * T
-    if p.SPLIT:
-        part = gl.where(part > 0, (part - 1) * T + slot % T + 1, 0)
-    return first_query, flat_head, begin, runs, bits, end, _position(p, first, end * T), part
+    return first_query, flat_head, begin, runs, bits, end, _position(p, first, end * T)
 
 
 @gluon.jit
@@ -163,7 +152,7 @@ def _plan(p):
         # Not before the program is about to start the tile before, so that no tile waits here while others are idle.
         mbarrier.wait(p.q_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
         number = next_tile(p.queue)
-    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0))
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0))
     mbarrier.arrive(p.noted.index(turn % 2), count=1)
     leave(p.queue)
 
@@ -292,37 +281,6 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
 
 
 @gluon.jit
-def _store(p, place, accumulator, running_max, running_sum, flat_head, first_row):
-    """Writes 64 rows of the output, through the place of their queries, and of lse."""
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    row_layout: gl.constexpr = running_sum.type.layout
-    keeps_nothing = running_sum == 0.0
-    total = gl.where(keeps_nothing, 1.0, running_sum)
-    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, accumulator.type.layout))
-    view(place, p.q_tensor.dtype, [HALF, p.DIM], flat).store((accumulator * share[:, None]).to(p.q_tensor.dtype))
-    fence_async_shared()
-    async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], place)
-    lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-    query = first_row + gl.arange(0, HALF, layout=row_layout)
-    gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
-
-
-@gluon.jit
-def _store_part(p, accumulator, running_max, running_sum, line):
-    """Writes 64 rows of a part's output and lse, from line ``line`` of those of all parts."""
-    row_layout: gl.constexpr = running_sum.type.layout
-    out_layout: gl.constexpr = accumulator.type.layout
-    keeps_nothing = running_sum == 0.0
-    total = gl.where(keeps_nothing, 1.0, running_sum)
-    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-    down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
-    across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
-    gl.store(p.part_out + (line * p.DIM + down * p.DIM + across), accumulator * share[:, None])
-    lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-    gl.store(p.part_lse + line + gl.arange(0, HALF, layout=row_layout), lse)
-
-
-@gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
     """A warp group: half the queries of each tile."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
@@ -397,22 +355,20 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=(started_values,))
         signal(VALUES_READ + v_stage, SIGNAL_THREADS)
-        if p.SPLIT:
-            # No product may be under way where warps take a branch: the compiler would run them all one by one.
-            scores = warpgroup_mma_wait(0, deps=(started_scores,))
 
+        keeps_nothing = running_sum == 0.0
+        total = gl.where(keeps_nothing, 1.0, running_sum)
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
         out = p.q.index(place * 2 + HALF_INDEX)
+        view(out, dtype, [HALF, p.DIM], flat).store((accumulator * share[:, None]).to(dtype))
+        fence_async_shared()
         first_row = first_query + HALF_INDEX * HALF
-        if p.SPLIT:
-            part = told(p.notes, place, 7, FIELDS)
-            if part > 0:
-                line = (flat_head * p.parts + part - 1).to(gl.int64) * TILE + HALF_INDEX * HALF
-                _store_part(p, accumulator, running_max, running_sum, line)
-            else:
-                _store(p, out, accumulator, running_max, running_sum, flat_head, first_row)
-        else:
-            _store(p, out, accumulator, running_max, running_sum, flat_head, first_row)
-            scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], out)
+        lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
+        query = first_row + gl.arange(0, HALF, layout=row_layout)
+        gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
+
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
         signal(KEYS_READ + stage, SIGNAL_THREADS)
         first_query = told(p.notes, upcoming, 0, FIELDS)
     store_wait(0)
@@ -435,9 +391,6 @@ def attention_forward_kernel(
     v_tensor,
     out_tensor,
     lse_ptr,
-    part_out,
-    part_lse,
-    parts,
     mask_index,
     work,
     col_idx,
@@ -460,7 +413,6 @@ def attention_forward_kernel(
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
     q = gl.allocate_shared_memory(q_tensor.dtype, [4, 1, 1, HALF, DIM], q_tensor.layout)
     k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, 1, 1, TILE, DIM], k_tensor.layout)
@@ -480,71 +432,17 @@ def attention_forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, part_out, part_lse, parts, mask_index, work, col_idx,
-                tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles,
-                heads_together, queue, score_scale, q, k, v, q_full, q_empty, k_full, v_full, notes, noted, DIM, STAGES,
-                TABLE_BLOCK, SPARSE, SPLIT)
+    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
+                mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
+                q, k, v, q_full, q_empty, k_full, v_full, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24])
-
-
-@triton.jit(do_not_specialize=["heads", "q_len", "mask_batch_stride", "mask_head_stride", "listed"])
-def join_rows_kernel(
-    out_tensor,
-    lse_ptr,
-    part_out,
-    part_lse,
-    table_parts,
-    mask_index,
-    mask_batch_stride,
-    mask_head_stride,
-    heads,
-    q_len,
-    listed,
-    DIM: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-):
-    """The output of split rows from that of their parts, each weighed by its share of the softmax's sum: one program
-    TILE_M queries of a line of ``Table.parts``, of which there are ``listed``, and a head."""
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_M
-    TILES: tl.constexpr = TABLE_BLOCK // 128
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-    entry = table_parts + (mask * listed + tl.program_id(0) // STEPS) * 4
-    row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    start = tl.program_id(0) % STEPS * TILE_M
-    # There are as many lines as parts; the last name none.
-    if count > 0:
-        rows = tl.arange(0, TILE_M)
-        place = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + start // 128
-        line = place * 128 + start % 128 + rows
-        running_max = tl.full([TILE_M], FLOOR, tl.float32)
-        running_sum = tl.zeros([TILE_M], tl.float32)
-        accumulator = tl.zeros([TILE_M, DIM], tl.float32)
-        for _ in range(count):
-            lse = tl.load(part_lse + line)
-            new_max = tl.maximum(running_max, lse)
-            rescale, weight = tl.exp(running_max - new_max), tl.exp(lse - new_max)
-            part = tl.load(part_out + line[:, None] * DIM + tl.arange(0, DIM)[None, :])
-            accumulator = accumulator * rescale[:, None] + part * weight[:, None]
-            running_sum = running_sum * rescale + weight
-            running_max = new_max
-            line += TILES * 128
-        keeps_nothing = running_sum == 0.0
-        total = tl.where(keeps_nothing, 1.0, running_sum)
-        first_query = row * TABLE_BLOCK + start
-        store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, TILE_M, DIM)
-        query = first_query + rows
-        lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
-        tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, config=None):
     """out like q, lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -556,18 +454,12 @@ def attention_forward(q, k, v, mask, scale, config=None):
     items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
     tiles = items * (block_size // TILE.value) * batch * heads
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
-    parts = parts_of(mask and mask.by_query, block_size)
-    part_lse = torch.empty((batch * heads * parts, TILE.value), dtype=torch.float32, device=q.device) if parts else lse
-    part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device) if parts else lse
     arguments = [
         described(q, [1, 1, HALF.value, dim]),
         described(k, [1, 1, TILE.value, dim]),
         described(v, [1, 1, TILE.value, dim]),
         described(out, [1, 1, HALF.value, dim]),
         lse,
-        part_out,
-        part_lse,
-        parts,
         index,
         mask.by_query.work if mask else lse,
         col_idx,
@@ -586,14 +478,7 @@ def attention_forward(q, k, v, mask, scale, config=None):
         scale * LOG2_E.value,
     ]
     constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_forward_kernel, grid, arguments, constants, config.options)
-    if parts:
-        table = mask.by_query.parts
-        arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index, *strides]
-        arguments += [heads, q_len, table.shape[1]]
-        constants = {"DIM": dim, "TILE_M": JOINED.value, "TABLE_BLOCK": block_size}
-        grid = (table.shape[1] * (block_size // JOINED.value), batch * heads)
-        launch(join_rows_kernel, grid, arguments, constants, {"num_warps": 4})
     return out, lse

@@ -38,12 +38,6 @@ def heads_together(row_bytes: int, rows: int) -> int:
     return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
-def parts_of(table, block_size: int) -> int:
-    """How many tiles of 128 rows the split rows of a table make for each head; 0: none are split."""
-    split = table is not None and table.work.shape[1] > table.row_order.shape[1]
-    return table.parts.shape[1] * (block_size // 128) if split else 0
-
-
 _queues: dict[tuple, torch.Tensor] = {}
 
 
