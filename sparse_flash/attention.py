@@ -37,7 +37,7 @@ def attention(
     scale: positive; 1 / sqrt(head_dim) by default. dropout_p, kv_lens: refused by back ends that do not carry them.
     return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
-    backend: "auto", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
+    backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
     Returns out, like q, or (out, lse). Both are differentiable in q, k and v. A query that keeps nothing has out 0,

@@ -54,7 +54,7 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
         queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
     constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
     tensors = {"dq_rows": f"tensordesc<fp32[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
-    tensors |= {name: f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>" for name in ("lse_rows", "delta_rows")}
+    tensors |= dict.fromkeys(("lse_rows", "delta_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             tensors[name] = f"tensordesc<bf16[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"

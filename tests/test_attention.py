@@ -294,7 +294,9 @@ def test_a_named_back_end_raises_its_reason_and_never_gives_way():
 
 def test_where_no_back_end_can_run_the_error_gives_every_reason():
     q, k, v = inputs(dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: it does not carry dropout_p\)"):
+    with pytest.raises(
+        ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: it does not carry dropout_p\)"
+    ):
         sf.attention(q, k, v, dropout_p=0.1)
 
 

@@ -26,7 +26,10 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from earlier results, or set them aside.")] = True,
     any_source: Annotated[bool, typer.Option("--any-source", help="Go on even if sparse_flash's code has changed since.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given again.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given again."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
     report_only: Annotated[Path | None, typer.Option(help="Write tables, plots and report of this folder's results again.")] = None,

@@ -1,9 +1,10 @@
 """The forward kernel for Hopper: persistent programs of a warp that plans, a warp that loads and two warp groups that compute.
 
 The planning warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled
-by the copy engine. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of another runs on the ordinary units: within a
-tile, the scores of the next step are computed beside the weighted values of this one; across tiles, the first scores of
-the next tile beside the last values of this one, so that a short row leaves no gap.
+by the copy engine. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of
+another runs on the ordinary units: within a tile, the scores of the next step are computed beside the weighted values of
+this one; across tiles, the first scores of the next tile beside the last values of this one, so that a short row leaves no
+gap.
 
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
@@ -436,7 +437,9 @@ def attention_forward_kernel(
                 mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
                 q, k, v, q_full, q_empty, k_full, v_full, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
-    gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24])
+    gl.warp_specialize(
+        [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24]
+    )
 
 
 def attention_forward(q, k, v, mask, scale, config=None):
