@@ -222,3 +222,22 @@ def test_equality_is_of_lengths_blocks_and_contents():
     assert mask.equal(sf.compile_mask("causal", 256, block_size=64))
     others = [("causal", 255, 64), ("causal", 256, 32), ("causal & local(255)", 256, 64), ("causal & local(100)", 256, 64)]
     assert not any(mask.equal(sf.compile_mask(text, n, block_size=size)) for text, n, size in others)
+
+
+@pytest.mark.parametrize("side", ["by_query", "by_key"])
+@pytest.mark.parametrize("made", ["compiled", "joined", "from blocks"])
+def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
+    masks = [sf.compile_mask(spec, 1000, 900) for spec in ("causal & dilated(9, 3, block=1)", "local(200) | global_tokens(5)")]
+    blocks = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = {
+        "compiled": masks[0],
+        "joined": sf.BlockMask.per_head(masks),
+        "from blocks": sf.BlockMask.from_blocks(blocks, 16, q_len=75, kv_len=110),
+    }[made]
+    table = getattr(mask, side)
+    for number, work in enumerate(table.work):
+        rows = work[:, 0].long()
+        assert torch.equal(work[:, 0], table.row_order[number])
+        assert torch.equal(work[:, 1], table.row_ptr[number][rows]) and torch.equal(work[:, 4], table.row_ptr[number][rows + 1])
+        assert torch.equal(work[:, 2:4], table.row_split[number][rows])
+        assert ((work[:, 4] - work[:, 1]).diff() <= 0).all()
