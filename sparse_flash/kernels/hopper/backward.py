@@ -538,6 +538,8 @@ def attention_backward_kernel(
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=1)
     mbarrier.init(dq_empty, count=1)
+    # The copy engine, which reports to these barriers, must see that they are ready.
+    fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,

@@ -431,6 +431,8 @@ def attention_forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+    # The copy engine, which reports to these barriers, must see that they are ready.
+    fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
