@@ -26,31 +26,13 @@ from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import backward_config
-from .gluon import (
-    FIRST_SIGNAL,
-    async_add,
-    async_load,
-    async_store,
-    await_signal,
-    barrier,
-    fresh_zero,
-    record,
-    signal,
-    store_wait,
-    view,
-)
+from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
 from .masks import where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
 ROWS = 64  # queries of a program of the kernel before
-
-# Barriers by which the computing warps tell the loading warp that a step is done, up to four stages of gradients; and the
-# adding warp that a tile of dQ is ready.
-STEP_DONE = gl.constexpr(FIRST_SIGNAL.value)
-DQ_STORED = gl.constexpr(FIRST_SIGNAL.value + 4)
-SIGNAL_THREADS = gl.constexpr(256 + 32)
 
 # Nothing about lengths, heads or masks compiles anew.
 NOT_SPECIALIZED = [
@@ -115,6 +97,8 @@ class Problem:
     v_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     dout_full: gl.shared_memory_descriptor
+    step_done: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
     noted: gl.shared_memory_descriptor
@@ -244,6 +228,7 @@ def _load_keys(p, turn, batch, kv_head, first_key):
 @gluon.jit
 def _load_queries(p, step, batch, head, line, position):
     stage = step % p.Q_STAGES
+    mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
     mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
     async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
     async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
@@ -280,9 +265,9 @@ def _load(p):
                     mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
                     async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
                 stage = step % p.DOUT_STAGES
-                # Once the step that held this stage is done, the next stage of Q's ring, the deeper one, is free as well.
-                if step >= p.DOUT_STAGES:
-                    await_signal(STEP_DONE + stage, SIGNAL_THREADS)
+                # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
+                held = step + p.Q_STAGES - p.DOUT_STAGES
+                mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
                 mbarrier.expect(p.dout_full.index(stage), SIZE)
                 async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
                 async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
@@ -310,7 +295,7 @@ def _add(p):
             entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
             for _ in range(gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))):
                 position = _position(p, entry, end * STEPS)
-                await_signal(DQ_STORED, SIGNAL_THREADS)
+                mbarrier.wait(p.dq_full, step & 1)
                 async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
                 store_wait(0)
                 mbarrier.arrive(p.dq_empty, count=1)
@@ -394,7 +379,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
         p.dq.store(_in_register_order(dq, WARPS_DOWN))
         fence_async_shared()
-        signal(DQ_STORED, SIGNAL_THREADS)
+        mbarrier.arrive(p.dq_full, count=1)
 
         upcoming_stage = (step + 1) % p.Q_STAGES
         upcoming_turn = turn + (step == last).to(gl.int32)
@@ -404,9 +389,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dk, scores = warpgroup_mma_wait(0, deps=(started_dk, started_scores))
-        signal(STEP_DONE + dout_stage, SIGNAL_THREADS)
-        # Of both warp groups: the next step overwrites dscores.
-        barrier()
+        mbarrier.arrive(p.step_done.index(stage), count=1)
         step += 1
     return (dk, dv, scores), step
 
@@ -525,6 +508,8 @@ def attention_backward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barriers)
+    step_done = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barriers)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
     noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
@@ -533,10 +518,12 @@ def attention_backward_kernel(
         mbarrier.init(noted.index(i), count=1)
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(step_done.index(i), count=1)
     for i in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(i), count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=1)
+    mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
     # The copy engine, which reports to these barriers, must see that they are ready.
     fence_async_shared()
@@ -544,9 +531,9 @@ def attention_backward_kernel(
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
                 work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
-                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
-                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, dq_empty, notes, noted, DIM,
-                QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
+                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout,
+                lse, delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty,
+                notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 

@@ -26,28 +26,13 @@ from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import launch, table_arguments
 from .configs import forward_config
-from .gluon import (
-    FIRST_SIGNAL,
-    async_load,
-    async_store,
-    await_signal,
-    fresh_zero,
-    record,
-    signal,
-    store_wait,
-    view,
-)
+from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
 from .launch import described, heads_together, multiprocessors, tile_queue
 from .masks import where_row_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
-
-# Barriers by which the warp groups tell the loading warp that they have read a stage; up to four stages.
-KEYS_READ = gl.constexpr(FIRST_SIGNAL.value)
-VALUES_READ = gl.constexpr(FIRST_SIGNAL.value + 4)
-SIGNAL_THREADS = gl.constexpr(2 * 128 + 32)
 
 # Nothing about lengths, heads or masks compiles anew.
 NOT_SPECIALIZED = [
@@ -95,7 +80,9 @@ class Problem:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
     notes: gl.shared_memory_descriptor
     noted: gl.shared_memory_descriptor
     DIM: gl.constexpr
@@ -172,13 +159,11 @@ def _load_queries(p, turn, batch, head, first_query):
 def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
     BYTES: gl.constexpr = TILE * p.DIM * 2
     stage = step % p.STAGES
-    if step >= p.STAGES:
-        await_signal(KEYS_READ + stage, SIGNAL_THREADS)
+    mbarrier.wait(p.k_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
     mbarrier.expect(p.k_full.index(stage), BYTES)
     async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
     if VALUES:
-        if step >= p.STAGES:
-            await_signal(VALUES_READ + stage, SIGNAL_THREADS)
+        mbarrier.wait(p.v_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
         mbarrier.expect(p.v_full.index(stage), BYTES)
         async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
 
@@ -270,12 +255,12 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(started_scores,))
-        signal(KEYS_READ + stage, SIGNAL_THREADS)
+        mbarrier.arrive(p.k_empty.index(stage), count=1)
         if KIND != FULL:
             scores = _masked(p, scores, entry, first_query, HALF_INDEX, KIND)
         weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
-        signal(VALUES_READ + v_stage, SIGNAL_THREADS)
+        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
         operand = gl.convert_layout(weights.to(dtype), operand.type.layout)
     return (accumulator, operand, running_max, running_sum), step
@@ -300,7 +285,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     keys = view(p.k.index(0), dtype, [TILE, p.DIM], flat)
     started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-    signal(KEYS_READ, SIGNAL_THREADS)
+    mbarrier.arrive(p.k_empty.index(0), count=1)
 
     step = 0
     turn = 0
@@ -355,7 +340,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         mbarrier.wait(p.k_full.index(stage), (step // p.STAGES) & 1)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=(started_values,))
-        signal(VALUES_READ + v_stage, SIGNAL_THREADS)
+        mbarrier.arrive(p.v_empty.index(v_stage), count=1)
 
         keeps_nothing = running_sum == 0.0
         total = gl.where(keeps_nothing, 1.0, running_sum)
@@ -370,7 +355,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        signal(KEYS_READ + stage, SIGNAL_THREADS)
+        mbarrier.arrive(p.k_empty.index(stage), count=1)
         first_query = told(p.notes, upcoming, 0, FIELDS)
     store_wait(0)
 
@@ -423,6 +408,8 @@ def attention_forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     noted = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
@@ -431,13 +418,15 @@ def attention_forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=2)
     # The copy engine, which reports to these barriers, must see that they are ready.
     fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
                 mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
-                q, k, v, q_full, q_empty, k_full, v_full, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
+                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
     # fmt: on
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24]

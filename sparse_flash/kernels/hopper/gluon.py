@@ -39,30 +39,6 @@ def fresh_zero(near):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# Barriers of the hardware, by number. Triton's ``mbarrier.arrive`` holds all warps of a partition up, once before it and once
-# before whatever touches shared memory next; here each warp reports for itself and goes on. Triton takes the lowest numbers.
-FIRST_SIGNAL = gl.constexpr(8)
-
-
-@gluon.jit
-def signal(number, THREADS: gl.constexpr):
-    """Reports to a barrier of the hardware without waiting. number: int32 scalar from FIRST_SIGNAL to 15. THREADS: of all
-    warps that report to it or wait. The next report to a number must come after the wait for this one has ended."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers = gl.full([32 * gl.num_warps()], number, gl.int32, layout=lanes)
-    asm: gl.constexpr = f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def await_signal(number, THREADS: gl.constexpr):
-    """Waits until all others have reported to a barrier of the hardware."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    numbers = gl.full([32 * gl.num_warps()], number, gl.int32, layout=lanes)
-    asm: gl.constexpr = f"bar.sync $1, {THREADS}; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1)
-
-
 def record(cls):
     """Class decorator: the annotated fields as one argument of a kernel function; its constructor takes them in order."""
 
