@@ -15,6 +15,11 @@ from .tiles import FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
+PART_FIELDS = 4
+
+# A row of more than so many blocks, and of more than so many times the mean, comes in parts of about so many, or of twice the
+# mean: one program would still be at it when all others are done. The results of parts cost a pass over 64 KiB each.
+_HEAVY_BLOCKS, _HEAVY_RATIO, _PART_BLOCKS = 64, 4, 32
 
 
 class Entries(NamedTuple):
@@ -33,8 +38,11 @@ class Table(NamedTuple):
     row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, rows, 8)   in row_order: the row, row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then
-                                  zeros: all that a program needs to know of a row, in one piece
+    work:      (masks, items, 8)  all that a program needs to know of a row, in one piece, heaviest first: the row, then
+                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a part of
+                                  a row that is much heavier than others, the same within the part, then its number
+                                  from 1. Items of masks that have fewer than others name a row past the last.
+    parts:     (masks, parts, 4)  rows that come in parts: the row, its first part from 0, how many; then rows of zeros
 
     ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
     """
@@ -45,6 +53,7 @@ class Table(NamedTuple):
     col_idx: torch.Tensor
     tile_idx: torch.Tensor
     work: torch.Tensor
+    parts: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +92,12 @@ class BlockMask:
 
     def __post_init__(self):
         # torch.compile would otherwise compile anew for each table length, and each mask has its own.
+        if torch.compiler.is_compiling():
+            return
         for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
-            if not torch.compiler.is_compiling():
-                tensor._dynamo_weak_dynamic_indices = {0}
+            tensor._dynamo_weak_dynamic_indices = {0}
+        for tensor in (self.by_query.work, self.by_query.parts, self.by_key.work, self.by_key.parts):
+            tensor._dynamo_weak_dynamic_indices = {1}
 
     @classmethod
     def from_entries(cls, grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
@@ -410,11 +422,44 @@ def _table(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
     return _with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
-def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
-    fields = [row_ptr[:, :-1], row_split[..., 0], row_split[..., 1], row_ptr[:, 1:]]
-    fields = [row_order, *(field.gather(1, row_order.long()) for field in fields)]
-    fields += [torch.zeros_like(row_order)] * (WORK_FIELDS - len(fields))
-    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.stack(fields, -1))
+def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx, split: bool = True) -> Table:
+    """The table with its work items: of whole rows, or where ``split``, of parts of the heavy ones (on the CPU)."""
+    tables = row_ptr, row_split, row_order, col_idx, tile_idx
+    if not split:
+        fields = [row_ptr[:, :-1], row_split[..., 0], row_split[..., 1], row_ptr[:, 1:]]
+        fields = [row_order, *(field.gather(1, row_order.long()) for field in fields)]
+        fields += [torch.zeros_like(row_order)] * (WORK_FIELDS - len(fields))
+        return Table(*tables, torch.stack(fields, -1), row_ptr.new_zeros((len(row_ptr), 2, PART_FIELDS)))
+    items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
+    work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
+    work[..., 0] = row_ptr.shape[1] - 1
+    listed = np.zeros((len(parts), max(2, *map(_count_of_parts, parts)), PART_FIELDS), np.int32)
+    for mask, (rows, heavy) in enumerate(zip(items, parts, strict=True)):
+        work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
+    return Table(*tables, torch.from_numpy(work), torch.from_numpy(listed))
+
+
+def _count_of_parts(parts: np.ndarray) -> int:
+    return int(parts[:, 2].sum())
+
+
+def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The work items and the rows in parts of one mask: see ``Table``."""
+    count = np.diff(ptr).astype(np.int64)
+    mean = count.sum() / max(1, np.count_nonzero(count))
+    heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean)
+    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(2 * mean))), 1)
+    row = np.repeat(np.arange(len(count)), divisor)
+    first_item = np.cumsum(divisor) - divisor
+    number = np.arange(len(row)) - first_item[row]
+    begin, end = (ptr[row] + count[row] * n // divisor[row] for n in (number, number + 1))
+    part = np.cumsum(heavy[row]) * heavy[row]
+    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, part]
+    items = np.zeros((len(row), WORK_FIELDS), np.int32)
+    items[:, : len(fields)] = np.stack(fields, -1)[np.argsort(begin - end, kind="stable")]
+    first_part = np.cumsum(divisor * heavy) - divisor * heavy
+    parts = np.stack([np.arange(len(count)), first_part, divisor, 0 * divisor], -1)[heavy]
+    return items, parts.astype(np.int32)
 
 
 def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) -> Table:
@@ -432,7 +477,7 @@ def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) ->
     col_idx = torch.zeros(maps.numel() + 1, dtype=torch.int32, device=maps.device).scatter_(0, place, columns)
     tile_idx = torch.zeros_like(col_idx).scatter_(0, place, tile.to(torch.int32).expand(maps.shape).reshape(-1))
     heaviest = torch.argsort(count, dim=-1, descending=True, stable=True).to(torch.int32)
-    return _with_work(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx)
+    return _with_work(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx, split=False)
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:

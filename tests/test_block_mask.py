@@ -241,3 +241,43 @@ def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
         assert torch.equal(work[:, 1], table.row_ptr[number][rows]) and torch.equal(work[:, 4], table.row_ptr[number][rows + 1])
         assert torch.equal(work[:, 2:4], table.row_split[number][rows])
         assert ((work[:, 4] - work[:, 1]).diff() <= 0).all()
+
+
+@pytest.mark.parametrize("spec", ["causal", "local(200) | global_tokens(150)", "bigbird(block=128)", "documents((0, 100, 9000, 20000))"])
+@pytest.mark.parametrize("side", ["by_query", "by_key"])
+def test_work_items_cover_every_entry_of_every_row_once_and_the_heaviest_comes_first(spec, side):
+    table = getattr(sf.compile_mask(spec, 20000, 20000), side)
+    weights = table.work[0, :, 4] - table.work[0, :, 1]
+    assert (weights.diff() <= 0).all()
+    for row in range(table.row_order.shape[1]):
+        items = table.work[0][table.work[0, :, 0] == row]
+        items = items[items[:, 1].argsort()]
+        begin, end = table.row_ptr[0, row], table.row_ptr[0, row + 1]
+        assert torch.equal(items[:, 1], torch.cat([begin[None], items[:-1, 4]])) and items[-1, 4] == end
+        bounds = items[:, 1:5]
+        assert (bounds.diff(dim=1) >= 0).all()
+        full, runs = (table.row_split[0, row, k] for k in (0, 1))
+        assert (bounds[:, 1] - bounds[:, 0]).sum() == full - begin and (bounds[:, 2] - bounds[:, 1]).sum() == runs - full
+
+
+def test_a_row_much_heavier_than_others_comes_in_parts_that_are_listed():
+    table = sf.compile_mask("local(128) | global_tokens(128)", 65536).by_query
+    (row, first, count, _), *rest = table.parts[0].tolist()
+    assert row == 0 and first == 0 and count == 16 and not any(map(any, rest[:-1]))
+    parts = table.work[0][table.work[0, :, 5] > 0]
+    assert sorted(parts[:, 5].tolist()) == list(range(1, count + 1)) and set(parts[:, 0].tolist()) == {0}
+    assert (parts[:, 4] - parts[:, 1]).max() <= 32
+
+
+def test_rows_of_a_triangle_stay_whole():
+    table = sf.compile_mask("causal", 65536).by_query
+    assert table.work.shape[1] == table.row_order.shape[1] and not table.work[..., 5].any()
+
+
+def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_last_row():
+    masks = [sf.compile_mask(spec, 20000) for spec in ("causal", "local(128) | global_tokens(128)")]
+    table = sf.BlockMask.per_head(masks).by_query
+    rows = table.row_order.shape[1]
+    missing = table.work[0][rows:]
+    assert len(missing) > 0 and (missing[:, 0] == rows).all() and not missing[:, 1:].any()
+    assert not (table.work[1][:, 0] == rows).any()

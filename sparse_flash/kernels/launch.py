@@ -26,7 +26,8 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
-    strides = (stride if size > 1 else 0 for size, stride in zip(index.shape, index.stride(), strict=True))
+    several = table.row_ptr.shape[0] > 1
+    strides = (stride if size > 1 and several else 0 for size, stride in zip(index.shape, index.stride(), strict=True))
     return (index, *table[:5], *mask.tiles, *strides)
 
 
