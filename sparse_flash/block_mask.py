@@ -19,7 +19,8 @@ PART_FIELDS = 4
 
 # A row of more than so many blocks, and of more than so many times the mean, comes in parts of about so many, or of twice the
 # mean: one program would still be at it when all others are done. The results of parts cost a pass over 64 KiB each.
-_HEAVY_BLOCKS, _HEAVY_RATIO, _PART_BLOCKS = 64, 4, 32
+_HEAVY_BLOCKS, _HEAVY_RATIO = 64, 4
+_PART_BLOCKS, _PART_RATIO = 32, 2
 
 
 class Entries(NamedTuple):
@@ -448,7 +449,7 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
     count = np.diff(ptr).astype(np.int64)
     mean = count.sum() / max(1, np.count_nonzero(count))
     heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean)
-    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(2 * mean))), 1)
+    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(_PART_RATIO * mean))), 1)
     row = np.repeat(np.arange(len(count)), divisor)
     first_item = np.cumsum(divisor) - divisor
     number = np.arange(len(row)) - first_item[row]

@@ -29,7 +29,7 @@ KERNELS = {
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
 TARGET = GPUTarget("cuda", 90, 32)
@@ -47,13 +47,14 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
     return triton.compile(source, target=TARGET, options=config.options)
 
 
-def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128):
+def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False):
     if kernel is hopper_forward.attention_forward_kernel:
-        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers}
+        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
     else:
-        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages, "ADDED": split}
     constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
     tensors = {"dq_rows": f"tensordesc<fp32[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):

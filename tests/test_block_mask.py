@@ -243,7 +243,9 @@ def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
         assert ((work[:, 4] - work[:, 1]).diff() <= 0).all()
 
 
-@pytest.mark.parametrize("spec", ["causal", "local(200) | global_tokens(150)", "bigbird(block=128)", "documents((0, 100, 9000, 20000))"])
+@pytest.mark.parametrize(
+    "spec", ["causal", "local(200) | global_tokens(150)", "bigbird(block=128)", "documents((0, 100, 9000, 20000))"]
+)
 @pytest.mark.parametrize("side", ["by_query", "by_key"])
 def test_work_items_cover_every_entry_of_every_row_once_and_the_heaviest_comes_first(spec, side):
     table = getattr(sf.compile_mask(spec, 20000, 20000), side)

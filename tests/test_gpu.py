@@ -94,9 +94,8 @@ def test_every_head_may_have_its_own_mask(backend, group):
 @parametrize("block_size", [128, 256])
 @parametrize("name", ["global_tokens", "bigbird", "complement", "dilated"])
 def test_rows_and_columns_that_come_in_parts_are_right(name, block_size, head_dim, group, monkeypatch):
-    monkeypatch.setattr(block_mask, "_HEAVY_BLOCKS", 2)
-    monkeypatch.setattr(block_mask, "_HEAVY_RATIO", 0)
-    monkeypatch.setattr(block_mask, "_PART_BLOCKS", 1)
+    for name_of_limit, limit in {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}.items():
+        monkeypatch.setattr(block_mask, name_of_limit, limit)
     pattern = f"({PATTERNS[name]}) | global_tokens(40)"
     mask = sf.compile_mask(pattern, 1500, 1400, block_size)
     assert mask.by_query.work.shape[1] > mask.by_query.row_order.shape[1]

@@ -27,8 +27,8 @@ from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import backward_config
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
-from .launch import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, multiprocessors, tile_queue
-from .masks import where_column_bits, where_run
+from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, multiprocessors, tile_queue
+from .masks import ZERO, column_bits, where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
@@ -42,7 +42,8 @@ NOT_SPECIALIZED = [
     "group",
     "q_len",
     "padded_q_len",
-    "kv_blocks",
+    "padded_kv_len",
+    "kv_lines",
     "items",
     "tiles",
     "heads_together",
@@ -60,12 +61,11 @@ class Problem:
     dq_rows: tma.tensor_descriptor
     dk_tensor: tma.tensor_descriptor
     dv_tensor: tma.tensor_descriptor
+    dkv_rows: tma.tensor_descriptor
     lse_rows: tma.tensor_descriptor
     delta_rows: tma.tensor_descriptor
     mask_index: gl.tensor
     work: gl.tensor
-    col_ptr: gl.tensor
-    col_split: gl.tensor
     row_idx: gl.tensor
     tile_idx: gl.tensor
     tile_runs: gl.tensor
@@ -76,7 +76,8 @@ class Problem:
     group: gl.tensor
     q_len: gl.tensor
     padded_q_len: gl.tensor
-    kv_blocks: gl.tensor
+    padded_kv_len: gl.tensor
+    kv_lines: gl.tensor
     items: gl.tensor
     tiles: gl.tensor
     heads_together: gl.tensor
@@ -108,12 +109,12 @@ class Problem:
     DOUT_STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
+    ADDED: gl.constexpr  # whether several tiles add to the same dK and dV
 
 
-# What the planning warp tells of a tile: its first key, or -1 after the last tile; its key head, counted over the batch; its
-# row of the table; where that row's full, run and bit entries begin and the last end, for the first query head of the
-# group; how many steps the tile takes over the whole group; and the first query of its first step.
-FIELDS = gl.constexpr(9)
+# What the planning warp tells of a tile: its first key, or -1 after the last tile; its query head, counted over the batch;
+# where its full, run and bit entries begin, and the last end; and the first query of its first step.
+FIELDS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -122,27 +123,17 @@ def _tile(p, number):
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
-        batch = flat_head // (p.heads // p.group)
-        kv_head = flat_head % (p.heads // p.group)
-        mask = mask_of(p, batch, kv_head * p.group)
-        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
+        mask = mask_of(p, flat_head // p.heads, flat_head % p.heads)
+        row, begin, runs, bits, end, _ = work_item(p.work, mask, p.items, slot // T)
         first_key = row * p.TABLE_BLOCK + slot % T * KEYS
-        steps = (end - begin) * p.group
-        if p.mask_head_stride != 0:
-            for member in range(1, p.group):
-                _, low, _, _, high = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
-                steps += high - low - (end - begin)
-        steps = steps * STEPS
     else:
-        row = slot
         first_key = slot * KEYS
         begin = slot * 0
         runs = (p.q_len + p.QUERIES - 1) // p.QUERIES
         bits = runs
         end = runs
-        steps = runs * p.group
     position = _position(p, _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS), end * STEPS)
-    return first_key, flat_head, row, begin, runs, bits, end, steps, position
+    return first_key, flat_head, begin, runs, bits, end, position
 
 
 @gluon.jit
@@ -157,41 +148,24 @@ def _plan(p):
         # Not before the tile two turns back is done, so that no tile waits here while other programs are idle.
         mbarrier.wait(p.k_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
         number = next_tile(p.queue)
-    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0, 0))
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0))
     mbarrier.arrive(p.noted.index(turn % 2), count=1)
     leave(p.queue)
 
 
 @gluon.jit
 def _told_tile(p, turn):
-    """What was told of a tile: (first_key, batch, kv_head, row, begin, runs, bits, end, steps)."""
+    """What was told of a tile: (first_key, batch, head, begin, runs, bits, end), in steps."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     place = turn % 2
     mbarrier.wait(p.noted.index(place), (turn // 2) & 1)
     first_key = told(p.notes, place, 0, FIELDS)
     flat_head = told(p.notes, place, 1, FIELDS)
-    row = told(p.notes, place, 2, FIELDS)
-    begin = told(p.notes, place, 3, FIELDS)
-    runs = told(p.notes, place, 4, FIELDS)
-    bits = told(p.notes, place, 5, FIELDS)
-    end = told(p.notes, place, 6, FIELDS)
-    steps = told(p.notes, place, 7, FIELDS)
-    kv_heads = p.heads // p.group
-    return first_key, flat_head // kv_heads, flat_head % kv_heads, row, begin, runs, bits, end, steps
-
-
-@gluon.jit
-def _bounds(p, batch, kv_head, member, row, begin, runs, bits, end):
-    """(head, begin, runs, bits, end) of a member of the group; given those of the first."""
-    head = kv_head * p.group + member
-    if p.SPARSE:
-        if (member > 0) & (p.mask_head_stride != 0):
-            mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
-            line = mask * p.kv_blocks + row
-            begin = gl.load(p.col_ptr + line + mask)
-            runs = gl.load(p.col_split + line * 2)
-            bits = gl.load(p.col_split + line * 2 + 1)
-            end = gl.load(p.col_ptr + line + mask + 1)
-    return head, begin, runs, bits, end
+    begin = told(p.notes, place, 2, FIELDS) * STEPS
+    runs = told(p.notes, place, 3, FIELDS) * STEPS
+    bits = told(p.notes, place, 4, FIELDS) * STEPS
+    end = told(p.notes, place, 5, FIELDS) * STEPS
+    return first_key, flat_head // p.heads, flat_head % p.heads, begin, runs, bits, end
 
 
 @gluon.jit
@@ -238,43 +212,38 @@ def _load_queries(p, step, batch, head, line, position):
 def _load(p):
     """The loading warp: for each tile its keys and values, and queries and their gradients of each step, in the order that
     they are used."""
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     SIZE: gl.constexpr = p.QUERIES * p.DIM * 2 + p.QUERIES * 4
     step = 0
     turn = 0
-    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    first_key, batch, head, begin, runs, _, end = _told_tile(p, 0)
     while first_key >= 0:
+        kv_head = head // p.group
         _load_keys(p, turn, batch, kv_head, first_key)
         first = step
-        position = told(p.notes, turn % 2, 8, FIELDS)
-        for member in range(p.group):
-            head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
-            line = (batch * p.heads + head) * p.padded_q_len
-            entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
-            if member > 0:
-                position = _position(p, entry, end * STEPS)
-            # A column that keeps nothing, for all its heads, takes one step of nothing.
-            count = gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))
-            for _ in range(count):
-                # The table is read one step ahead, so that no load waits for it.
-                entry = gl.where(entry + 1 >= end * STEPS, begin * STEPS, entry + 1)
-                upcoming = _position(p, entry, end * STEPS)
-                _load_queries(p, step, batch, head, line, position)
-                if step == first:
-                    mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
-                    mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
-                    async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
-                stage = step % p.DOUT_STAGES
-                # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
-                held = step + p.Q_STAGES - p.DOUT_STAGES
-                mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
-                mbarrier.expect(p.dout_full.index(stage), SIZE)
-                async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
-                async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
-                position = upcoming
-                step += 1
+        position = told(p.notes, turn % 2, 6, FIELDS)
+        line = (batch * p.heads + head) * p.padded_q_len
+        entry = _first_step(p, first_key, begin, runs, end)
+        # A column that keeps nothing takes one step of nothing.
+        for _ in range(gl.maximum(end - begin, 1)):
+            # The table is read one step ahead, so that no load waits for it.
+            entry = gl.where(entry + 1 >= end, begin, entry + 1)
+            upcoming = _position(p, entry, end)
+            _load_queries(p, step, batch, head, line, position)
+            if step == first:
+                mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
+                mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
+                async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
+            stage = step % p.DOUT_STAGES
+            # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
+            held = step + p.Q_STAGES - p.DOUT_STAGES
+            mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
+            mbarrier.expect(p.dout_full.index(stage), SIZE)
+            async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
+            async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
+            position = upcoming
+            step += 1
         turn += 1
-        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
+        first_key, batch, head, begin, runs, _, end = _told_tile(p, turn)
     # After its last tile a program computes the first scores of one more, and drops them.
     _load_keys(p, turn, 0, 0, 0)
     _load_queries(p, step, 0, 0, 0, 0)
@@ -284,56 +253,60 @@ def _load(p):
 def _add(p):
     """The warp that adds tiles of dQ to global memory."""
     ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     step = 0
     turn = 0
-    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    first_key, batch, head, begin, runs, _, end = _told_tile(p, 0)
     while first_key >= 0:
-        for member in range(p.group):
-            head, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
-            line = (batch * p.heads + head) * p.padded_q_len
-            entry = _first_step(p, first_key, begin * STEPS, runs * STEPS, end * STEPS)
-            for _ in range(gl.where(steps > 0, end * STEPS - begin * STEPS, (member == 0).to(gl.int32))):
-                position = _position(p, entry, end * STEPS)
-                mbarrier.wait(p.dq_full, step & 1)
-                async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
-                store_wait(0)
-                mbarrier.arrive(p.dq_empty, count=1)
-                entry = gl.where(entry + 1 >= end * STEPS, begin * STEPS, entry + 1)
-                step += 1
+        line = (batch * p.heads + head) * p.padded_q_len
+        entry = _first_step(p, first_key, begin, runs, end)
+        for _ in range(gl.maximum(end - begin, 1)):
+            position = _position(p, entry, end)
+            mbarrier.wait(p.dq_full, step & 1)
+            async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
+            store_wait(0)
+            mbarrier.arrive(p.dq_empty, count=1)
+            entry = gl.where(entry + 1 >= end, begin, entry + 1)
+            step += 1
         turn += 1
-        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
+        first_key, batch, head, begin, runs, _, end = _told_tile(p, turn)
 
 
 @gluon.jit
-def _masked(p, weights, entry, exists, first_key, KIND: gl.constexpr):
-    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing; all 0 where there is no tile."""
+def _mask_words(p, entry, exists, first_key, KIND: gl.constexpr, layout: gl.constexpr):
+    """What the mask tile of a step says of its queries; of nothing, where there is no tile."""
     STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
-    layout: gl.constexpr = weights.type.layout
     tile = gl.load(p.tile_idx + entry // STEPS, mask=exists, other=0)
-    key = first_key % p.TABLE_BLOCK
     query = entry % STEPS * p.QUERIES
     if KIND == RUNS:
         columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
-        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))[:, None] + key
-        run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
-        masked = where_run(weights, (run & 0xFFFF)[None, :], (run >> 16)[None, :], rows, 0.0)
+        words = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
     else:
         WORDS: gl.constexpr = p.TABLE_BLOCK // 32
-        words = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + query) * WORDS + key // 32
-        masked = where_column_bits(weights, words, 0.0, KEYS, p.QUERIES, WORDS)
+        first = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + query) * WORDS + first_key % p.TABLE_BLOCK // 32
+        words = column_bits(first, KEYS, p.QUERIES, WORDS, layout)
+    return words
+
+
+@gluon.jit
+def _masked(p, weights, words, first_key, KIND: gl.constexpr):
+    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing."""
+    if KIND == RUNS:
+        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + first_key % p.TABLE_BLOCK
+        masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
+    else:
+        masked = where_column_bits(weights, words, ZERO)
     return masked
 
 
 @gluon.jit
-def _in_register_order(dq, WARPS_DOWN: gl.constexpr):
-    """A tile of dQ as rows of 256 numbers in the order that threads hold them, so that each thread writes whole pieces of
+def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
+    """A tile of a gradient as rows of 256 numbers in the order that threads hold them, so that each thread writes whole pieces of
     16 bytes, beside its neighbours'. ``finish_kernel`` puts them back."""
-    QUERIES: gl.constexpr = dq.shape[0]
-    DIM: gl.constexpr = dq.shape[1]
+    ROWS: gl.constexpr = grad.shape[0]
+    DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = 8 // WARPS_DOWN
-    pieces = dq.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
-    return pieces.reshape([QUERIES * DIM // 256, 256])
+    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
+    return pieces.reshape([ROWS * DIM // 256, 256])
 
 
 @gluon.jit
@@ -348,39 +321,39 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
-    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    score_layout: gl.constexpr = zeros.type.layout
+    column: gl.constexpr = gl.SliceLayout(0, score_layout)
     for entry in range(begin, end):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
         q = view(p.q.index(stage), dtype, [p.QUERIES, p.DIM], flat)
         dout = view(p.dout.index(dout_stage), dtype, [p.QUERIES, p.DIM], flat)
         values = view(p.v.index(fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
+        if KIND != FULL:
+            words = _mask_words(p, entry, exists, first_key, KIND, score_layout)
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
         started = warpgroup_mma(values, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(p.step_done.index((step + p.Q_STAGES - 1) % p.Q_STAGES), count=1, pred=step > 0)
         lse = p.lse.index(stage).load(column)
         weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
-            weights = _masked(p, weights, entry, exists, first_key, KIND)
+            weights = _masked(p, weights, words, first_key, KIND)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         # Read only here: one delta a column takes registers, which the exponentials need.
         delta = p.delta.index(dout_stage).load(column)
-        dscores = weights * (dweights - delta[None, :])
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
+        started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
+        dscores = weights * (dweights - delta[None, :])
+        ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         p.dscores.index(0).store(dscores.to(dtype))
+        started_dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         fence_async_shared()
         barrier()
 
         keys = view(p.k.index(turn % 2 + fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
         stored = p.dscores.index(fresh_zero(step))
-        started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
         started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-        started_dk = warpgroup_mma(stored, q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(started_dv, started_dq))
-        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
-        p.dq.store(_in_register_order(dq, WARPS_DOWN))
-        fence_async_shared()
-        mbarrier.arrive(p.dq_full, count=1)
-
+        dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
         upcoming_stage = (step + 1) % p.Q_STAGES
         upcoming_turn = turn + (step == last).to(gl.int32)
         mbarrier.wait(p.q_full.index(upcoming_stage), ((step + 1) // p.Q_STAGES) & 1)
@@ -388,8 +361,13 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         upcoming_q = view(p.q.index(upcoming_stage), dtype, [p.QUERIES, p.DIM], flat)
         upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dk, scores = warpgroup_mma_wait(0, deps=(started_dk, started_scores))
-        mbarrier.arrive(p.step_done.index(stage), count=1)
+        dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
+        p.dq.store(_in_register_order(dq, WARPS_DOWN))
+        fence_async_shared()
+        mbarrier.arrive(p.dq_full, count=1)
+
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
     return (dk, dv, scores), step
 
@@ -397,7 +375,6 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
 @gluon.jit
 def _compute(p):
     """The computing warps: each half of them holds 64 keys."""
-    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES if p.SPARSE else 1
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -417,39 +394,60 @@ def _compute(p):
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
     turn = 0
-    first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, 0)
+    first_key, batch, head, begin, runs, bits, end = _told_tile(p, 0)
     while first_key >= 0:
-        last = step + gl.maximum(steps, 1) - 1
+        last = step + gl.maximum(end - begin, 1) - 1
         dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         state = (dk, dv, scores)
         mbarrier.wait(p.v_full, turn & 1)
-        for member in range(p.group):
-            _, begin, runs, bits, end = _bounds(p, batch, kv_head, member, row, begin, runs, bits, end)
-            if p.SPARSE:
-                # A column that keeps nothing, for all its heads, takes one step of nothing.
-                exists = steps > 0
-                low, high = runs * STEPS, gl.where(exists | (member > 0), bits * STEPS, runs * STEPS + 1)
-                state, step = _walk(p, state, step, last, turn, low, high, exists, first_key, zeros, dq_zeros, RUNS)
-                low, high = bits * STEPS, end * STEPS
-                state, step = _walk(p, state, step, last, turn, low, high, True, first_key, zeros, dq_zeros, BITS)
-            low, high = begin * STEPS, runs * STEPS
-            state, step = _walk(p, state, step, last, turn, low, high, True, first_key, zeros, dq_zeros, FULL)
+        if p.SPARSE:
+            # A column that keeps nothing takes one step of nothing.
+            exists = end > begin
+            stop = gl.where(exists, bits, runs + 1)
+            state, step = _walk(p, state, step, last, turn, runs, stop, exists, first_key, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, state, step, last, turn, bits, end, True, first_key, zeros, dq_zeros, BITS)
+        state, step = _walk(p, state, step, last, turn, begin, runs, True, first_key, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         mbarrier.arrive(p.v_empty, count=1)
-        # dK leaves through the place of the tile's keys, dV through that of dQ once its last tile has left.
+        # They leave through the place of the tile's keys, and that of dQ once its last tile has left.
         mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
         place = p.k.index(turn % 2)
-        view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
-        view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
-        fence_async_shared()
-        barrier()
-        async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
-        async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
-        store_wait(0)
+        kv_head = head // p.group
+        if p.ADDED:
+            kv_heads = p.heads // p.group
+            line = (batch * kv_heads + kv_head) * p.padded_kv_len + first_key
+            _add_tile(p, dk, line, place)
+            barrier()
+            _add_tile(p, dv, p.kv_lines + line, place)
+        else:
+            view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+            view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
+            fence_async_shared()
+            barrier()
+            async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
+            async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
+            store_wait(0)
         mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
         turn += 1
-        first_key, batch, kv_head, row, begin, runs, bits, end, steps = _told_tile(p, turn)
+        first_key, batch, head, begin, runs, bits, end = _told_tile(p, turn)
+
+
+@gluon.jit
+def _add_tile(p, grad, line, place):
+    """Adds dK or dV of a tile to its fp32 sums, half of its rows of numbers by way of dQ's place and half by ``place``."""
+    HALF: gl.constexpr = KEYS * p.DIM // 512
+    rows = _in_register_order(grad, 8).reshape([2, HALF, 256]).permute((1, 2, 0))
+    low, high = rows.split()
+    through_dq = view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout)
+    through_place = view(place, gl.float32, [HALF, 256], p.dkv_rows.layout)
+    through_dq.store(low)
+    through_place.store(high)
+    fence_async_shared()
+    barrier()
+    async_add(p.dkv_rows, [line // KEYS * (2 * HALF), 0], through_dq)
+    async_add(p.dkv_rows, [line // KEYS * (2 * HALF) + HALF, 0], through_place)
+    store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -461,12 +459,11 @@ def attention_backward_kernel(
     dq_rows,
     dk_tensor,
     dv_tensor,
+    dkv_rows,
     lse_rows,
     delta_rows,
     mask_index,
     work,
-    col_ptr,
-    col_split,
     row_idx,
     tile_idx,
     tile_runs,
@@ -477,7 +474,8 @@ def attention_backward_kernel(
     group,
     q_len,
     padded_q_len,
-    kv_blocks,
+    padded_kv_len,
+    kv_lines,
     items,
     tiles,
     heads_together,
@@ -489,6 +487,7 @@ def attention_backward_kernel(
     DOUT_STAGES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
+    ADDED: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
@@ -529,11 +528,11 @@ def attention_backward_kernel(
     fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, lse_rows, delta_rows, mask_index,
-                work, col_ptr, col_split, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
-                group, q_len, padded_q_len, kv_blocks, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout,
-                lse, delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty,
-                notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE)
+    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
+                mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group,
+                q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v, q,
+                dout, lse, delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes,
+                noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
@@ -573,18 +572,18 @@ def prepare_kernel(
     tl.store(dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.float32))
 
 
-@triton.jit(do_not_specialize=["heads", "padded_q_len"])
-def finish_kernel(dq_tensor, dq_ptr, heads, padded_q_len, scale, DIM: tl.constexpr, TILE: tl.constexpr):
-    """dQ from its fp32 sums, which lie in register order: scaled, in the dtype and memory order of q. TILE: queries of a step
-    of the kernel before."""
+@triton.jit(do_not_specialize=["heads", "padded_len", "factor"])
+def finish_kernel(grad_tensor, sums_ptr, heads, padded_len, factor, DIM: tl.constexpr, TILE: tl.constexpr):
+    """A gradient from its fp32 sums, which lie in register order: times a factor, in the dtype and memory order of its tensor.
+    TILE: rows of the tiles that were added."""
     DOWN: tl.constexpr = TILE // 16
     ACROSS: tl.constexpr = 8 // DOWN
     first = tl.program_id(0) * TILE
-    line = tl.program_id(1).to(tl.int64) * padded_q_len + first
-    sums = tl.load(dq_ptr + line * DIM + tl.arange(0, TILE * DIM))
+    line = tl.program_id(1).to(tl.int64) * padded_len + first
+    sums = tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM))
     pieces = sums.reshape(2, DIM // (16 * ACROSS), ACROSS, DOWN, 8, 4, 2, 2).permute(3, 0, 4, 2, 1, 6, 5, 7)
-    dq = pieces.reshape(TILE, DIM)
-    store_tile(dq_tensor, dq * scale, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
+    grad = pieces.reshape(TILE, DIM)
+    store_tile(grad_tensor, grad * factor, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
@@ -597,10 +596,16 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else KEYS.value
-    padded = triton.cdiv(q_len, block_size) * block_size  # no step of a table's block reaches into the next head's rows
+    # In whole blocks, so that none reaches into the next head's rows.
+    padded = triton.cdiv(q_len, block_size) * block_size
+    padded_kv = triton.cdiv(kv_len, block_size) * block_size
     sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=torch.float32, device=q.device)
     rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # Where several tiles make one of dK and dV, those are summed in fp32 as well.
+    added = group > 1 or comes_in_parts(mask and mask.by_key)
+    kv_lines = batch * kv_heads * padded_kv
+    kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device) if added else sums
 
     arguments = [
         described_for_triton(out, ROWS, dim),
@@ -618,9 +623,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     launch(prepare_kernel, grid, arguments, constants, {"num_warps": 4})
 
     items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
-    tiles = items * (block_size // KEYS.value) * batch * kv_heads
+    tiles = items * (block_size // KEYS.value) * batch * heads
     table = table_arguments(mask, mask and mask.by_key, lse)
-    index, col_ptr, col_split, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table
+    index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table
     arguments = [
         described(q, [1, 1, config.queries, dim]),
         described(k, [1, 1, KEYS.value, dim]),
@@ -629,12 +634,11 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
         described(dk, [1, 1, KEYS.value, dim]),
         described(dv, [1, 1, KEYS.value, dim]),
+        described(kv_sums, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
         described(rows[0], [config.queries], ROW_LAYOUT),
         described(rows[1], [config.queries], ROW_LAYOUT),
         index,
         mask.by_key.work if mask else lse,
-        col_ptr,
-        col_split,
         row_idx,
         tile_idx,
         tile_runs,
@@ -644,20 +648,26 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
         group,
         q_len,
         padded,
-        mask.by_key.row_order.shape[1] if mask else 0,
+        padded_kv,
+        kv_lines,
         items,
         tiles,
-        min(heads_together(4 * dim, q_len * group), batch * kv_heads),
+        min(heads_together(4 * dim, q_len), batch * heads),
         tile_queue(q.device),
         scale,
         scale * LOG2_E.value,
     ]
     constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_backward_kernel, grid, arguments, constants, config.options)
 
-    arguments = [described_for_triton(dq, config.queries, dim), sums, heads, padded, scale]
-    constants = {"DIM": dim, "TILE": config.queries}
-    launch(finish_kernel, (padded // config.queries, batch * heads), arguments, constants, {"num_warps": 4})
+    finished = [(dq, sums, padded, scale, config.queries)]
+    if added:
+        dk_sums, dv_sums = kv_sums.chunk(2)
+        finished += [(dk, dk_sums, padded_kv, scale, KEYS.value), (dv, dv_sums, padded_kv, 1.0, KEYS.value)]
+    for grad, grad_sums, length, factor, tile in finished:
+        arguments = [described_for_triton(grad, tile, dim), grad_sums, grad.shape[1], length, factor]
+        grid = (length // tile, batch * grad.shape[1])
+        launch(finish_kernel, grid, arguments, {"DIM": dim, "TILE": tile}, {"num_warps": 4})
     return dq, dk, dv

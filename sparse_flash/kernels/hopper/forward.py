@@ -11,6 +11,7 @@ Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products)
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,18 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import BITS, FULL, LN_2, LOG2_E, RUNS
+from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
+from ..launch import described as described_for_triton
 from ..launch import launch, table_arguments
 from .configs import forward_config
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
-from .launch import described, heads_together, multiprocessors, tile_queue
-from .masks import where_row_bits, where_run
+from .launch import comes_in_parts, described, heads_together, multiprocessors, tile_queue
+from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group
+JOINED = tl.constexpr(32)  # queries of a program that joins parts
 
 # Nothing about lengths, heads or masks compiles anew.
 NOT_SPECIALIZED = [
@@ -45,6 +48,7 @@ NOT_SPECIALIZED = [
     "items",
     "tiles",
     "heads_together",
+    "parts",
 ]
 
 
@@ -57,6 +61,9 @@ class Problem:
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
     lse_ptr: gl.tensor
+    part_out: gl.tensor
+    part_lse: gl.tensor
+    parts: gl.tensor  # tiles of a head
     mask_index: gl.tensor
     work: gl.tensor
     col_idx: gl.tensor
@@ -89,12 +96,13 @@ class Problem:
     STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
+    SPLIT: gl.constexpr  # whether some rows come in parts
 
 
 # What the planning warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
-# its full, run and bit entries begin, and the last end; and the first key of its first step. Entries are walked from the
-# last to the first: partial blocks, whose masks take time, beside the start of the tile.
-FIELDS = gl.constexpr(7)
+# full, run and bit entries begin, and the last end; the first key of its first step; and 0, or if the tile is a part of a
+# row, its number from 1. Partial blocks come first, whose masks take time, beside the start of the tile.
+FIELDS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -104,7 +112,7 @@ def _tile(p, number):
     slot, flat_head = slot_and_head(number, p.items * T, p.tiles // (p.items * T), p.heads_together)
     if p.SPARSE:
         mask = mask_of(p, flat_head // p.heads, flat_head % p.heads)
-        row, begin, runs, bits, end = work_item(p.work, mask, p.items, slot // T)
+        row, begin, runs, bits, end, part = work_item(p.work, mask, p.items, slot // T)
         first_query = row * p.TABLE_BLOCK + slot % T * TILE
     else:
         first_query = slot * TILE
@@ -112,8 +120,10 @@ def _tile(p, number):
         runs = p.kv_len // TILE
         end = (p.kv_len + TILE - 1) // TILE
         bits = end
+        part = begin
     first = gl.where(end > runs, runs, begin) * T
-    return first_query, flat_head, begin, runs, bits, end, _position(p, first, end * T)
+    part = gl.where(part > 0, (part - 1) * T + slot % T + 1, 0)
+    return first_query, flat_head, begin, runs, bits, end, _position(p, first, end * T), part
 
 
 @gluon.jit
@@ -140,7 +150,7 @@ def _plan(p):
         # Not before the program is about to start the tile before, so that no tile waits here while others are idle.
         mbarrier.wait(p.q_empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
         number = next_tile(p.queue)
-    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0))
+    tell(p.notes, turn % 2, (-1, 0, 0, 0, 0, 0, 0, 0))
     mbarrier.arrive(p.noted.index(turn % 2), count=1)
     leave(p.queue)
 
@@ -203,26 +213,21 @@ def _load(p):
 
 
 @gluon.jit
-def _masked(p, scores, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
-    """Scores of a step, which counts from the table's start, with -inf where its mask tile keeps nothing."""
+def _mask_words(p, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr):
+    """What the mask tile of a step, which counts from the table's start, keeps of this half's queries; for ``where_bits``."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
-    layout: gl.constexpr = scores.type.layout
-    columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))[None, :]
-    lowest = -float("inf")
     if not p.SPARSE:
-        masked = gl.where(columns < p.kv_len - entry * TILE, scores, lowest)
+        words = all_below(p.kv_len - entry * TILE, HALF, TILE, layout)
     else:
         tile = gl.load(p.tile_idx + entry // T)
         row = first_query % p.TABLE_BLOCK + HALF_INDEX * HALF
         if KIND == RUNS:
-            rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-            run = gl.load(p.tile_runs + tile * p.TABLE_BLOCK + row + rows)
-            masked = where_run(scores, (run & 0xFFFF)[:, None], (run >> 16)[:, None], columns + entry % T * TILE, lowest)
+            words = row_run(p.tile_runs + tile * p.TABLE_BLOCK + row, entry % T * TILE, HALF, TILE, layout)
         else:
             WORDS: gl.constexpr = p.TABLE_BLOCK // 32
-            words = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + row) * WORDS + entry % T * (TILE // 32)
-            masked = where_row_bits(scores, words, lowest, HALF, TILE, WORDS)
-    return masked
+            first = p.tile_bits + (tile.to(gl.int64) * p.TABLE_BLOCK + row) * WORDS + entry % T * (TILE // 32)
+            words = row_bits(first, HALF, TILE, WORDS, layout)
+    return words
 
 
 @gluon.jit
@@ -234,13 +239,43 @@ def _softmax(scores, running_max, running_sum, score_scale):
 
 
 @gluon.jit
+def _kept(p, weights, layout: gl.constexpr):
+    """Weights in the form in which they wait for their product. Where they cross from loop to loop this is int32, each of two
+    16-bit numbers: as such numbers, the compiler takes pairs apart and puts them together again in every step."""
+    dtype: gl.constexpr = p.q_tensor.dtype
+    if not p.SPARSE:
+        kept = gl.convert_layout(weights.to(dtype), layout)
+    else:
+        low, high = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]).split()
+        round_pair: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        kept = gl.inline_asm_elementwise(round_pair, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    return kept
+
+
+@gluon.jit
+def _operand(p, kept, layout: gl.constexpr):
+    """What was ``_kept``, as the left operand of a product."""
+    if not p.SPARSE:
+        operand = kept
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [kept], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        pairs = gl.join(low, high).reshape([kept.shape[0], kept.shape[1] * 2])
+        operand = gl.convert_layout(pairs.to(p.q_tensor.dtype, bitcast=True), layout)
+    return operand
+
+
+@gluon.jit
 def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
     """Folds steps begin .. end - 1, all of one kind, into the softmax state of a tile: each turn issues the scores of its
     own step and the weighted values of the step before."""
-    accumulator, operand, running_max, running_sum = state
+    accumulator, kept, running_max, running_sum = state
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    score_layout: gl.constexpr = zeros.type.layout
     out_layout: gl.constexpr = accumulator.type.layout
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     for entry in range(begin, end):
         v_stage = step % p.STAGES
         v_phase = (step // p.STAGES) & 1
@@ -250,20 +285,23 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         q = view(p.q.index(place * 2 + HALF_INDEX + fresh_zero(step)), dtype, [HALF, p.DIM], flat)
         keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
         values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
+        if KIND != FULL:
+            words = _mask_words(p, entry, first_query, HALF_INDEX, KIND, score_layout)
         mbarrier.wait(p.k_full.index(stage), phase)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
+        operand = _operand(p, kept, operand_layout)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(started_scores,))
         mbarrier.arrive(p.k_empty.index(stage), count=1)
         if KIND != FULL:
-            scores = _masked(p, scores, entry, first_query, HALF_INDEX, KIND)
+            scores = where_bits(scores, words, LOWEST)
         weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
         mbarrier.arrive(p.v_empty.index(v_stage), count=1)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
-        operand = gl.convert_layout(weights.to(dtype), operand.type.layout)
-    return (accumulator, operand, running_max, running_sum), step
+        kept = _kept(p, weights, operand_layout)
+    return (accumulator, kept, running_max, running_sum), step
 
 
 @gluon.jit
@@ -299,22 +337,21 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         end = told(p.notes, place, 5, FIELDS) * T
         if p.SPARSE:
             if bits > runs:
-                scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
+                scores = where_bits(scores, _mask_words(p, runs, first_query, HALF_INDEX, RUNS, score_layout), LOWEST)
             elif end > bits:
-                scores = _masked(p, scores, bits, first_query, HALF_INDEX, BITS)
+                scores = where_bits(scores, _mask_words(p, bits, first_query, HALF_INDEX, BITS, score_layout), LOWEST)
             elif begin == end:
                 scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
         elif bits > runs:
-            scores = _masked(p, scores, runs, first_query, HALF_INDEX, RUNS)
+            scores = where_bits(scores, _mask_words(p, runs, first_query, HALF_INDEX, RUNS, score_layout), LOWEST)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
         weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
         if turn > 0:
             # The tile before is stored by now: its queries' place is free.
             store_wait(0)
             mbarrier.arrive(p.q_empty.index(1 - place), count=1)
-        operand = gl.convert_layout(weights.to(dtype), operand_layout)
         accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
-        state = (accumulator, operand, running_max, running_sum)
+        state = (accumulator, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of the first kind that the row has.
         if p.SPARSE:
             state, step = _walk(p, state, place, step, runs + 1, bits, first_query, zeros, HALF_INDEX, RUNS)
@@ -322,7 +359,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             state, step = _walk(p, state, place, step, first, end, first_query, zeros, HALF_INDEX, BITS)
         first = begin + (end == runs).to(gl.int32)
         state, step = _walk(p, state, place, step, first, runs, first_query, zeros, HALF_INDEX, FULL)
-        accumulator, operand, running_max, running_sum = state
+        accumulator, kept, running_max, running_sum = state
 
         v_stage = step % p.STAGES
         v_phase = (step // p.STAGES) & 1
@@ -334,6 +371,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         q = view(p.q.index(upcoming * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
         keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
+        operand = _operand(p, kept, operand_layout)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         mbarrier.wait(p.noted.index(upcoming), (turn // 2) & 1)
         mbarrier.wait(p.q_full.index(upcoming), (turn // 2) & 1)
@@ -345,13 +383,24 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         keeps_nothing = running_sum == 0.0
         total = gl.where(keeps_nothing, 1.0, running_sum)
         share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-        out = p.q.index(place * 2 + HALF_INDEX)
-        view(out, dtype, [HALF, p.DIM], flat).store((accumulator * share[:, None]).to(dtype))
-        fence_async_shared()
-        first_row = first_query + HALF_INDEX * HALF
-        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], out)
+        result = accumulator * share[:, None]
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-        query = first_row + gl.arange(0, HALF, layout=row_layout)
+        rows = gl.arange(0, HALF, layout=row_layout)
+        first_row = first_query + HALF_INDEX * HALF
+        if p.SPLIT:
+            # No branch: with a product under way, the compiler would run them all one by one. A part's rows go past the end.
+            part = told(p.notes, place, 7, FIELDS)
+            line = (flat_head * p.parts + part - 1).to(gl.int64) * TILE + HALF_INDEX * HALF
+            down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
+            across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
+            gl.store(p.part_out + (line * p.DIM + down * p.DIM + across), result, mask=(part > 0) & (down + across >= 0))
+            gl.store(p.part_lse + line + rows, lse, mask=(part > 0) & (rows >= 0))
+            first_row = gl.where(part > 0, p.q_len, first_row)
+        out = p.q.index(place * 2 + HALF_INDEX)
+        view(out, dtype, [HALF, p.DIM], flat).store(result.to(dtype))
+        fence_async_shared()
+        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], out)
+        query = first_row + rows
         gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
@@ -377,6 +426,9 @@ def attention_forward_kernel(
     v_tensor,
     out_tensor,
     lse_ptr,
+    part_out,
+    part_lse,
+    parts,
     mask_index,
     work,
     col_idx,
@@ -399,6 +451,7 @@ def attention_forward_kernel(
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     q = gl.allocate_shared_memory(q_tensor.dtype, [4, 1, 1, HALF, DIM], q_tensor.layout)
     k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, 1, 1, TILE, DIM], k_tensor.layout)
@@ -424,13 +477,66 @@ def attention_forward_kernel(
     fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, mask_index, work, col_idx, tile_idx, tile_runs, tile_bits,
-                mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles, heads_together, queue, score_scale,
-                q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE)
+    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, part_out, part_lse, parts, mask_index, work, col_idx, tile_idx,
+                tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles,
+                heads_together, queue, score_scale, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted,
+                DIM, STAGES, TABLE_BLOCK, SPARSE, SPLIT)
     # fmt: on
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24]
     )
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "mask_batch_stride", "mask_head_stride", "listed"])
+def join_kernel(
+    out_tensor,
+    lse_ptr,
+    part_out,
+    part_lse,
+    table_parts,
+    mask_index,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    q_len,
+    listed,
+    DIM: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """The output of rows that came in parts, each weighed by its share of the softmax's sum: one program ``JOINED`` queries of
+    a line of ``Table.parts``, of which there are ``listed``, and a head."""
+    STEPS: tl.constexpr = TABLE_BLOCK // JOINED
+    TILES: tl.constexpr = TABLE_BLOCK // 128
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
+    entry = table_parts + (mask * listed + tl.program_id(0) // STEPS) * 4
+    row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    start = tl.program_id(0) % STEPS * JOINED
+    # There are as many lines as parts; the last name none.
+    if count > 0:
+        rows = tl.arange(0, JOINED)
+        place = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + start // 128
+        line = place * 128 + start % 128 + rows
+        running_max = tl.full([JOINED], FLOOR, tl.float32)
+        running_sum = tl.zeros([JOINED], tl.float32)
+        accumulator = tl.zeros([JOINED, DIM], tl.float32)
+        for _ in range(count):
+            lse = tl.load(part_lse + line)
+            new_max = tl.maximum(running_max, lse)
+            rescale, weight = tl.exp(running_max - new_max), tl.exp(lse - new_max)
+            part = tl.load(part_out + line[:, None] * DIM + tl.arange(0, DIM)[None, :])
+            accumulator = accumulator * rescale[:, None] + part * weight[:, None]
+            running_sum = running_sum * rescale + weight
+            running_max = new_max
+            line += TILES * 128
+        keeps_nothing = running_sum == 0.0
+        total = tl.where(keeps_nothing, 1.0, running_sum)
+        first_query = row * TABLE_BLOCK + start
+        store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, JOINED, DIM)
+        query = first_query + rows
+        lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
+        tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, config=None):
@@ -448,12 +554,18 @@ def attention_forward(q, k, v, mask, scale, config=None):
     items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
     tiles = items * (block_size // TILE.value) * batch * heads
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
+    parts = mask.by_query.parts.shape[1] * (block_size // TILE.value) if comes_in_parts(mask and mask.by_query) else 0
+    part_lse = torch.empty((batch * heads * parts, TILE.value), dtype=torch.float32, device=q.device) if parts else lse
+    part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device) if parts else lse
     arguments = [
         described(q, [1, 1, HALF.value, dim]),
         described(k, [1, 1, TILE.value, dim]),
         described(v, [1, 1, TILE.value, dim]),
         described(out, [1, 1, HALF.value, dim]),
         lse,
+        part_out,
+        part_lse,
+        parts,
         index,
         mask.by_query.work if mask else lse,
         col_idx,
@@ -472,7 +584,13 @@ def attention_forward(q, k, v, mask, scale, config=None):
         scale * LOG2_E.value,
     ]
     constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     launch(attention_forward_kernel, grid, arguments, constants, config.options)
+    if parts:
+        table = mask.by_query.parts
+        arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index, *strides]
+        arguments += [heads, q_len, table.shape[1]]
+        grid = (table.shape[1] * (block_size // JOINED.value), batch * heads)
+        launch(join_kernel, grid, arguments, {"DIM": dim, "TABLE_BLOCK": block_size}, {"num_warps": 4})
     return out, lse

@@ -38,6 +38,11 @@ def heads_together(row_bytes: int, rows: int) -> int:
     return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
+def comes_in_parts(table) -> bool:
+    """Whether some rows of a table, or of none, are divided: see ``Table.work``."""
+    return table is not None and table.work.shape[1] > table.row_order.shape[1]
+
+
 _queues: dict[tuple, torch.Tensor] = {}
 
 

@@ -1,40 +1,105 @@
-"""Element masks of partial blocks, applied to a tile of scores where it lies: in the registers of a wgmma accumulator."""
+"""Element masks of partial blocks, applied to a tile of scores where it lies: in the registers of a wgmma accumulator.
+
+Each choice between a score and its replacement is one piece of assembly. Written in Gluon, comparisons do not wait for the
+scores; all of a tile's are made before the product is there, and 64 truth values a thread are packed and unpacked again.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# What stands where a mask keeps nothing: -inf and 0, as the assembler writes them.
+LOWEST = gl.constexpr("0fFF800000")
+ZERO = gl.constexpr("0f00000000")
+
 
 @gluon.jit
-def where_run(scores, first, stop, position, otherwise):
+def where_run(scores, first, stop, position, otherwise: gl.constexpr):
     """scores where first <= position < stop, else ``otherwise``: three int32 tensors, broadcast against scores."""
     # One comparison for two: below first, the difference wraps to a large unsigned number.
-    inside = (position - first).to(gl.uint32, bitcast=True) < (stop - first).to(gl.uint32, bitcast=True)
-    return gl.where(inside, scores, otherwise)
+    choose: gl.constexpr = "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, " + otherwise + ", p; }"
+    return gl.inline_asm_elementwise(
+        choose, "=f,f,r,r", [scores, position - first, stop - first], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def where_row_bits(scores, words, otherwise, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr):
-    """(ROWS, COLS) scores, queries along rows: kept where bit c % 32 of words[r * STRIDE + c // 32] is set."""
-    WORDS: gl.constexpr = COLS // 32
-    parts = scores.reshape([ROWS, WORDS, 32])
-    layout: gl.constexpr = parts.type.layout
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    columns = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    word = gl.load(words + rows[:, None] * STRIDE + columns[None, :])
-    kept = gl.where(((word[:, :, None] >> bit[None, None, :]) & 1) != 0, parts, otherwise)
+def _where_bit(scores, words, bit, otherwise: gl.constexpr):
+    choose: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, " + otherwise + ", p; }"
+    )
+    return gl.inline_asm_elementwise(choose, "=f,f,r,r", [scores, words, bit], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """Row and column numbers of a tile's 32-bit words, where the threads that hold its scores in ``layout`` want them."""
+    parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS, COLS // 32, 32])
+    of_words: gl.constexpr = gl.SliceLayout(2, parts.type.layout)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_words))
+    columns = gl.arange(0, COLS // 32, layout=gl.SliceLayout(0, of_words))
+    return rows, columns
+
+
+@gluon.jit
+def row_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """words[r * STRIDE + c // 32] for ``where_bits``."""
+    rows, columns = _word_layout(ROWS, COLS, layout)
+    return gl.load(words + rows[:, None] * STRIDE + columns[None, :])
+
+
+@gluon.jit
+def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """The same bits from runs[r], its first key in the low half and the one after its last in the high; position: of column 0."""
+    rows, columns = _word_layout(ROWS, COLS, layout)
+    run = gl.load(runs + rows)
+    return _run_bits((run & 0xFFFF)[:, None], (run >> 16)[:, None], columns[None, :] * 32 + position)
+
+
+@gluon.jit
+def all_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """The same bits where all rows keep columns 0 .. stop - 1."""
+    rows, columns = _word_layout(ROWS, COLS, layout)
+    return _run_bits((rows * 0)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
+
+
+@gluon.jit
+def _run_bits(first, stop, position):
+    # A shift of 32 or more leaves 0, in assembly.
+    make: gl.constexpr = "{ .reg .b32 a, b; shl.b32 a, -1, $1; shl.b32 b, -1, $2; not.b32 b, b; and.b32 $0, a, b; }"
+    low = gl.maximum(first - position, 0)
+    high = gl.maximum(stop - position, 0)
+    return gl.inline_asm_elementwise(make, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def where_bits(scores, words, otherwise: gl.constexpr):
+    """(rows, columns) scores: kept where bit c % 32 of words[r, c // 32] is set."""
+    ROWS: gl.constexpr = scores.shape[0]
+    COLS: gl.constexpr = scores.shape[1]
+    parts = scores.reshape([ROWS, COLS // 32, 32])
+    bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts.type.layout)))
+    # Bits 1 and 2 of a column's number are those of a thread, by which it shifts each word once; the rest are known.
+    shifted = words[:, :, None] >> (bit & 6)[None, None, :]
+    kept = _where_bit(parts, shifted, (1 << (bit & 25))[None, None, :], otherwise)
     return gl.convert_layout(kept.reshape([ROWS, COLS]), scores.type.layout)
 
 
 @gluon.jit
-def where_column_bits(scores, words, otherwise, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr):
-    """(ROWS, COLS) scores, queries along columns: kept where bit r % 32 of words[c * STRIDE + r // 32] is set."""
-    WORDS: gl.constexpr = ROWS // 32
-    parts = scores.reshape([WORDS, 32, COLS])
-    layout: gl.constexpr = parts.type.layout
-    rows = gl.arange(0, WORDS, layout=gl.SliceLayout(1, gl.SliceLayout(1, layout)))
-    columns = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    word = gl.load(words + columns[None, :] * STRIDE + rows[:, None])
-    kept = gl.where(((word[:, None, :] >> bit[None, :, None]) & 1) != 0, parts, otherwise)
+def column_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """words[c * STRIDE + r // 32], of shape (ROWS // 32, COLS), for ``where_column_bits``."""
+    parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS // 32, 32, COLS])
+    of_words: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    rows = gl.arange(0, ROWS // 32, layout=gl.SliceLayout(1, of_words))
+    columns = gl.arange(0, COLS, layout=gl.SliceLayout(0, of_words))
+    return gl.load(words + columns[None, :] * STRIDE + rows[:, None])
+
+
+@gluon.jit
+def where_column_bits(scores, words, otherwise: gl.constexpr):
+    """(rows, columns) scores, queries along columns: kept where bit r % 32 of words[r // 32, c] is set."""
+    ROWS: gl.constexpr = scores.shape[0]
+    COLS: gl.constexpr = scores.shape[1]
+    parts = scores.reshape([ROWS // 32, 32, COLS])
+    bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout)))
+    kept = _where_bit(parts, words[:, None, :], (1 << bit)[None, :, None], otherwise)
     return gl.convert_layout(kept.reshape([ROWS, COLS]), scores.type.layout)

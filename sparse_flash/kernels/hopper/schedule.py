@@ -47,9 +47,10 @@ def mask_of(p, batch, head):
 
 @gluon.jit
 def work_item(work, mask, items, item):
-    """(row, begin, runs, bits, end) of an item of a mask: see ``Table.work``."""
+    """(row, begin, runs, bits, end, part) of an item of a mask: see ``Table.work``."""
     line = work + (mask * items + item) * WORK_FIELDS
-    return gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4)
+    row, part = gl.load(line), gl.load(line + 5)
+    return row, gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4), part
 
 
 @gluon.jit
