@@ -1,7 +1,7 @@
 """The backward pass for Hopper: one pass over key tiles that computes dK and dV, and adds to dQ as it goes.
 
-Persistent programs: one warp plans, one loads, eight compute, and one hands finished tiles of dQ to the copy engine, which
-adds them to an fp32 array in global memory. Scores lie transposed, keys along rows, so that they are the left operand of dV
+Persistent programs: one warp plans, one loads, eight compute, and one hands results to the copy engine, which adds tiles of
+dQ to an fp32 array in global memory. Scores lie transposed, keys along rows, so that they are the left operand of dV
 without a way through shared memory. The scores of the next step, or of the next tile's first, are computed beside the
 other products of this one, so that the tensor cores have work while the exponentials run.
 
@@ -250,10 +250,13 @@ def _load(p):
 
 
 @gluon.jit
-def _add(p):
-    """The warp that adds tiles of dQ to global memory."""
+def _send(p):
+    """The warp that sends results on: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or
+    adds them."""
     ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
-    step = 0
+    HALF: gl.constexpr = KEYS * p.DIM // 512
+    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    sent = 0
     turn = 0
     first_key, batch, head, begin, runs, _, end = _told_tile(p, 0)
     while first_key >= 0:
@@ -261,12 +264,32 @@ def _add(p):
         entry = _first_step(p, first_key, begin, runs, end)
         for _ in range(gl.maximum(end - begin, 1)):
             position = _position(p, entry, end)
-            mbarrier.wait(p.dq_full, step & 1)
+            mbarrier.wait(p.dq_full, sent & 1)
             async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
             store_wait(0)
             mbarrier.arrive(p.dq_empty, count=1)
             entry = gl.where(entry + 1 >= end, begin, entry + 1)
-            step += 1
+            sent += 1
+        place = p.k.index(turn % 2)
+        kv_head = head // p.group
+        if p.ADDED:
+            line = (batch * (p.heads // p.group) + kv_head) * p.padded_kv_len + first_key
+            for grad in range(2):
+                row = (line + grad * p.kv_lines) // KEYS * (2 * HALF)
+                mbarrier.wait(p.dq_full, sent & 1)
+                async_add(p.dkv_rows, [row, 0], view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout))
+                async_add(p.dkv_rows, [row + HALF, 0], view(place, gl.float32, [HALF, 256], p.dkv_rows.layout))
+                store_wait(0)
+                mbarrier.arrive(p.dq_empty, count=1)
+                sent += 1
+        else:
+            mbarrier.wait(p.dq_full, sent & 1)
+            async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
+            async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, p.q_tensor.dtype, [1, 1, KEYS, p.DIM], deep))
+            store_wait(0)
+            mbarrier.arrive(p.dq_empty, count=1)
+            sent += 1
+        mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
         turn += 1
         first_key, batch, head, begin, runs, _, end = _told_tile(p, turn)
 
@@ -321,6 +344,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
+    SENT: gl.constexpr = 2 if p.ADDED else 1  # times that a tile's end goes through the place of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     for entry in range(begin, end):
@@ -362,7 +386,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(started_dq,))
-        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
+        mbarrier.wait(p.dq_empty, ((step + turn * SENT) & 1) ^ 1)
         p.dq.store(_in_register_order(dq, WARPS_DOWN))
         fence_async_shared()
         mbarrier.arrive(p.dq_full, count=1)
@@ -377,7 +401,6 @@ def _compute(p):
     """The computing warps: each half of them holds 64 keys."""
     dtype: gl.constexpr = p.q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
     # Two warp groups share dQ: each takes half its queries, or where those are 64, half its columns.
@@ -394,7 +417,7 @@ def _compute(p):
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
     turn = 0
-    first_key, batch, head, begin, runs, bits, end = _told_tile(p, 0)
+    first_key, _, _, begin, runs, bits, end = _told_tile(p, 0)
     while first_key >= 0:
         last = step + gl.maximum(end - begin, 1) - 1
         dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
@@ -411,43 +434,30 @@ def _compute(p):
         dk, dv, scores = state
         mbarrier.arrive(p.v_empty, count=1)
         # They leave through the place of the tile's keys, and that of dQ once its last tile has left.
-        mbarrier.wait(p.dq_empty, (step & 1) ^ 1)
         place = p.k.index(turn % 2)
-        kv_head = head // p.group
         if p.ADDED:
-            kv_heads = p.heads // p.group
-            line = (batch * kv_heads + kv_head) * p.padded_kv_len + first_key
-            _add_tile(p, dk, line, place)
-            barrier()
-            _add_tile(p, dv, p.kv_lines + line, place)
+            _hand_over_halves(p, dk, step + 2 * turn, place)
+            _hand_over_halves(p, dv, step + 2 * turn + 1, place)
         else:
             view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+            mbarrier.wait(p.dq_empty, ((step + turn) & 1) ^ 1)
             view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
             fence_async_shared()
-            barrier()
-            async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
-            async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, dtype, [1, 1, KEYS, p.DIM], deep))
-            store_wait(0)
-        mbarrier.arrive(p.k_empty.index(turn % 2), count=1)
+            mbarrier.arrive(p.dq_full, count=1)
         turn += 1
-        first_key, batch, head, begin, runs, bits, end = _told_tile(p, turn)
+        first_key, _, _, begin, runs, bits, end = _told_tile(p, turn)
 
 
 @gluon.jit
-def _add_tile(p, grad, line, place):
-    """Adds dK or dV of a tile to its fp32 sums, half of its rows of numbers by way of dQ's place and half by ``place``."""
+def _hand_over_halves(p, grad, sent, place):
+    """dK or dV in fp32, in register order: half by way of dQ's place and half by ``place``."""
     HALF: gl.constexpr = KEYS * p.DIM // 512
-    rows = _in_register_order(grad, 8).reshape([2, HALF, 256]).permute((1, 2, 0))
-    low, high = rows.split()
-    through_dq = view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout)
-    through_place = view(place, gl.float32, [HALF, 256], p.dkv_rows.layout)
-    through_dq.store(low)
-    through_place.store(high)
+    low, high = _in_register_order(grad, 8).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    mbarrier.wait(p.dq_empty, (sent & 1) ^ 1)
+    view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout).store(low)
+    view(place, gl.float32, [HALF, 256], p.dkv_rows.layout).store(high)
     fence_async_shared()
-    barrier()
-    async_add(p.dkv_rows, [line // KEYS * (2 * HALF), 0], through_dq)
-    async_add(p.dkv_rows, [line // KEYS * (2 * HALF) + HALF, 0], through_place)
-    store_wait(0)
+    mbarrier.arrive(p.dq_full, count=1)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -529,12 +539,12 @@ def attention_backward_kernel(
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
-                mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group,
-                q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v, q,
-                dout, lse, delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes,
-                noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED)
+                mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len,
+                padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
+                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, noted,
+                DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED)
     # fmt: on
-    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_add, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
+    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "padded_q_len"])
