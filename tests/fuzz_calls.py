@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -139,7 +140,8 @@ def _mask(group: int, backend: str) -> Drawn:
         return size if backends.backend(backend).supports(asked) is None else None
 
     grid = BlockGrid(q_len, kv_len, _first(fitting, backend))
-    drawn = {"pattern": _pattern_mask, "blocks": _block_map, "per head": _mask_per_head}[kind](rng, grid)
+    with oracle.heavy_rows_in_parts() if rng.random() < 0.4 else nullcontext():
+        drawn = {"pattern": _pattern_mask, "blocks": _block_map, "per head": _mask_per_head}[kind](rng, grid)
     return replace(drawn, mask=drawn.mask.to(oracle.DEVICE), kept=drawn.kept.to(oracle.DEVICE))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash import backends, block_mask
 from sparse_flash.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
@@ -39,6 +39,16 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
         case "head_dim first":
             return normal(batch, heads, dim, tokens).mT
     raise ValueError(f"layout must be one of {LAYOUTS}; got {layout!r}")
+
+
+@contextmanager
+def heavy_rows_in_parts():
+    """Masks compiled within divide every row of more than two blocks, as they else do rows far heavier than the mean."""
+    limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(block_mask, name, limit)
+        yield
 
 
 @contextmanager

@@ -106,7 +106,8 @@ if __name__ == "__main__":
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
                 report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
-            details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse
-            report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
-            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse
-            report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+            for split in (False, True):
+                details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
+                report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+                details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split
+                report("hopper_backward", dim, sparse, compiled_for_hopper, *details)

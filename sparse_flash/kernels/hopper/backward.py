@@ -363,21 +363,27 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         if KIND != FULL:
             weights = _masked(p, weights, words, first_key, KIND)
         dweights = warpgroup_mma_wait(0, deps=(started,))
-        # Read only here: one delta a column takes registers, which the exponentials need.
         delta = p.delta.index(dout_stage).load(column)
         operand = gl.convert_layout(weights.to(dtype), operand_layout)
         started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
+        # Over at once: what follows stays behind the product's start, where the compiler would put it before.
+        mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
         dscores = weights * (dweights - delta[None, :])
-        ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         p.dscores.index(0).store(dscores.to(dtype))
+        ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         started_dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         fence_async_shared()
         barrier()
-
         keys = view(p.k.index(turn % 2 + fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
         stored = p.dscores.index(fresh_zero(step))
         started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
+        dv, dk = warpgroup_mma_wait(
+            1,
+            deps=(
+                started_dv,
+                started_dk,
+            ),
+        )
         upcoming_stage = (step + 1) % p.Q_STAGES
         upcoming_turn = turn + (step == last).to(gl.int32)
         mbarrier.wait(p.q_full.index(upcoming_stage), ((step + 1) // p.Q_STAGES) & 1)

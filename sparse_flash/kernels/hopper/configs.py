@@ -72,8 +72,8 @@ class Footprint:
 
 # By pass and padded head_dim. All that is spilled lies outside the loop over full blocks.
 FOOTPRINT = {
-    ("forward", 64): Footprint(131672, 8),
-    ("forward", 128): Footprint(197144, 16),
-    ("backward", 64): Footprint(199900, 152),
-    ("backward", 128): Footprint(231388, 48),
+    ("forward", 64): Footprint(131688, 0),
+    ("forward", 128): Footprint(197160, 0),
+    ("backward", 64): Footprint(199884, 168),
+    ("backward", 128): Footprint(231372, 32),
 }
