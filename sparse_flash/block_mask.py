@@ -17,9 +17,10 @@ _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
 PART_FIELDS = 4
 
-# A row of more than so many blocks, and of more than so many times the mean, comes in parts of about so many, or of twice the
-# mean: one program would still be at it when all others are done. The results of parts cost a pass over 64 KiB each.
-_HEAVY_BLOCKS, _HEAVY_RATIO = 64, 4
+# A row comes in parts if it has more blocks than this, more than so many times the mean, and more than this share of all: one
+# program would still be at it when the others are done, unless there are many more heads than most models have. The parts are
+# of about so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
+_HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 _PART_BLOCKS, _PART_RATIO = 32, 2
 
 
@@ -448,7 +449,7 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """The work items and the rows in parts of one mask: see ``Table``."""
     count = np.diff(ptr).astype(np.int64)
     mean = count.sum() / max(1, np.count_nonzero(count))
-    heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean)
+    heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
     divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(_PART_RATIO * mean))), 1)
     row = np.repeat(np.arange(len(count)), divisor)
     first_item = np.cumsum(divisor) - divisor

@@ -44,7 +44,7 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
 @contextmanager
 def heavy_rows_in_parts():
     """Masks compiled within divide every row of more than two blocks, as they else do rows far heavier than the mean."""
-    limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}
+    limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_HEAVY_SHARE": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(block_mask, name, limit)

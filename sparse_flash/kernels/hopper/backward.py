@@ -252,23 +252,30 @@ def _load(p):
 @gluon.jit
 def _send(p):
     """The warp that sends results on: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or
-    adds them."""
+    adds them. It also tells the loading warp what has been used, so that the computing warps need not wait for each other
+    to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
     HALF: gl.constexpr = KEYS * p.DIM // 512
     deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    step = 0
     sent = 0
     turn = 0
     first_key, batch, head, begin, runs, _, end = _told_tile(p, 0)
     while first_key >= 0:
         line = (batch * p.heads + head) * p.padded_q_len
         entry = _first_step(p, first_key, begin, runs, end)
+        last = step + gl.maximum(end - begin, 1) - 1
         for _ in range(gl.maximum(end - begin, 1)):
             position = _position(p, entry, end)
             mbarrier.wait(p.dq_full, sent & 1)
+            # Who hands over dQ has done all products of the step.
+            mbarrier.arrive(p.step_done.index(step % p.Q_STAGES), count=1)
+            mbarrier.arrive(p.v_empty, count=1, pred=step == last)
             async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
             store_wait(0)
             mbarrier.arrive(p.dq_empty, count=1)
             entry = gl.where(entry + 1 >= end, begin, entry + 1)
+            step += 1
             sent += 1
         place = p.k.index(turn % 2)
         kv_head = head // p.group
@@ -357,7 +364,6 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
             words = _mask_words(p, entry, exists, first_key, KIND, score_layout)
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
         started = warpgroup_mma(values, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.arrive(p.step_done.index((step + p.Q_STAGES - 1) % p.Q_STAGES), count=1, pred=step > 0)
         lse = p.lse.index(stage).load(column)
         weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
@@ -438,7 +444,6 @@ def _compute(p):
             state, step = _walk(p, state, step, last, turn, bits, end, True, first_key, zeros, dq_zeros, BITS)
         state, step = _walk(p, state, step, last, turn, begin, runs, True, first_key, zeros, dq_zeros, FULL)
         dk, dv, scores = state
-        mbarrier.arrive(p.v_empty, count=1)
         # They leave through the place of the tile's keys, and that of dQ once its last tile has left.
         place = p.k.index(turn % 2)
         if p.ADDED:
