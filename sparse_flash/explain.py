@@ -15,8 +15,10 @@ from .tiles import unpack_bits, unpack_runs
 
 # Reachability multiplies boolean matrices with this many units on a side; longer masks are looked at in coarser units.
 MOST_UNITS = 1024
-# Below this gain the table's own cost (index loads, shorter rows, mask tiles) is about as large as what it saves.
-LEAST_GAIN = 1.25
+# Below this gain dense attention is as fast. Measured on an H200 (docs/performance.md, 2026-11-21, 16 heads x 16,384 tokens): a
+# block that a table names takes 1.06 times as long as one of dense attention forward and 1.07 backward where rows keep 30
+# blocks, 1.13 and 1.39 where they keep 8; masks near this gain have long rows.
+LEAST_GAIN = 1.1
 _CHUNK = 1 << 14  # partial blocks looked at at a time
 
 

@@ -2,6 +2,10 @@
 
 Programs take tiles from a queue, heaviest first: a counter in global memory. A warp of its own takes them, looks them up,
 and tells the others through shared memory, one tile ahead, so that nobody waits for the table.
+
+What it tells lies in two slots, of which it writes one again once the tile two turns back is done. Each reader of that tile
+has read by then: the loading warp before it asked for the tile's data, which the computing warps waited for; they before they
+gave the tile's place back (forward), or handed its dK and dV to the sending warp, which gives it back (backward).
 """
 
 from triton.experimental import gluon
