@@ -75,5 +75,5 @@ FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(199884, 168),
-    ("backward", 128): Footprint(231372, 32),
+    ("backward", 128): Footprint(231372, 40),
 }
