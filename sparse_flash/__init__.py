@@ -3,9 +3,21 @@
 from .attention import attention
 from .block_mask import BlockMask
 from .compiler import compile_mask
+from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
 
 __version__ = "0.1.0"
-__all__ = ["BlockMask", "Pattern", "attention", "compile_mask", "list_patterns", "parse", "register_pattern", *_patterns]
+__all__ = [
+    "BlockMask",
+    "KeyValueCache",
+    "Pattern",
+    "SparseAttention",
+    "attention",
+    "compile_mask",
+    "list_patterns",
+    "parse",
+    "register_pattern",
+    *_patterns,
+]

@@ -31,7 +31,9 @@ MAY_IMPORT = {
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
-    "": {"attention", "block_mask", "compiler", "pattern", "patterns"},  # sparse_flash/__init__.py: the public names
+    "integrations": {"attention", "block_mask", "pattern", "patterns"},
+    "layer": {"attention", "block_mask", "pattern"},
+    "": {"attention", "block_mask", "compiler", "layer", "pattern", "patterns"},  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},
 }

@@ -1,0 +1,147 @@
+"""SparseAttention: self-attention as a layer of a model, and the cache of keys and values for decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .attention import attention
+from .block_mask import BlockMask
+from .pattern import Pattern, parse
+
+
+class KeyValueCache:
+    """The keys and values of tokens seen so far, for one layer. Room for ``length`` tokens is taken at once.
+
+    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room.
+    """
+
+    def __init__(self, batch: int, kv_heads: int, length: int, head_dim: int, *, dtype=None, device=None):
+        for name, value in (("batch", batch), ("kv_heads", kv_heads), ("length", length), ("head_dim", head_dim)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive; got {value}")
+        self._room = torch.zeros(2, batch, kv_heads, length, head_dim, dtype=dtype, device=device)
+        self.tokens = 0
+
+    @property
+    def length(self) -> int:
+        return self._room.shape[3]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._room[0, :, :, : self.tokens]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._room[1, :, :, : self.tokens]
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
+        Raises ValueError where they do not fit."""
+        wanted = (*self._room.shape[1:3], k.shape[2], self._room.shape[4])
+        if tuple(k.shape) != wanted or k.shape != v.shape:
+            raise ValueError(f"k and v must have shape {wanted}, as the cache was made for; got {tuple(k.shape)}, {tuple(v.shape)}")
+        stop = self.tokens + k.shape[2]
+        if stop > self.length:
+            raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
+        self._room[0, :, :, self.tokens : stop] = k.detach()
+        self._room[1, :, :, self.tokens : stop] = v.detach()
+        self.tokens = stop
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forgets all tokens; the room stays."""
+        self.tokens = 0
+
+
+class SparseAttention(nn.Module):
+    """Multi-head self-attention under a mask: projections, rotary positions, grouped-query heads, ``attention``.
+
+    dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
+    head_dim: dim // heads by default; even where positions are rotary.
+    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length; None for
+    dense attention. Causal by default; another pattern that shall not look ahead must say so: "causal & local(1024)".
+    rotary_base: the base of rotary position embedding, its pairs being halves of head_dim apart; None for no positions.
+    bias: of the four projections. backend, deterministic: as for ``attention``.
+
+    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Sources: arXiv:1706.03762 (multi-head attention),
+    arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        mask: Pattern | str | BlockMask | None = "causal",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_base: float | None = 10000.0,
+        bias: bool = False,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if min(dim, heads, kv_heads) < 1:
+            raise ValueError(f"dim, heads and kv_heads must be positive; got {dim}, {heads} and {kv_heads}")
+        if heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
+        head_dim = dim // heads if head_dim is None else head_dim
+        if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
+            raise ValueError(
+                f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "
+                "turns them off"
+            )
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.mask = parse(mask) if isinstance(mask, str) else mask
+        self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(dim, heads * head_dim, **made)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, **made)
+        self.v_proj = nn.Linear(dim, kv_heads * head_dim, **made)
+        self.out_proj = nn.Linear(heads * head_dim, dim, **made)
+
+    def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """x: (batch, tokens, dim); returns the like. With a cache, x are the tokens after those that it holds; they attend to
+        both, and are kept. Raises ValueError for shapes that do not fit."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
+        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.rotary_base is not None:
+            rotation = _rotation(cache.tokens if cache else 0, x.shape[1], self.head_dim, self.rotary_base, x.device)
+            q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = attention(q, k, v, self.mask, deterministic=self.deterministic, backend=self.backend)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def new_cache(self, batch: int, length: int) -> KeyValueCache:
+        """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
+        weight = self.k_proj.weight
+        return KeyValueCache(batch, self.kv_heads, length, self.head_dim, dtype=weight.dtype, device=weight.device)
+
+    def extra_repr(self) -> str:
+        mask = f"blocks of {self.mask.block_size}" if isinstance(self.mask, BlockMask) else self.mask
+        return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, mask={mask}"
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _rotation(first: int, tokens: int, head_dim: int, base: float, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (tokens, head_dim / 2) float32, of positions from ``first`` on."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=device)
+    angles = positions[:, None] / base**exponents
+    return angles.cos(), angles.sin()
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Computed in float32, in x's dtype."""
+    low, high = x.float().chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)

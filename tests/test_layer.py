@@ -1,0 +1,117 @@
+"""SparseAttention: what a layer of PyTorch's own parts would compute, token by token or all at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_flash as sf
+
+TOKENS, DIM = 150, 48
+
+
+def layer(**options) -> sf.SparseAttention:
+    torch.manual_seed(0)
+    return sf.SparseAttention(DIM, 4, **{"mask": "causal & (local(20) | sinks(2))"} | options)
+
+
+def inputs(tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randn(2, tokens, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def turned(x: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary embedding by its definition: pairs as complex numbers, turned by position / base^(2 i / head_dim)."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    speed = base ** -(torch.arange(half).double() * 2 / x.shape[-1])
+    pairs = pairs * torch.polar(torch.ones(1).double(), torch.arange(x.shape[2]).double()[:, None] * speed)
+    return torch.cat([pairs.real, pairs.imag], -1).float()
+
+
+def by_hand(attn: sf.SparseAttention, x: torch.Tensor, pattern: str | None) -> torch.Tensor:
+    q, k, v = (p(x).unflatten(2, (-1, attn.head_dim)).transpose(1, 2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+    if attn.rotary_base:
+        q, k = turned(q, attn.rotary_base), turned(k, attn.rotary_base)
+    kept = None if pattern is None else sf.compile_mask(pattern, x.shape[1]).to_dense()
+    out = F.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
+    return attn.out_proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("rotary_base", [None, 10000.0, 500.0])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("pattern", [None, "causal", "causal & (local(20) | sinks(2))"])
+def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, rotary_base):
+    attn = layer(mask=pattern, kv_heads=kv_heads, rotary_base=rotary_base, bias=True)
+    x = inputs().requires_grad_()
+    results = []
+    for make in (attn, lambda x: by_hand(attn, x, pattern)):
+        attn.zero_grad()
+        x.grad = None
+        out = make(x)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad.clone(), *(p.grad.clone() for p in attn.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12], [20]])
+def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces):
+    attn = layer(kv_heads=2)
+    x = inputs(sum(pieces) + 30)
+    cache = attn.new_cache(2, length=64)
+    with torch.no_grad():
+        parts = [attn(piece, cache) for piece in x.split([30, *pieces], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), attn(x), atol=1e-5, rtol=1e-4)
+    assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
+    cache.reset()
+    torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
+
+
+def test_a_layer_survives_saving_and_moves_between_dtypes():
+    attn, other = layer(), layer(mask="causal")
+    other.load_state_dict(attn.state_dict())
+    other.mask = attn.mask
+    assert torch.equal(attn(inputs()), other(inputs()))
+    assert attn.to(torch.bfloat16)(inputs().bfloat16()).dtype == torch.bfloat16
+    assert attn.new_cache(1, 4).keys.dtype == torch.bfloat16
+
+
+def test_a_layer_compiles_as_one_graph():
+    attn = layer(kv_heads=2)
+    x = inputs()
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), attn(x))
+
+
+def test_what_the_layer_shows_names_its_mask():
+    assert f"mask={sf.parse('causal & (local(20) | sinks(2))')}" in repr(layer())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
+        ({"head_dim": 5}, "even head_dim"),
+        ({"rotary_base": -1.0}, "positive base"),
+        ({"kv_heads": 0}, "positive"),
+        ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(**options)
+    with pytest.raises(ValueError, match="heads must divide dim"):
+        sf.SparseAttention(50, 4)
+
+
+def test_inputs_and_caches_that_do_not_fit_are_refused():
+    attn = layer()
+    with pytest.raises(ValueError, match=r"\(batch, tokens, 48\); got \(2, 150\)"):
+        attn(torch.randn(2, TOKENS))
+    cache = attn.new_cache(2, length=160)
+    attn(inputs(), cache)
+    with pytest.raises(ValueError, match="room for 160 tokens and holds 150; 150 more"):
+        attn(inputs(), cache)
+    with pytest.raises(ValueError, match="as the cache was made for"):
+        attn(inputs(5)[:1], cache)
+    with pytest.raises(ValueError, match="length must be positive"):
+        attn.new_cache(1, 0)

@@ -1,0 +1,162 @@
+"""Transformers' models under a mask: the same as with PyTorch's attention and the mask's pairs."""
+
+import copy
+
+import pytest
+import torch
+
+import sparse_flash as sf
+
+transformers = pytest.importorskip("transformers")
+from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+
+TOKENS, WORDS = 150, 97
+SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES, intermediate_size=96, num_key_value_heads=2),
+    "mistral": transformers.MistralConfig(**SIZES, intermediate_size=96, num_key_value_heads=2, sliding_window=None),
+    "mistral, window": transformers.MistralConfig(**SIZES, intermediate_size=96, num_key_value_heads=1, sliding_window=33),
+    "gpt2": transformers.GPT2Config(**SIZES, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+}
+PATTERN = "causal & (local(20) | sinks(2))"
+
+
+def twins(name: str):
+    """Two models of the same weights, the second with PyTorch's attention."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
+    dense = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="sdpa")
+    dense.load_state_dict(model.state_dict())
+    return model, dense
+
+
+def words(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, WORDS, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def pairs(pattern: str, batch: int, tokens: int) -> torch.Tensor:
+    return sf.compile_mask(pattern, tokens).to_dense().expand(batch, 1, tokens, tokens)
+
+
+def within(name: str, pattern: str) -> str:
+    window = getattr(CONFIGS[name], "sliding_window", None)
+    return f"({pattern}) & local({window})" if window else pattern
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_gradients_are_those_of_dense_attention_with_the_masks_pairs(name):
+    model, dense = twins(name)
+    assert use_sparse_flash(model, PATTERN) is model
+    model.train()
+    dense.train()
+    x = words()
+    ours = model(x, labels=x)
+    theirs = dense(x, attention_mask=pairs(within(name, PATTERN), *x.shape), labels=x)
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-4)
+    ours.loss.backward()
+    theirs.loss.backward()
+    for (key, a), b in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_generate_continues_as_dense_attention_with_the_masks_pairs_would(name):
+    model, dense = twins(name)
+    use_sparse_flash(model, PATTERN).eval()
+    x = words(tokens=40)
+    made = model.generate(x, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(x), pad_token_id=0)
+    dense.eval()
+    with torch.no_grad():
+        for _ in range(8):
+            logits = dense(x, attention_mask=pairs(PATTERN, *x.shape)).logits[:, -1]
+            x = torch.cat([x, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(made, x)
+
+
+@pytest.mark.parametrize("masks", [["causal", "causal & local(9)"], {1: "causal & local(9)"}, {1: sf.causal() & sf.local(9)}])
+def test_each_layer_may_have_its_own_mask(masks):
+    model, dense = twins("llama")
+    x = words()
+    ours = use_sparse_flash(model, masks)(x).logits
+    # PyTorch's attention, layer by layer.
+    for number, layer in enumerate(dense.model.layers):
+        kept = pairs("causal & local(9)" if number else "causal", *x.shape)
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
+        )
+    torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_the_whole_model_compiles():
+    model, _ = twins("llama")
+    use_sparse_flash(model, PATTERN).eval()
+    x = words()
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager")(x, use_cache=False).logits
+    torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    model, _ = twins("llama")
+    use_sparse_flash(model, PATTERN).train()
+    x = words()
+
+    def gradient():
+        model.zero_grad()
+        model(x, labels=x, use_cache=False).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    kept = gradient()
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradient(), kept)
+
+
+def test_what_a_pattern_cannot_say_is_refused_with_the_way_out():
+    model, dense = twins("llama")
+    use_sparse_flash(model, PATTERN)
+    x = words()
+    padded = torch.ones_like(x)
+    padded[0, :5] = 0
+    with pytest.raises(ValueError, match="pads 5 positions"):
+        model(x, attention_mask=padded)
+    with pytest.raises(ValueError, match="shape \\(2, 1, 150, 150\\)"):
+        model(x, attention_mask=pairs("causal", *x.shape))
+    with pytest.raises(ValueError, match="packed_sequence"):
+        model(x, position_ids=torch.arange(TOKENS)[None].remainder(50), use_cache=False)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(x, past_key_values=transformers.StaticCache(model.config, max_cache_len=200))
+    with pytest.raises(ValueError, match="use_sparse_flash"):
+        dense.set_attn_implementation("block_sparse")
+        dense(x)
+
+
+def test_attention_dropout_is_refused_rather_than_ignored():
+    config = copy.deepcopy(CONFIGS["gpt2"])
+    config.attn_pdrop = 0.1
+    model = use_sparse_flash(transformers.AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match="dropout_p"):
+        model.train()(words())
+    model.eval()(words())
+
+
+@pytest.mark.parametrize(
+    "masks, message",
+    [
+        ({7: "causal"}, "layers \\[7\\]"),
+        (["causal"], "1 entries; the model has 2"),
+        ("causal & nothing_like_this", "nothing_like_this"),
+        ({0: 3}, "got int"),
+    ],
+)
+def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(masks, message):
+    model, _ = twins("llama")
+    before = model.config._attn_implementation
+    with pytest.raises((ValueError, TypeError), match=message):
+        use_sparse_flash(model, masks)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_without_attention_layers_is_refused():
+    with pytest.raises(ValueError, match="Linear has no self-attention layers"):
+        use_sparse_flash(torch.nn.Linear(2, 2))
