@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from . import flex
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .tiles import FULL_TILE, TilePool, unpack_bits, unpack_runs
 
@@ -183,6 +184,21 @@ class BlockMask:
             tile_runs=torch.stack(runs),
             tile_bits=torch.zeros((2, block_size, -(-block_size // 32)), dtype=torch.int32, device=blocks.device),
         )
+
+    @classmethod
+    def from_flex(cls, mask) -> BlockMask:
+        """The same mask as one of FlexAttention, on its device: every pair that ``flex_attention`` would keep, and no other.
+
+        mask: ``torch.nn.attention.flex_attention.BlockMask`` of square blocks. Its token rule is evaluated once, on the blocks
+        that it lists as partial. A rule of flex_attention counts queries from 0, and so does this, whatever the lengths: the
+        alignment at the end is that of patterns, not of tables. A ``score_mod`` is no part of a mask.
+        """
+        grid = flex.grid_of(mask)
+        pool = TilePool(grid.block_size)
+        masks = [cls.from_entries(grid, Entries(*entries), pool) for entries in flex.entries_of(mask, pool)]
+        joined = cls.per_head(masks)
+        index = joined.mask_index.view(mask.kv_num_blocks.shape[:2])
+        return replace(joined, mask_index=index).to(mask.kv_indices.device)
 
     @classmethod
     def per_head(cls, masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
