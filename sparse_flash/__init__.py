@@ -2,6 +2,7 @@
 
 from .attention import attention
 from .block_mask import BlockMask
+from .check import CheckError, check
 from .compiler import compile_mask
 from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
@@ -11,10 +12,12 @@ from .patterns import __all__ as _patterns
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "CheckError",
     "KeyValueCache",
     "Pattern",
     "SparseAttention",
     "attention",
+    "check",
     "compile_mask",
     "list_patterns",
     "parse",

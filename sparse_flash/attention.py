@@ -8,7 +8,7 @@ from operator import index
 
 import torch
 
-from . import backends, ops
+from . import backends, ops, watch
 from .block_mask import BlockMask, as_block_mask
 from .pattern import Pattern
 
@@ -54,6 +54,7 @@ def attention(
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+    given = mask
     if mask is not None:
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
         mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q_len, k.shape[2], q.device)
@@ -74,7 +75,12 @@ def attention(
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
     name = backends.choose(backend, call)
+    watched = watch.looked_at()
+    if watched:
+        q, k, v = (t.view_as(t) for t in (q, k, v))
     out, lse = ops.attention(q, k, v, mask, scale, call.deterministic, name)
+    if watched:
+        watch.saw(q, k, v, given, scale, out, lse)
     return (out, lse) if return_lse else out
 
 

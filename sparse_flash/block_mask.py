@@ -373,6 +373,28 @@ class BlockMask:
         states[self._entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._per_head(torch.from_numpy(states))
 
+    def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
+        """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
+        return self._line(self.by_query, query, self.q_len, batch, head, axis=1)[: self.kv_len]
+
+    def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
+        """Which queries keep a key: (q_len,) bool on the CPU."""
+        return self._line(self.by_key, key, self.kv_len, batch, head, axis=2)[: self.q_len]
+
+    def _line(self, table: Table, token: int, length: int, batch: int, head: int, axis: int) -> torch.Tensor:
+        if not 0 <= token < length:
+            raise IndexError(f"the mask has tokens 0 to {length - 1} on that side; got {token}")
+        heads = self.mask_index
+        mask = int(heads[batch if heads.shape[0] > 1 else 0, head if heads.shape[1] > 1 else 0])
+        row, place = divmod(token, self.block_size)
+        begin, end = table.row_ptr[mask, row : row + 2].tolist()
+        runs, bits = table.row_split[mask, row].tolist()
+        cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
+        entry = np.arange(begin, end)
+        kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
+        kept[cols] = self._decode((entry >= runs).astype(np.int64) + (entry >= bits), tile).take(place, axis)
+        return torch.from_numpy(kept.reshape(-1))
+
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
 

@@ -28,13 +28,23 @@ MAY_IMPORT = {
     "compiler": {"block_mask", "grid", "pattern", "rules", "tiles"},
     "backends": {"block_mask", "kernels", "tiles"},
     "ops": {"backends", "block_mask"},
-    "attention": {"backends", "block_mask", "ops", "pattern"},
+    "watch": set(),
+    "attention": {"backends", "block_mask", "ops", "pattern", "watch"},
+    "check": {"block_mask", "grid", "pattern", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
     "integrations": {"attention", "block_mask", "pattern", "patterns"},
     "layer": {"attention", "block_mask", "pattern"},
-    "": {"attention", "block_mask", "compiler", "layer", "pattern", "patterns"},  # sparse_flash/__init__.py: the public names
+    "": {
+        "attention",
+        "block_mask",
+        "check",
+        "compiler",
+        "layer",
+        "pattern",
+        "patterns",
+    },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},
 }

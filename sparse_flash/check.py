@@ -1,0 +1,242 @@
+"""A shadow check for training runs: sampled rows of attention and of its gradients, computed again from the definition."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from . import watch
+from .block_mask import BlockMask
+from .grid import BlockGrid
+from .pattern import Pattern, parse
+
+# Errors relative to the largest number among the sampled rows, which results in these types stay well below.
+BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
+_log = logging.getLogger("sparse_flash.check")
+
+
+class CheckError(RuntimeError):
+    """A result of attention is further from its definition than the bound of a check."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found in one call of attention. call: the number of the target's call, from 1. shape: of q. errors: by
+    name ("out", "lse", or "dq", "dk", "dv"), the largest error of the sampled rows, relative to their largest number."""
+
+    call: int
+    shape: tuple[int, ...]
+    errors: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values())
+
+
+class Check:
+    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two for each attention call that was looked at
+    and differentiated."""
+
+    def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
+        for name, value in (("every", every), ("rows", rows)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive; got {value}")
+        if bound is not None and not bound > 0:
+            raise ValueError(f"bound must be positive; got {bound}; None takes that of the dtype")
+        if not callable(target):
+            raise TypeError(f"check needs a module or a function that calls attention; got {type(target).__name__}")
+        self.target, self.every, self.rows, self.bound = target, every, rows, bound
+        self.calls, self.reports = 0, []
+        self._random = random.Random(seed)
+        self._hooks = []
+        if isinstance(target, torch.nn.Module):
+            self._hooks = [
+                target.register_forward_pre_hook(lambda *_: self._enter()),
+                target.register_forward_hook(lambda *_: self._leave(), always_call=True),
+            ]
+
+    def __call__(self, *args, **kwargs):
+        if self._hooks:
+            return self.target(*args, **kwargs)
+        self._enter()
+        try:
+            return self.target(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def remove(self) -> None:
+        """Looks at a module no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._leave()
+
+    def _enter(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 1 % self.every:
+            watch.observers.append(self)
+
+    def _leave(self) -> None:
+        if self in watch.observers:
+            watch.observers.remove(self)
+
+    def saw(self, q, k, v, mask, scale, out, lse) -> None:
+        sample = _Sample(q, k, v, mask, scale, out, lse, self.rows, self._random)
+        call = self.calls
+        self._judge(call, q, sample.forward_errors())
+        asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
+        if not asked or not out.requires_grad:
+            return
+        incoming, arrived = {}, {}
+
+        def keep(name: str):
+            # None where nothing depends on it.
+            return lambda gradient: None if gradient is None else incoming.__setitem__(name, gradient.detach())
+
+        def arrive(name: str):
+            def hook(gradient):
+                arrived[name] = gradient.detach()
+                if len(arrived) == len(asked):
+                    self._judge(call, q, sample.backward_errors(incoming, arrived))
+                    incoming.clear()
+                    arrived.clear()
+
+            return hook
+
+        out.register_hook(keep("out"))
+        lse.register_hook(keep("lse"))
+        for name, tensor in asked.items():
+            tensor.register_hook(arrive(name))
+
+    def _judge(self, call: int, q: torch.Tensor, errors: dict[str, float]) -> None:
+        report = Report(call, tuple(q.shape), errors)
+        self.reports.append(report)
+        listed = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+        _log.info("call %d, q %s: %s", call, report.shape, listed)
+        bound = BOUNDS[q.dtype] if self.bound is None else self.bound
+        if not report.worst <= bound:  # NaN is beyond any
+            raise CheckError(
+                f"in call {call}, attention of q {report.shape}, {q.dtype}, is further from its definition than {bound:.2g}: "
+                f"{listed} (relative errors of sampled rows); compare backend='reference', and report it with its mask"
+            )
+
+
+def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
+    """Checks attention while a model trains: now and then, some rows of its results, computed again in float64.
+
+    target: a module, which is looked at from now on whoever calls it; or a function, such as one step of training: call the
+    returned object in its place. The first call and each ``every``-th after it are looked at, in all their calls of
+    ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative error allowed; None
+    takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
+
+    Sampled queries give out, lse and dq; sampled keys dk and dv, given lse. A pattern is asked which pairs it keeps, so that
+    its table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
+    kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
+
+    A look costs some passes over the keys for each sampled row; other calls cost nothing. Calls inside torch.compile are not
+    seen, nor the gradients of layers whose activations are checkpointed.
+    """
+    return Check(target, every, rows, bound, seed)
+
+
+class _Sample:
+    """Rows of one call, and what the definition makes of them, in float64."""
+
+    def __init__(self, q, k, v, mask, scale, out, lse, rows: int, rng: random.Random):
+        self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
+        self.scale, self.group = scale, q.shape[1] // k.shape[1]
+        self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
+
+        def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
+            return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
+
+        self.queries, self.keys = places(*q.shape[:3]), places(*k.shape[:3])
+
+    def forward_errors(self) -> dict[str, float]:
+        wanted = [self._query(*place) for place in self.queries]
+        got_out = torch.stack([self.out[place].double() for place in self.queries])
+        got_lse = torch.stack([self.lse[place].double() for place in self.queries])
+        return {
+            "out": _error(got_out, torch.stack([out for out, _, _ in wanted])),
+            "lse": _error(got_lse, torch.stack([lse for _, lse, _ in wanted])),
+        }
+
+    def backward_errors(self, incoming: dict, arrived: dict) -> dict[str, float]:
+        dout = incoming.get("out", torch.zeros_like(self.out))
+        dlse = incoming.get("lse", torch.zeros_like(self.lse))
+        errors = {}
+        if "dq" in arrived:
+            wanted = torch.stack([self._query_gradient(*place, dout, dlse) for place in self.queries])
+            errors["dq"] = _error(torch.stack([arrived["dq"][place].double() for place in self.queries]), wanted)
+        if "dk" in arrived or "dv" in arrived:
+            both = [self._key_gradients(*place, dout, dlse) for place in self.keys]
+            for name, wanted in (("dk", [dk for dk, _ in both]), ("dv", [dv for _, dv in both])):
+                if name in arrived:
+                    errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(wanted))
+        return errors
+
+    def _query(self, b: int, h: int, i: int):
+        """(out, lse, weights) of a query."""
+        k, v = (t[b, h // self.group].double() for t in (self.k, self.v))
+        kept = self.keeps.of_query(b, h, i).to(k.device)
+        scores = (self.scale * k @ self.q[b, h, i].double()).masked_fill(~kept, -float("inf"))
+        lse = scores.logsumexp(0)
+        weights = (scores - lse).exp() if kept.any() else torch.zeros_like(scores)
+        return weights @ v, lse, weights
+
+    def _query_gradient(self, b: int, h: int, i: int, dout, dlse) -> torch.Tensor:
+        out, _, weights = self._query(b, h, i)
+        k, v = (t[b, h // self.group].double() for t in (self.k, self.v))
+        upstream = dout[b, h, i].double()
+        dscores = weights * (v @ upstream - (upstream @ out - dlse[b, h, i].double()))
+        return self.scale * dscores @ k
+
+    def _key_gradients(self, b: int, kv_head: int, j: int, dout, dlse) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (t[b, kv_head, j].double() for t in (self.k, self.v))
+        dk, dv = torch.zeros_like(key), torch.zeros_like(value)
+        for h in range(kv_head * self.group, (kv_head + 1) * self.group):
+            q, upstream, out, lse = (t[b, h].double() for t in (self.q, dout, self.out, self.lse))
+            kept = self.keeps.of_key(b, h, j).to(q.device)
+            weights = torch.where(kept, (self.scale * q @ key - lse).exp(), 0.0)
+            dscores = weights * (upstream @ value - (upstream * out).sum(1) + dlse[b, h].double())
+            dk += self.scale * torch.where(kept, dscores, 0.0) @ q
+            dv += weights @ upstream
+        return dk, dv
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number wanted; NaN and misplaced infinities are infinitely far."""
+    same = got == wanted  # infinities too
+    difference = torch.where(same, 0.0, (got - wanted).abs()).nan_to_num(float("inf"), float("inf")).max()
+    size = torch.where(wanted.isfinite(), wanted.abs(), 0.0).max()
+    return float(difference / size) if size > 0 else float(difference)
+
+
+class _Keeps:
+    """Which pairs a mask keeps, a row or a column at a time, (tokens,) bool on the CPU."""
+
+    def __init__(self, mask: BlockMask | Pattern | str | None, q_len: int, kv_len: int):
+        self.mask = parse(mask) if isinstance(mask, str) else mask
+        self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
+
+    def of_query(self, b: int, h: int, i: int) -> torch.Tensor:
+        if isinstance(self.mask, BlockMask):
+            return self.mask.kept_keys(i, b, h)
+        if self.mask is None:
+            return torch.ones(self.grid.kv_len, dtype=torch.bool)
+        return self._by_rule(np.array([i]), np.arange(self.grid.kv_len))[0]
+
+    def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
+        if isinstance(self.mask, BlockMask):
+            return self.mask.kept_queries(j, b, h)
+        if self.mask is None:
+            return torch.ones(self.grid.q_len, dtype=torch.bool)
+        return self._by_rule(np.arange(self.grid.q_len), np.array([j]))[:, 0]
+
+    def _by_rule(self, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        kept = self.mask.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
+        return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

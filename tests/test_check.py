@@ -1,0 +1,139 @@
+"""The shadow check: quiet where attention is right, loud where anything about it is wrong, and nobody's business otherwise."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash import backends, watch
+
+MASKS = {
+    "dense": None,
+    "text": "causal & (local(20) | sinks(2))",
+    "pattern": sf.causal() & sf.dilated(9, 3, block=1),
+    "table": sf.compile_mask("causal & local(30)", 150, block_size=32),
+    "heads": sf.BlockMask.per_head(["causal", "causal & local(9)"] * 2, q_len=150),
+    "block map": sf.BlockMask.from_blocks(torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5, 32, 150, 150),
+}
+
+
+def tensors(kv_heads: int = 2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, n, 150, 16, generator=generator).to(dtype).requires_grad_() for n in (4, kv_heads, kv_heads)]
+
+
+def step(mask, *qkv, backend: str = "auto", lse: bool = True) -> None:
+    out, total = sf.attention(*qkv, mask, return_lse=True, backend=backend)
+    (out.square().sum() + (total.nan_to_num(0, 0, 0).sum() if lse else 0)).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_right_results_and_gradients_pass_and_are_reported(name, dtype):
+    checked = sf.check(step, every=1, rows=6)
+    checked(MASKS[name], *tensors(dtype=dtype))
+    forward, backward = checked.reports
+    assert set(forward.errors) == {"out", "lse"} and set(backward.errors) == {"dq", "dk", "dv"}
+    assert forward.call == backward.call == 1 and forward.shape == (2, 4, 150, 16)
+    assert not watch.observers
+
+
+@pytest.mark.parametrize("place, name", list(enumerate(["out", "lse", "dq", "dk", "dv"])))
+def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypatch):
+    right = backends.backend("torch")
+
+    def off(results, first: int):
+        return tuple(r + 0.3 * r.abs().max() if first + n == place else r for n, r in enumerate(results))
+
+    wrong = SimpleNamespace(
+        supports=right.supports,
+        forward=lambda *args: off(right.forward(*args), 0),
+        backward=lambda *args: off(right.backward(*args), 2),
+    )
+    monkeypatch.setitem(backends._MODULES, "torch", wrong)
+    with pytest.raises(sf.CheckError, match=rf"\b{name} \d\.\d[, ]"):
+        sf.check(step, every=1)("causal", *tensors(), backend="torch", lse=False)
+    assert not watch.observers
+
+
+def test_a_table_that_is_not_its_patterns_is_found(monkeypatch):
+    wrong = sf.compile_mask("causal & local(25)", 150)
+    monkeypatch.setattr(sys.modules["sparse_flash.attention"], "_compiled", lambda *args: wrong)
+    with pytest.raises(sf.CheckError):
+        sf.check(step, every=1)("causal & local(20)", *tensors())
+
+
+def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
+    layer = sf.SparseAttention(32, 4, "causal & local(20)")
+    x = torch.randn(1, 60, 32)
+    checked = sf.check(layer, every=3)
+    for _ in range(7):
+        layer(x).sum().backward()
+    assert [r.call for r in checked.reports] == [1, 1, 4, 4, 7, 7]
+    checked.remove()
+    layer(x)
+    assert checked.calls == 7 and not watch.observers
+
+
+def test_errors_are_logged(caplog):
+    with caplog.at_level(logging.INFO, "sparse_flash.check"):
+        sf.check(step, every=1)("causal", *tensors())
+    assert [r.message.partition(":")[0] for r in caplog.records] == ["call 1, q (2, 4, 150, 16)"] * 2
+
+
+def test_a_check_changes_no_result():
+    results = []
+    for run in (step, sf.check(step, every=1)):
+        qkv = tensors()
+        run(MASKS["text"], *qkv)
+        results.append([t.grad for t in qkv])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_one_tensor_used_twice_is_checked_by_each_use():
+    q, k, v = tensors(kv_heads=4)
+
+    def twice():
+        (sf.attention(q, k, v, "causal") + sf.attention(q, k, q, "causal & local(20)")).square().sum().backward()
+
+    checked = sf.check(twice, every=1)
+    checked()
+    assert len(checked.reports) == 4
+
+
+def test_a_failing_call_leaves_nobody_looking_on():
+    def fails():
+        raise KeyError("of its own")
+
+    with pytest.raises(KeyError):
+        sf.check(fails, every=1)()
+    layer = torch.nn.Linear(3, 3)
+    sf.check(layer, every=1)
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, 5))
+    assert not watch.observers
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"rows": 0}, {"bound": 0.0}])
+def test_arguments_that_mean_nothing_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be positive; got 0"):
+        sf.check(step, **options)
+    with pytest.raises(TypeError, match="got int"):
+        sf.check(3)
+
+
+@pytest.mark.parametrize("name", ["table", "heads", "block map"])
+def test_the_keys_of_a_query_and_the_queries_of_a_key_are_those_of_the_whole_mask(name):
+    mask = MASKS[name]
+    dense = mask.to_dense()
+    dense = dense if dense.dim() == 4 else dense[None, None]
+    for b in range(dense.shape[0]):
+        for h in range(dense.shape[1]):
+            for token in (0, 31, 32, 77, 149):
+                assert torch.equal(mask.kept_keys(token, b, h), dense[b, h, token])
+                assert torch.equal(mask.kept_queries(token, b, h), dense[b, h, :, token])
+    with pytest.raises(IndexError, match="0 to 149"):
+        mask.kept_keys(150)
