@@ -12,7 +12,7 @@ import torch
 
 from . import flex
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
-from .tiles import FULL_TILE, TilePool, unpack_bits, unpack_runs
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
@@ -184,6 +184,33 @@ class BlockMask:
             tile_runs=torch.stack(runs),
             tile_bits=torch.zeros((2, block_size, -(-block_size // 32)), dtype=torch.int32, device=blocks.device),
         )
+
+    @classmethod
+    def from_dense(cls, kept: torch.Tensor, block_size: int = 128) -> BlockMask:
+        """The mask of a bool tensor, True where a pair is kept, on its device.
+
+        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that exist as such a tensor: it takes a
+        pass over all pairs on the host, which ``compile_mask`` does not. Equal masks of several heads are stored once.
+        """
+        if kept.dtype != torch.bool or kept.dim() not in (2, 4):
+            raise ValueError(
+                "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len); got "
+                f"{kept.dtype} of shape {tuple(kept.shape)}"
+            )
+        dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
+        grid = BlockGrid(*dense.shape[2:], block_size)
+        pool = TilePool(block_size)
+        rows, cols = (axis.ravel() for axis in np.indices(grid.shape))
+        below, beyond = grid.q_blocks * block_size - grid.q_len, grid.kv_blocks * block_size - grid.kv_len
+        masks = []
+        for one in dense.reshape(-1, *dense.shape[2:]):
+            padded = np.pad(one, ((0, below), (0, beyond)))
+            blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
+            tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
+            some = tiles != EMPTY_TILE
+            masks.append(cls.from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
+        joined = cls.per_head(masks)
+        return replace(joined, mask_index=joined.mask_index.view(dense.shape[:2])).to(kept.device)
 
     @classmethod
     def from_flex(cls, mask) -> BlockMask:

@@ -1,0 +1,85 @@
+"""The drop-in for PyTorch's call gives what PyTorch's call gives, or says why not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_flash as sf
+from sparse_flash.integrations.sdpa import scaled_dot_product_attention
+
+
+def tensors(q_len: int = 150, kv_len: int = 150, heads: int = 4, kv_heads: int = 4):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)]
+    return [torch.randn(2, *size, 16, generator=generator, requires_grad=True) for size in sizes]
+
+
+def masked(*shape: int) -> torch.Tensor:
+    kept = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    kept[..., 0] = True  # PyTorch makes NaN of a query that keeps nothing
+    return kept
+
+
+CALLS = {
+    "dense": (tensors(), {}),
+    "causal": (tensors(), {"is_causal": True}),
+    "scale": (tensors(), {"scale": 0.3}),
+    "unequal lengths": (tensors(70, 200), {}),
+    "grouped heads": (tensors(kv_heads=2), {"enable_gqa": True, "is_causal": True}),
+    "mask": (tensors(130, 200), {"attn_mask": masked(130, 200)}),
+    "mask of each head": (tensors(), {"attn_mask": masked(1, 4, 150, 150)}),
+    "mask of each batch entry": (tensors(), {"attn_mask": masked(2, 1, 150, 150)}),
+    "mask of keys alone": (tensors(), {"attn_mask": masked(2, 1, 1, 150)}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients_are_pytorchs(name):
+    inputs, options = CALLS[name]
+    results = []
+    for call in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = call(*inputs, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_masks_of_this_library_are_taken_as_well():
+    inputs = tensors()
+    for mask in ("causal & local(20)", sf.causal() & sf.local(20), sf.compile_mask("causal & local(20)", 150)):
+        assert torch.equal(scaled_dot_product_attention(*inputs, mask), sf.attention(*inputs, "causal & local(20)"))
+
+
+@pytest.mark.parametrize(
+    "inputs, options, message",
+    [
+        (tensors(), {"attn_mask": torch.zeros(150, 150)}, "must be bool"),
+        (tensors(), {"attn_mask": masked(150, 150), "is_causal": True}, "both given"),
+        (tensors(70, 200), {"is_causal": True}, "attn_mask='causal' aligns"),
+        (tensors(kv_heads=2), {}, "enable_gqa=True"),
+        (tensors(), {"dropout_p": 0.1}, "dropout_p"),
+    ],
+)
+def test_what_is_not_carried_is_refused_with_the_way_out(inputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        scaled_dot_product_attention(*inputs, **options)
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("shape", [(100, 70), (1, 3, 130, 128), (2, 2, 64, 200)], ids=str)
+def test_a_mask_from_a_tensor_keeps_its_pairs(shape, size):
+    kept = masked(*shape) & ~(torch.arange(shape[-1]) < 40)
+    mask = sf.BlockMask.from_dense(kept, size)
+    assert torch.equal(mask.to_dense().expand(kept.shape), kept)
+    assert torch.equal(sf.BlockMask.from_dense(torch.zeros_like(kept), size).to_dense().expand(kept.shape), torch.zeros_like(kept))
+
+
+def test_a_mask_from_a_tensor_is_the_patterns_own_table():
+    mask = sf.compile_mask("causal & local(30)", 200, block_size=32)
+    assert sf.BlockMask.from_dense(mask.to_dense(), 32).equal(mask)
+
+
+@pytest.mark.parametrize("kept", [torch.ones(3, 3), torch.ones(3, 3, 3, dtype=torch.bool)])
+def test_a_tensor_that_is_no_mask_is_refused(kept):
+    with pytest.raises(ValueError, match="must be a bool tensor of shape"):
+        sf.BlockMask.from_dense(kept)
