@@ -26,19 +26,8 @@ class SparseFlash(Peer):
         return None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
 
     def call(self, problem: Problem) -> backends.Call:
-        q, k, mask = problem.q, problem.k, problem.mask
-        return backends.Call(
-            device=q.device,
-            dtype=q.dtype,
-            batch=q.shape[0],
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            q_len=q.shape[2],
-            kv_len=k.shape[2],
-            head_dim=q.shape[3],
-            block_size=None if mask.keeps_all else mask.block_size,
-            deterministic=self.deterministic,
-        )
+        block_size = None if problem.mask.keeps_all else problem.mask.block_size
+        return backends.Call.of(problem.q, problem.k, block_size, deterministic=self.deterministic)
 
     def runs_on(self, problem: Problem) -> str:
         return backends.choose(self.backend, self.call(problem))

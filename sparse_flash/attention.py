@@ -48,8 +48,7 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
-    batch, heads, q_len, head_dim = q.shape
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
     if not 0.0 <= dropout_p < 1.0:
@@ -57,19 +56,13 @@ def attention(
     given = mask
     if mask is not None:
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
-        mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q_len, k.shape[2], q.device)
+        mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q.shape[2], k.shape[2], q.device)
         _check_mask(mask, q, k)
         mask = None if mask.keeps_all else mask
-    call = backends.Call(
-        device=q.device,
-        dtype=q.dtype,
-        batch=batch,
-        heads=heads,
-        kv_heads=k.shape[1],
-        q_len=q_len,
-        kv_len=k.shape[2],
-        head_dim=head_dim,
-        block_size=None if mask is None else mask.block_size,
+    call = backends.Call.of(
+        q,
+        k,
+        None if mask is None else mask.block_size,
         dropout_p=dropout_p,
         has_kv_lens=kv_lens is not None,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,

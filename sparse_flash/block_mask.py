@@ -209,8 +209,7 @@ class BlockMask:
             tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
             some = tiles != EMPTY_TILE
             masks.append(cls.from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
-        joined = cls.per_head(masks)
-        return replace(joined, mask_index=joined.mask_index.view(dense.shape[:2])).to(kept.device)
+        return cls._of_heads(masks, dense.shape[:2]).to(kept.device)
 
     @classmethod
     def from_flex(cls, mask) -> BlockMask:
@@ -223,9 +222,13 @@ class BlockMask:
         grid = flex.grid_of(mask)
         pool = TilePool(grid.block_size)
         masks = [cls.from_entries(grid, Entries(*entries), pool) for entries in flex.entries_of(mask, pool)]
+        return cls._of_heads(masks, mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+
+    @classmethod
+    def _of_heads(cls, masks: list[BlockMask], shape: tuple[int, int]) -> BlockMask:
+        """A mask for each head of each batch entry, of which there are ``shape``."""
         joined = cls.per_head(masks)
-        index = joined.mask_index.view(mask.kv_num_blocks.shape[:2])
-        return replace(joined, mask_index=index).to(mask.kv_indices.device)
+        return replace(joined, mask_index=joined.mask_index.view(shape))
 
     @classmethod
     def per_head(cls, masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:

@@ -122,18 +122,7 @@ def skip_if_it_cannot(name: str, call: backends.Call) -> None:
 
 def make_call(q, k, mask=None, **options) -> backends.Call:
     """What ``attention`` would ask a back end about this call."""
-    return backends.Call(
-        device=q.device,
-        dtype=q.dtype,
-        batch=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        q_len=q.shape[2],
-        kv_len=k.shape[2],
-        head_dim=q.shape[3],
-        block_size=None if mask is None else mask.block_size,
-        **options,
-    )
+    return backends.Call.of(q, k, None if mask is None else mask.block_size, **options)
 
 
 def check(

@@ -44,6 +44,13 @@ class Call:
     has_kv_lens: bool = False
     deterministic: bool = False
 
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, block_size: int | None, **fields) -> Call:
+        """The call on these tensors. fields: what follows block_size."""
+        batch, heads, q_len, head_dim = q.shape
+        kv_heads, kv_len = k.shape[1:3]
+        return cls(q.device, q.dtype, batch, heads, kv_heads, q_len, kv_len, head_dim, block_size, **fields)
+
 
 def backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""

@@ -55,7 +55,7 @@ def supports(call: Call) -> str | None:
     if call.head_dim not in HEAD_DIMS:
         return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
     if call.block_size not in BLOCK_SIZES:
-        return f"it runs masks of block_size 128; got {call.block_size}"
+        return f"it runs masks of block_size {BLOCK_SIZES[1]} and {BLOCK_SIZES[2]}; got {call.block_size}"
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

@@ -610,7 +610,7 @@ def finish_kernel(grad_tensor, sums_ptr, heads, padded_len, factor, DIM: tl.cons
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. dQ is summed in an order that differs from run to run.
 
-    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128.
+    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]

@@ -542,7 +542,7 @@ def join_kernel(
 def attention_forward(q, k, v, mask, scale, config=None):
     """out like q, lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128.
+    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
