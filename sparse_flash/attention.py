@@ -58,6 +58,7 @@ def attention(
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
         mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q.shape[2], k.shape[2], q.device)
         _check_mask(mask, q, k)
+        mask = mask.wider if q.is_cuda and mask.wider is not None else mask
         mask = None if mask.keeps_all else mask
     call = backends.Call.of(
         q,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import flex
+from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
@@ -72,6 +72,8 @@ class BlockMask:
     by_key: ``Table`` whose rows are key blocks, walked by dK and dV.
     tile_runs: (run tiles, block) int32, ``first | stop << 16``: query row r of the tile keeps keys first .. stop - 1.
     tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
+    wider: the same mask in blocks of 128, which ``attention`` gives to GPU kernels in its place; None where they are faster on
+    these blocks, and for masks made at run time.
 
     A full block lies wholly inside the lengths, so that kernels need no bounds check there; a block cut short by the end
     of the queries or keys has a tile, even where it keeps all its pairs. Five lines decode the whole format::
@@ -92,6 +94,7 @@ class BlockMask:
     by_key: Table
     tile_runs: torch.Tensor
     tile_bits: torch.Tensor
+    wider: BlockMask | None = None
 
     def __post_init__(self):
         # torch.compile would otherwise compile anew for each table length, and each mask has its own.
@@ -263,7 +266,32 @@ class BlockMask:
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         joined = _join([stored[digest] for digest in numbers])
         index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32)
-        return replace(joined, mask_index=index).to(device or "cpu")
+        return replace(joined, mask_index=index, wider=None).with_wider().to(device or "cpu")
+
+    def with_wider(self) -> BlockMask:
+        """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
+        rows, cols, *_ = self.entries()
+        if not regroup.pays(self.grid, self._entry_masks, rows, cols):
+            return self
+        return replace(self, wider=self.in_blocks_of(regroup.KERNEL_BLOCK))
+
+    def in_blocks_of(self, block_size: int) -> BlockMask:
+        """The same mask in larger blocks, on its device. Raises ValueError for a size that is not a multiple of its own."""
+        if block_size % self.block_size:
+            raise ValueError(f"block_size must be a multiple of the mask's {self.block_size}; got {block_size}")
+        grid = BlockGrid(self.q_len, self.kv_len, block_size)
+        rows, cols, kind, tile = self.entries()
+        pool = TilePool(block_size)
+        single = []
+        for mask in range(self.masks):
+            mine = np.flatnonzero(self._entry_masks == mask)
+
+            def decode(index, mine=mine):
+                return self._decode(kind[mine[index]], tile[mine[index]])
+
+            entries = regroup.merged(self.grid, rows[mine], cols[mine], self.entry_pairs[mine], decode, pool)
+            single.append(BlockMask.from_entries(grid, Entries(*entries), pool))
+        return replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
 
     @property
     def _shape_key(self) -> tuple[int, int, int]:
@@ -314,7 +342,8 @@ class BlockMask:
         """The same mask on another device (itself where it is there already)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
-        return BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
+        moved = BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
+        return replace(moved, wider=self.wider and self.wider.to(device))
 
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged, same map of heads."""
@@ -334,7 +363,8 @@ class BlockMask:
         for mask in range(self.masks):
             mine = which == mask
             single.append(BlockMask.from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
-        return replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
+        turned = replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
+        return turned.with_wider().to(self.device)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in

@@ -7,6 +7,7 @@ inputs, plus rounding, for out, lse, dq, dk and dv.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def check(
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
     pattern = sf.parse(pattern) if isinstance(pattern, str) else None if mask is not None else pattern
     if pattern is not None:
-        mask = sf.compile_mask(pattern, q_len, kv_len, block_size)
+        mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), wider=None)  # else a GPU never sees small blocks
     mask = mask if mask is None else mask.to(device)
     generator = torch.Generator().manual_seed(seed)
     shapes = [

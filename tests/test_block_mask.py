@@ -283,3 +283,31 @@ def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_las
     missing = table.work[0][rows:]
     assert len(missing) > 0 and (missing[:, 0] == rows).all() and not missing[:, 1:].any()
     assert not (table.work[1][:, 0] == rows).any()
+
+
+@settings(max_examples=60)
+@given(
+    pattern=strategies.expressions, lengths=strategies.lengths, sizes=st.sampled_from([(16, 32), (16, 128), (32, 128), (64, 256)])
+)
+def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(pattern, lengths, sizes):
+    mask = sf.compile_mask(pattern, *lengths, sizes[0])
+    assert mask.in_blocks_of(sizes[1]).equal(sf.compile_mask(pattern, *lengths, sizes[1]))
+
+
+def test_masks_of_several_heads_in_larger_blocks_are_those_of_each_head():
+    patterns = ["causal", "causal & local(40)", "causal"]
+    joined = sf.BlockMask.per_head(patterns, q_len=300, block_size=32).in_blocks_of(128)
+    assert joined.equal(sf.BlockMask.per_head(patterns, q_len=300, block_size=128))
+
+
+def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
+    wide, narrow = (sf.compile_mask(spec, 4096, block_size=64) for spec in ("causal", "butterfly(block=64)"))
+    assert wide.wider.equal(sf.compile_mask("causal", 4096)) and wide.to("meta").wider.device.type == "meta"
+    assert narrow.wider is None and sf.compile_mask("causal", 4096).wider is None
+    assert sf.BlockMask.per_head([narrow, narrow]).wider is None and sf.BlockMask.per_head([wide, wide]).wider is not None
+    assert pickle.loads(pickle.dumps(wide)).wider.equal(wide.wider)
+
+
+def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
+    with pytest.raises(ValueError, match="block_size must be a multiple of the mask's 128; got 64"):
+        sf.compile_mask("causal", 300).in_blocks_of(64)

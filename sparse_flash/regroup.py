@@ -1,0 +1,70 @@
+"""The blocks of a mask, put together to larger blocks, where kernels are faster on those than they lose by what they visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .grid import BlockGrid
+from .tiles import FULL_TILE, TilePool, dense_batches
+
+KERNEL_BLOCK = 128  # what tensor cores are fed best with
+
+# Time of a visited pair, beside that in blocks of KERNEL_BLOCK: forward and backward, causal and causal & local(1024) of 16,384
+# tokens, bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
+# Hopper kernels can run, which take no small blocks: 1.3 to 1.8, 2.1 to 3.4, 2.8 to 3.6.
+_COST = {64: 1.4, 32: 2.4, 16: 2.6}
+
+
+def pays(grid: BlockGrid, masks: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> bool:
+    """Whether kernels are faster over the blocks of KERNEL_BLOCK that hold these. masks: which of several each belongs to."""
+    if grid.block_size not in _COST or not len(rows):
+        return False
+    wide = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK)
+    parents = _parents(wide, grid, rows, cols) + masks * (wide.q_blocks * wide.kv_blocks)
+    most = (int(masks[-1]) + 1) * wide.q_blocks * wide.kv_blocks
+    # A flag for each is faster than a sort, where flags are few.
+    visited = np.count_nonzero(_flags(most, parents)) if most <= 64 * len(parents) else len(np.unique(parents))
+    return visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * len(rows) * grid.block_size**2
+
+
+def _flags(count: int, which: np.ndarray) -> np.ndarray:
+    flags = np.zeros(count, bool)
+    flags[which] = True
+    return flags
+
+
+def _parents(wide: BlockGrid, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    factor = wide.block_size // grid.block_size
+    return rows // factor * wide.kv_blocks + cols // factor
+
+
+def merged(
+    grid: BlockGrid,
+    rows: np.ndarray,
+    cols: np.ndarray,
+    pairs: np.ndarray,
+    decode: Callable[[np.ndarray], np.ndarray],
+    pool: TilePool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The kept blocks of a mask as those of ``pool``'s size: rows, cols and tile numbers, (n,) int64 each.
+
+    rows, cols, pairs: of the kept blocks of ``grid``; pairs: how many each keeps. decode: indices of them -> (n, block, block)
+    bool. In time proportional to the blocks, memory bounded by the tiles.
+    """
+    size, factor = grid.block_size, pool.block // grid.block_size
+    wide = BlockGrid(grid.q_len, grid.kv_len, pool.block)
+    found, which = np.unique(_parents(wide, grid, rows, cols), return_inverse=True)
+    tiles = np.full(len(found), FULL_TILE, np.int64)
+    partial = np.flatnonzero(np.bincount(which, pairs, len(found)) < pool.block**2)
+    children = np.argsort(which, kind="stable")
+    bounds = np.searchsorted(which[children], np.arange(len(found) + 1))
+    for batch in dense_batches(len(partial), pool.block):
+        chosen = partial[batch]
+        of_these = np.concatenate([children[bounds[p] : bounds[p + 1]] for p in chosen])
+        place = np.searchsorted(chosen, which[of_these])
+        dense = np.zeros((len(chosen), factor, factor, size, size), bool)
+        dense[place, rows[of_these] % factor, cols[of_these] % factor] = decode(of_these)
+        tiles[chosen] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
+    return found // wide.kv_blocks, found % wide.kv_blocks, tiles
