@@ -94,8 +94,9 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
     and v in one tensor, and either order of tokens and heads, at head dimensions that are multiples of 8.
     """
     unit = 16 // tensor.element_size()
-    strides = tensor.stride()
-    if strides[3] == 1 and tensor.data_ptr() % 16 == 0 and all(stride and stride % unit == 0 for stride in strides[:3]):
+    *strides, last = tensor.stride()
+    # None is 0, and all are whole pieces.
+    if last == 1 and not tensor.data_ptr() % 16 and all(strides) and not (strides[0] | strides[1] | strides[2]) % unit:
         return tensor
     padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1

@@ -5,6 +5,8 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .repeat import remember, repeated
+
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
@@ -44,9 +46,9 @@ def row_count(table, length: int, tile: int, block_size: int | None) -> int:
 _launched: dict[tuple, CompiledKernel] = {}
 
 
-def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = ()) -> None:
+def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = ()):
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
-    the compiled code, which takes the host as long as all else.
+    the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter.
 
     arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``. variant: what
     else Triton compiles differently for.
@@ -57,7 +59,24 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:
         _launched[key][(*grid, 1)](*arguments, *constants.values())
-        return
+        return _launched[key]
     compiled = kernel[grid](*arguments, **constants, **options)
-    if aligned and isinstance(compiled, CompiledKernel):  # the interpreter has none
+    if not isinstance(compiled, CompiledKernel):  # the interpreter has none
+        return None
+    if aligned:
         _launched[key] = compiled
+    return compiled
+
+
+def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = ()) -> None:
+    """``launch``, or where it was made before under this key, the same on other tensors.
+
+    key: all that the arguments depend on, but for the mask and addresses. tensors: all that take part and are not the mask's.
+    prepared: () -> (grid, arguments, constants, options).
+    """
+    key = (kernel.fn, *key)
+    if repeated(mask, key, tensors):
+        return
+    grid, arguments, constants, options = prepared()
+    compiled = launch(kernel, grid, arguments, constants, options, variant)
+    remember(mask, key, tensors, compiled, grid, [*arguments, *constants.values()])

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
-from ..launch import launch, table_arguments
+from ..launch import launch_or_repeat, table_arguments
+from ..repeat import signature
 from .configs import backward_config
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, multiprocessors, tile_queue
@@ -628,67 +629,84 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     kv_lines = batch * kv_heads * padded_kv
     kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device) if added else sums
 
-    arguments = [
-        described_for_triton(out, ROWS, dim),
-        described_for_triton(dout, ROWS, dim),
-        lse,
-        lse if dlse is None else dlse.contiguous(),
-        sums,
-        rows,
-        heads,
-        q_len,
-        padded,
-    ]
-    constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": dlse is not None}
-    grid = (padded // ROWS, batch * heads)
-    launch(prepare_kernel, grid, arguments, constants, {"num_warps": 4})
+    has_dlse = dlse is not None
+    dlse = dlse.contiguous() if has_dlse else lse
+    key = (*signature(q, k, v, out, dout), scale, config, has_dlse)
+    row_lse, row_delta = rows
+    queue = tile_queue(q.device)
 
-    items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
-    tiles = items * (block_size // KEYS.value) * batch * heads
-    table = table_arguments(mask, mask and mask.by_key, lse)
-    index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table
-    arguments = [
-        described(q, [1, 1, config.queries, dim]),
-        described(k, [1, 1, KEYS.value, dim]),
-        described(v, [1, 1, KEYS.value, dim]),
-        described(dout, [1, 1, config.queries, dim]),
-        described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
-        described(dk, [1, 1, KEYS.value, dim]),
-        described(dv, [1, 1, KEYS.value, dim]),
-        described(kv_sums, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
-        described(rows[0], [config.queries], ROW_LAYOUT),
-        described(rows[1], [config.queries], ROW_LAYOUT),
-        index,
-        mask.by_key.work if mask else lse,
-        row_idx,
-        tile_idx,
-        tile_runs,
-        tile_bits,
-        *strides,
-        heads,
-        group,
-        q_len,
-        padded,
-        padded_kv,
-        kv_lines,
-        items,
-        tiles,
-        min(heads_together(4 * dim, q_len), batch * heads),
-        tile_queue(q.device),
-        scale,
-        scale * LOG2_E.value,
-    ]
-    constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added}
-    grid = (min(tiles, multiprocessors(q.device)), 1)
-    launch(attention_backward_kernel, grid, arguments, constants, config.options)
+    def prepared_rows():
+        arguments = [
+            described_for_triton(out, ROWS, dim),
+            described_for_triton(dout, ROWS, dim),
+            lse,
+            dlse,
+            sums,
+            rows,
+            heads,
+            q_len,
+            padded,
+        ]
+        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse}
+        return (padded // ROWS, batch * heads), arguments, constants, {"num_warps": 4}
 
-    finished = [(dq, sums, padded, scale, config.queries)]
+    def prepared():
+        items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
+        tiles = items * (block_size // KEYS.value) * batch * heads
+        index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
+        arguments = [
+            described(q, [1, 1, config.queries, dim]),
+            described(k, [1, 1, KEYS.value, dim]),
+            described(v, [1, 1, KEYS.value, dim]),
+            described(dout, [1, 1, config.queries, dim]),
+            described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
+            described(dk, [1, 1, KEYS.value, dim]),
+            described(dv, [1, 1, KEYS.value, dim]),
+            described(kv_sums, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
+            described(row_lse, [config.queries], ROW_LAYOUT),
+            described(row_delta, [config.queries], ROW_LAYOUT),
+            index,
+            mask.by_key.work if mask else lse,
+            row_idx,
+            tile_idx,
+            tile_runs,
+            tile_bits,
+            *strides,
+            heads,
+            group,
+            q_len,
+            padded,
+            padded_kv,
+            kv_lines,
+            items,
+            tiles,
+            min(heads_together(4 * dim, q_len), batch * heads),
+            queue,
+            scale,
+            scale * LOG2_E.value,
+        ]
+        constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added}
+        return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
+
+    launch_or_repeat(prepare_kernel, mask, key, (out, dout, lse, dlse, sums, rows), prepared_rows)
+    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, lse, queue
+    launch_or_repeat(attention_backward_kernel, mask, key, tensors, prepared)
+    _finish(mask, key, "dq", dq, sums, padded, scale, config.queries)
     if added:
         dk_sums, dv_sums = kv_sums.chunk(2)
-        finished += [(dk, dk_sums, padded_kv, scale, KEYS.value), (dv, dv_sums, padded_kv, 1.0, KEYS.value)]
-    for grad, grad_sums, length, factor, tile in finished:
-        arguments = [described_for_triton(grad, tile, dim), grad_sums, grad.shape[1], length, factor]
-        grid = (length // tile, batch * grad.shape[1])
-        launch(finish_kernel, grid, arguments, {"DIM": dim, "TILE": tile}, {"num_warps": 4})
+        _finish(mask, key, "dk", dk, dk_sums, padded_kv, scale, KEYS.value)
+        _finish(mask, key, "dv", dv, dv_sums, padded_kv, 1.0, KEYS.value)
     return dq, dk, dv
+
+
+def _finish(mask, key: tuple, name: str, grad, sums, length: int, factor: float, tile: int) -> None:
+    """Fills a gradient from its sums: see ``finish_kernel``."""
+    batch, heads, _, head_dim = grad.shape
+    dim = padded_head_dim(head_dim)
+
+    def prepared():
+        arguments = [described_for_triton(grad, tile, dim), sums, heads, length, factor]
+        return (length // tile, batch * heads), arguments, {"DIM": dim, "TILE": tile}, {"num_warps": 4}
+
+    launch_or_repeat(finish_kernel, mask, (name, *key), (grad, sums), prepared)

@@ -26,7 +26,8 @@ from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import described as described_for_triton
-from ..launch import launch, table_arguments
+from ..launch import launch, launch_or_repeat, table_arguments
+from ..repeat import signature
 from .configs import forward_config
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
 from .launch import comes_in_parts, described, heads_together, multiprocessors, tile_queue
@@ -551,46 +552,52 @@ def attention_forward(q, k, v, mask, scale, config=None):
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else TILE.value
-    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
-    tiles = items * (block_size // TILE.value) * batch * heads
-    index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     parts = mask.by_query.parts.shape[1] * (block_size // TILE.value) if comes_in_parts(mask and mask.by_query) else 0
     part_lse = torch.empty((batch * heads * parts, TILE.value), dtype=torch.float32, device=q.device) if parts else lse
     part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device) if parts else lse
-    arguments = [
-        described(q, [1, 1, HALF.value, dim]),
-        described(k, [1, 1, TILE.value, dim]),
-        described(v, [1, 1, TILE.value, dim]),
-        described(out, [1, 1, HALF.value, dim]),
-        lse,
-        part_out,
-        part_lse,
-        parts,
-        index,
-        mask.by_query.work if mask else lse,
-        col_idx,
-        tile_idx,
-        tile_runs,
-        tile_bits,
-        *strides,
-        heads,
-        group,
-        q_len,
-        kv_len,
-        items,
-        tiles,
-        min(heads_together(2 * dim, kv_len) * group, batch * heads),
-        tile_queue(q.device),
-        scale * LOG2_E.value,
-    ]
-    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
-    grid = (min(tiles, multiprocessors(q.device)), 1)
-    launch(attention_forward_kernel, grid, arguments, constants, config.options)
+    queue = tile_queue(q.device)
+
+    def prepared():
+        items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
+        tiles = items * (block_size // TILE.value) * batch * heads
+        index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
+        arguments = [
+            described(q, [1, 1, HALF.value, dim]),
+            described(k, [1, 1, TILE.value, dim]),
+            described(v, [1, 1, TILE.value, dim]),
+            described(out, [1, 1, HALF.value, dim]),
+            lse,
+            part_out,
+            part_lse,
+            parts,
+            index,
+            mask.by_query.work if mask else lse,
+            col_idx,
+            tile_idx,
+            tile_runs,
+            tile_bits,
+            *strides,
+            heads,
+            group,
+            q_len,
+            kv_len,
+            items,
+            tiles,
+            min(heads_together(2 * dim, kv_len) * group, batch * heads),
+            queue,
+            scale * LOG2_E.value,
+        ]
+        constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
+        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
+        return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
+
+    key = (*signature(q, k, v), scale, config)
+    launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v, out, lse, part_out, part_lse, queue), prepared)
     if parts:
         table = mask.by_query.parts
-        arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index, *strides]
-        arguments += [heads, q_len, table.shape[1]]
+        index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
+        arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index]
+        arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
         grid = (table.shape[1] * (block_size // JOINED.value), batch * heads)
         launch(join_kernel, grid, arguments, {"DIM": dim, "TABLE_BLOCK": block_size}, {"num_warps": 4})
     return out, lse

@@ -51,7 +51,7 @@ def tile_queue(device: torch.device) -> torch.Tensor:
     overlap; one of its own for a launch in a graph, which may be replayed beside anything."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
     if key not in _queues:
         _queues[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _queues[key]
