@@ -322,6 +322,11 @@ class BlockMask:
         """How many distinct masks are stored."""
         return self.by_query.row_ptr.shape[0]
 
+    @cached_property
+    def whole_columns(self) -> torch.Tensor:
+        """``by_key.work`` with no column in parts."""
+        return _with_work(*self.by_key[:5], split=False).work
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tables and tiles."""

@@ -47,15 +47,16 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
     return triton.compile(source, target=TARGET, options=config.options)
 
 
-def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False):
+def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False, fixed: bool = False):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
     else:
-        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages, "ADDED": split}
+        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+        constants |= {"ADDED": split, "FIXED": fixed}
     constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
-    tensors = {"dq_rows": f"tensordesc<fp32[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
-    tensors |= dict.fromkeys(("lse_rows", "delta_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
+    tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             tensors[name] = f"tensordesc<bf16[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
@@ -109,5 +110,6 @@ if __name__ == "__main__":
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
-                details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split
+            for split, fixed in ((False, False), (True, False), (False, True)):
+                details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)

@@ -128,14 +128,40 @@ def test_launches_on_several_streams_do_not_take_each_others_tiles():
     assert all(torch.equal(result, wanted) for result in results)
 
 
-def test_gradients_repeat_bit_for_bit_where_asked_to():
+@parametrize("group", [1, 2])
+@parametrize("head_dim", [64, 128])
+@parametrize("dtype", DTYPES)
+@parametrize("name", ["causal", "dilated", "global_tokens", "full"])
+def test_gradients_that_do_not_depend_on_the_order_of_additions_are_right(name, dtype, head_dim, group):
+    with heavy_rows_in_parts():
+        options = {"dtype": dtype, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group, "batch": 2}
+        check("hopper", PATTERNS[name], 900, 700, block_size=128, deterministic=True, **options)
+
+
+@parametrize("kv_heads", [4, 2])
+@parametrize("spec", [None, "causal & (local(300) | power_of_two(block=128))", "causal & (local(300) | global_tokens(100))"])
+@parametrize("backend", ["hopper", "triton"])
+def test_gradients_repeat_bit_for_bit_where_asked_to(backend, spec, kv_heads):
     def run():
         torch.manual_seed(0)
-        q, k, v = (torch.randn(2, 4, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        out = sf.attention(q, k, v, "causal & (local(300) | power_of_two(block=128))", deterministic=True)
+        shapes = [(2, heads, 4096, 128) for heads in (4, kv_heads, kv_heads)]
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        with heavy_rows_in_parts():
+            out = sf.attention(q, k, v, spec, backend=backend, deterministic=True)
         return torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+    first = run()
+    assert all(torch.equal(a, b) for _ in range(4) for a, b in zip(first, run(), strict=True))
+
+
+@parametrize("deterministic", [False, True])
+def test_numbers_that_are_not_finite_reach_the_gradients(deterministic):
+    q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[0, 0, 7, 3], v[0, 1, 40, 5] = float("nan"), float("inf")
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = sf.attention(q, k, v, "causal", backend="hopper", deterministic=deterministic)
+    dq, dk, _ = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    assert dq[0, 0, 7].isnan().all() and dk[0, 0, :8].isnan().all() and not dq[0, 1, 41:].isfinite().any()
 
 
 def test_offsets_beyond_two_to_the_31_are_right():

@@ -71,11 +71,9 @@ def forward(q, k, v, mask, scale):
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
-    if deterministic:
-        return portable.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
     from ..kernels.hopper.backward import attention_backward
 
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, deterministic)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))

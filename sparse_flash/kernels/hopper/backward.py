@@ -5,6 +5,9 @@ dQ to an fp32 array in global memory. Scores lie transposed, keys along rows, so
 without a way through shared memory. The scores of the next step, or of the next tile's first, are computed beside the
 other products of this one, so that the tensor cores have work while the exponentials run.
 
+Tiles are added to dQ in whatever order they come, and floating-point sums depend on theirs. Where gradients shall repeat bit
+for bit, tiles are added as integers, in units of a power of two for each query: see ``bound_kernel``.
+
 Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
 """
 
@@ -65,6 +68,7 @@ class Problem:
     dkv_rows: tma.tensor_descriptor
     lse_rows: tma.tensor_descriptor
     delta_rows: tma.tensor_descriptor
+    unit_rows: tma.tensor_descriptor
     mask_index: gl.tensor
     work: gl.tensor
     row_idx: gl.tensor
@@ -91,6 +95,7 @@ class Problem:
     dout: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
+    unit: gl.shared_memory_descriptor
     dscores: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -110,7 +115,8 @@ class Problem:
     DOUT_STAGES: gl.constexpr
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
-    ADDED: gl.constexpr  # whether several tiles add to the same dK and dV
+    ADDED: gl.constexpr  # whether several tiles make one of dK and dV
+    FIXED: gl.constexpr  # whether gradients do not depend on the order in which tiles are added
 
 
 # What the planning warp tells of a tile: its first key, or -1 after the last tile; its query head, counted over the batch;
@@ -204,7 +210,10 @@ def _load_keys(p, turn, batch, kv_head, first_key):
 def _load_queries(p, step, batch, head, line, position):
     stage = step % p.Q_STAGES
     mbarrier.wait(p.step_done.index(stage), ((step // p.Q_STAGES) & 1) ^ 1)
-    mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
+    ROWS: gl.constexpr = 2 if p.FIXED else 1
+    mbarrier.expect(p.q_full.index(stage), p.QUERIES * p.DIM * 2 + p.QUERIES * 4 * ROWS)
+    if p.FIXED:
+        async_load(p.unit_rows, [line + position], p.q_full.index(stage), p.unit.index(stage))
     async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
     async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
 
@@ -272,7 +281,8 @@ def _send(p):
             # Who hands over dQ has done all products of the step.
             mbarrier.arrive(p.step_done.index(step % p.Q_STAGES), count=1)
             mbarrier.arrive(p.v_empty, count=1, pred=step == last)
-            async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], p.dq)
+            tile = view(p.dq, p.dq_rows.dtype, [ROWS, 256], p.dq_rows.layout)
+            async_add(p.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], tile)
             store_wait(0)
             mbarrier.arrive(p.dq_empty, count=1)
             entry = gl.where(entry + 1 >= end, begin, entry + 1)
@@ -281,12 +291,19 @@ def _send(p):
         place = p.k.index(turn % 2)
         kv_head = head // p.group
         if p.ADDED:
-            line = (batch * (p.heads // p.group) + kv_head) * p.padded_kv_len + first_key
+            # In a fixed order they are summed by the kernel after, over query heads.
+            line = (batch * p.heads + head if p.FIXED else batch * (p.heads // p.group) + kv_head) * p.padded_kv_len + first_key
+            low = view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout)
+            high = view(place, gl.float32, [HALF, 256], p.dkv_rows.layout)
             for grad in range(2):
                 row = (line + grad * p.kv_lines) // KEYS * (2 * HALF)
                 mbarrier.wait(p.dq_full, sent & 1)
-                async_add(p.dkv_rows, [row, 0], view(p.dq, gl.float32, [HALF, 256], p.dkv_rows.layout))
-                async_add(p.dkv_rows, [row + HALF, 0], view(place, gl.float32, [HALF, 256], p.dkv_rows.layout))
+                if p.FIXED:
+                    async_store(p.dkv_rows, [row, 0], low)
+                    async_store(p.dkv_rows, [row + HALF, 0], high)
+                else:
+                    async_add(p.dkv_rows, [row, 0], low)
+                    async_add(p.dkv_rows, [row + HALF, 0], high)
                 store_wait(0)
                 mbarrier.arrive(p.dq_empty, count=1)
                 sent += 1
@@ -338,6 +355,11 @@ def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
     ACROSS: gl.constexpr = 8 // WARPS_DOWN
     pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
+
+
+@gluon.jit
+def _rounded(numbers):
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -400,7 +422,12 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(started_dq,))
         mbarrier.wait(p.dq_empty, ((step + turn * SENT) & 1) ^ 1)
-        p.dq.store(_in_register_order(dq, WARPS_DOWN))
+        if p.FIXED:
+            unit = p.unit.index(stage).load(gl.SliceLayout(1, dq.type.layout))
+            tile = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN)
+            view(p.dq, gl.int32, tile.shape, p.dq_rows.layout).store(tile)
+        else:
+            p.dq.store(_in_register_order(dq, WARPS_DOWN))
         fence_async_shared()
         mbarrier.arrive(p.dq_full, count=1)
 
@@ -484,6 +511,7 @@ def attention_backward_kernel(
     dkv_rows,
     lse_rows,
     delta_rows,
+    unit_rows,
     mask_index,
     work,
     row_idx,
@@ -510,6 +538,7 @@ def attention_backward_kernel(
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
+    FIXED: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
@@ -520,6 +549,9 @@ def attention_backward_kernel(
     dout = gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, QUERIES, DIM], dout_tensor.layout)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
+    unit = lse
+    if FIXED:
+        unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
     dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
     dq = gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // 256, 256], dq_rows.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -551,15 +583,33 @@ def attention_backward_kernel(
     notes = allocate_notes(2, FIELDS)
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
-                mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len,
-                padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v, q, dout, lse,
-                delta, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full, dq_empty, notes, noted,
-                DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED)
+                unit_rows, mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
+                group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v,
+                q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full,
+                dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED, FIXED)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
 
-@triton.jit(do_not_specialize=["heads", "q_len", "padded_q_len"])
+@triton.jit
+def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Of each key head the largest number of K, and the largest length of a row of V, into (2, heads) zeros.
+
+    They bound dQ: of a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|. So there is a power of two
+    of which each tile's part, and their sum, is less than 2^31 times, and integers sum to the same in any order. It is 2^-30
+    of the bound: of dQ over 16,384 keys of random directions some 2^-18, where 16-bit weights round to 2^-9.
+    """
+    batch = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    first = tl.program_id(0) * TILE
+    k = load_tile(k_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    v = load_tile(v_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    tl.atomic_max(bounds_ptr + tl.program_id(1), tl.max(tl.max(tl.abs(k), 1), 0))
+    longest = tl.max(tl.sqrt_rn(tl.sum(v * v, 1)), 0)
+    tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len"])
 def prepare_kernel(
     out_tensor,
     dout_tensor,
@@ -567,49 +617,75 @@ def prepare_kernel(
     dlse_ptr,
     dq_ptr,
     rows_ptr,
+    bounds_ptr,
     heads,
+    group,
     q_len,
     padded_q_len,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """What a query's row contributes to every product, in rows padded to whole tiles: lse in base 2, +inf where the query
-    keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to."""
+    keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to. Where FIXED, also the power of two
+    that its dQ is counted in."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
-    out = load_tile(out_tensor, batch, head, first, TILE, DIM)
-    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM)
+    out = load_tile(out_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM).to(tl.float32)
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0)
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
     padded = tl.program_id(1).to(tl.int64) * padded_q_len + query
+    lines = tl.num_programs(1).to(tl.int64) * padded_q_len
     tl.store(rows_ptr + padded, lse)
-    tl.store(rows_ptr + tl.num_programs(1).to(tl.int64) * padded_q_len + padded, delta)
-    tl.store(dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.float32))
+    tl.store(rows_ptr + lines + padded, delta)
+    if FIXED:
+        kv_heads = tl.num_programs(1) // group
+        bounds = bounds_ptr + tl.program_id(1) // group
+        length = tl.sqrt_rn(tl.sum(dout * dout, 1))
+        most = (length * tl.load(bounds + kv_heads) + tl.abs(delta)) * tl.load(bounds)
+        # Of a number below 2^(e + 1) at most 2^30 units of 2^(e - 29); half of what integers hold is left for rounding.
+        exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 127, -97)
+        unit = ((29 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+        # What has no bound is NaN, as a sum would be.
+        tl.store(rows_ptr + 2 * lines + padded, tl.where(most < float("inf"), unit, float("nan")))
+    tl.store(
+        dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.int32).to(dq_ptr.dtype.element_ty)
+    )
 
 
-@triton.jit(do_not_specialize=["heads", "padded_len", "factor"])
-def finish_kernel(grad_tensor, sums_ptr, heads, padded_len, factor, DIM: tl.constexpr, TILE: tl.constexpr):
-    """A gradient from its fp32 sums, which lie in register order: times a factor, in the dtype and memory order of its tensor.
-    TILE: rows of the tiles that were added."""
+@triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
+def finish_kernel(
+    grad_tensor, sums_ptr, unit_ptr, heads, group, padded_len, factor, DIM: tl.constexpr, TILE: tl.constexpr, FIXED: tl.constexpr
+):
+    """A gradient from its sums, which lie in register order: times a factor, in the dtype and memory order of its tensor.
+    TILE: rows of the tiles that were added. group: how many sums, one after the other, make one gradient. FIXED: they are
+    integers, in units of a power of two for each row."""
     DOWN: tl.constexpr = TILE // 16
     ACROSS: tl.constexpr = 8 // DOWN
     first = tl.program_id(0) * TILE
-    line = tl.program_id(1).to(tl.int64) * padded_len + first
-    sums = tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM))
+    sums = tl.zeros([TILE * DIM], tl.float32)
+    for member in range(group):
+        line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
+        sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
     pieces = sums.reshape(2, DIM // (16 * ACROSS), ACROSS, DOWN, 8, 4, 2, 2).permute(3, 0, 4, 2, 1, 6, 5, 7)
-    grad = pieces.reshape(TILE, DIM)
-    store_tile(grad_tensor, grad * factor, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
+    grad = pieces.reshape(TILE, DIM) * factor
+    if FIXED:
+        unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
+        grad = grad / unit[:, None]
+    store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
-    """dq, dk, dv like q, k, v. dlse may be None. dQ is summed in an order that differs from run to run.
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic=False, config=None):
+    """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, dQ is summed in an order that differs from run to
+    run, and so are dK and dV where query heads share them or heavy columns come in parts.
 
     The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     """
@@ -621,18 +697,24 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
     # In whole blocks, so that none reaches into the next head's rows.
     padded = triton.cdiv(q_len, block_size) * block_size
     padded_kv = triton.cdiv(kv_len, block_size) * block_size
-    sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=torch.float32, device=q.device)
-    rows = torch.empty((2, batch * heads * padded), dtype=torch.float32, device=q.device)
+    sum_dtype = torch.int32 if deterministic else torch.float32
+    sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=sum_dtype, device=q.device)
+    rows = torch.empty((3 if deterministic else 2, batch * heads * padded), dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # Where several tiles make one of dK and dV, those are summed in fp32 as well.
-    added = group > 1 or comes_in_parts(mask and mask.by_key)
-    kv_lines = batch * kv_heads * padded_kv
-    kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device) if added else sums
-
+    # Where several tiles make one of dK and dV, those are summed in fp32 as well: as they come, or one after the other.
+    added = group > 1 or (comes_in_parts(mask and mask.by_key) and not deterministic)
+    kv_sums, kv_lines = sums.view(torch.float32), batch * kv_heads * padded_kv
+    if added and deterministic:
+        kv_lines = batch * heads * padded_kv
+        kv_sums = torch.empty((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device)
+    elif added:
+        kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device)
     has_dlse = dlse is not None
     dlse = dlse.contiguous() if has_dlse else lse
-    key = (*signature(q, k, v, out, dout), scale, config, has_dlse)
-    row_lse, row_delta = rows
+    key = (*signature(q, k, v, out, dout), scale, config, has_dlse, deterministic)
+    row_lse, row_delta, *units = rows.unbind()
+    row_unit = units[0] if units else row_lse
+    bounds = _bounds(mask, key, k, v, dim) if deterministic else lse
     queue = tile_queue(q.device)
 
     def prepared_rows():
@@ -643,15 +725,18 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
             dlse,
             sums,
             rows,
+            bounds,
             heads,
+            group,
             q_len,
             padded,
         ]
-        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse}
+        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic}
         return (padded // ROWS, batch * heads), arguments, constants, {"num_warps": 4}
 
     def prepared():
-        items = mask.by_key.work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
+        work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
+        items = work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
         tiles = items * (block_size // KEYS.value) * batch * heads
         index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
         arguments = [
@@ -665,8 +750,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
             described(kv_sums, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
             described(row_lse, [config.queries], ROW_LAYOUT),
             described(row_delta, [config.queries], ROW_LAYOUT),
+            described(row_unit, [config.queries], ROW_LAYOUT),
             index,
-            mask.by_key.work if mask else lse,
+            work,
             row_idx,
             tile_idx,
             tile_runs,
@@ -686,27 +772,42 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, config=None):
             scale * LOG2_E.value,
         ]
         constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added}
+        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added, "FIXED": deterministic}
         return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
-    launch_or_repeat(prepare_kernel, mask, key, (out, dout, lse, dlse, sums, rows), prepared_rows)
-    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, lse, queue
+    launch_or_repeat(prepare_kernel, mask, key, (out, dout, lse, dlse, sums, rows, bounds), prepared_rows)
+    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, row_unit, lse, queue
     launch_or_repeat(attention_backward_kernel, mask, key, tensors, prepared)
-    _finish(mask, key, "dq", dq, sums, padded, scale, config.queries)
+    _finish(mask, key, "dq", dq, sums, row_unit, 1, padded, scale, config.queries)
     if added:
         dk_sums, dv_sums = kv_sums.chunk(2)
-        _finish(mask, key, "dk", dk, dk_sums, padded_kv, scale, KEYS.value)
-        _finish(mask, key, "dv", dv, dv_sums, padded_kv, 1.0, KEYS.value)
+        members = group if deterministic else 1
+        _finish(mask, key, "dk", dk, dk_sums, row_unit, members, padded_kv, scale, KEYS.value)
+        _finish(mask, key, "dv", dv, dv_sums, row_unit, members, padded_kv, 1.0, KEYS.value)
     return dq, dk, dv
 
 
-def _finish(mask, key: tuple, name: str, grad, sums, length: int, factor: float, tile: int) -> None:
+def _bounds(mask, key: tuple, k, v, dim: int) -> torch.Tensor:
+    """See ``bound_kernel``."""
+    batch, kv_heads, kv_len, _ = k.shape
+    bounds = torch.zeros((2, batch * kv_heads), dtype=torch.float32, device=k.device)
+
+    def prepared():
+        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads]
+        return (triton.cdiv(kv_len, ROWS), batch * kv_heads), arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}
+
+    launch_or_repeat(bound_kernel, mask, key, (k, v, bounds), prepared)
+    return bounds
+
+
+def _finish(mask, key: tuple, name: str, grad, sums, unit, members: int, length: int, factor: float, tile: int) -> None:
     """Fills a gradient from its sums: see ``finish_kernel``."""
     batch, heads, _, head_dim = grad.shape
     dim = padded_head_dim(head_dim)
 
     def prepared():
-        arguments = [described_for_triton(grad, tile, dim), sums, heads, length, factor]
-        return (length // tile, batch * heads), arguments, {"DIM": dim, "TILE": tile}, {"num_warps": 4}
+        arguments = [described_for_triton(grad, tile, dim), sums, unit, heads, members, length, factor]
+        constants = {"DIM": dim, "TILE": tile, "FIXED": sums.dtype == torch.int32}
+        return (length // tile, batch * heads), arguments, constants, {"num_warps": 4}
 
-    launch_or_repeat(finish_kernel, mask, (name, *key), (grad, sums), prepared)
+    launch_or_repeat(finish_kernel, mask, (name, *key), (grad, sums, unit), prepared)

@@ -74,6 +74,6 @@ class Footprint:
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),
-    ("backward", 64): Footprint(199884, 168),
-    ("backward", 128): Footprint(231372, 40),
+    ("backward", 64): Footprint(201436, 168),
+    ("backward", 128): Footprint(232156, 40),
 }
