@@ -60,6 +60,9 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     if aligned and key in _launched:
         _launched[key][(*grid, 1)](*arguments, *constants.values())
         return _launched[key]
+    known = getattr(kernel, "params", ())  # the interpreter's kernels have none
+    several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
+    assert not several or variant, f"{kernel.fn.__name__} is compiled for values of {several}, which no variant tells apart"
     compiled = kernel[grid](*arguments, **constants, **options)
     if not isinstance(compiled, CompiledKernel):  # the interpreter has none
         return None

@@ -591,7 +591,7 @@ def attention_backward_kernel(
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads"])
 def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
     """Of each key head the largest number of K, and the largest length of a row of V, into (2, heads) zeros.
 
