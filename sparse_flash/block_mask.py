@@ -170,21 +170,21 @@ class BlockMask:
             within = (_cached_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
         else:
             within = one_mask("within", within, grid, blocks.device)
-        by_query, by_key = within._listings()
+        listings = within._listings()
         batch, heads = blocks.shape[:2]
-        if batch * heads * len(by_query.block) >= 2**31:
+        if batch * heads * len(listings[0].block) >= 2**31:
             raise ValueError(
                 f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^31 - 1; use a larger block_size"
             )
-        maps = blocks.reshape(batch * heads, -1)
+        by_query, by_key = _chosen(blocks.reshape(batch * heads, -1), listings)
         return cls(
             q_len=grid.q_len,
             kv_len=grid.kv_len,
             block_size=grid.block_size,
             keeps_all=False,
             mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
-            by_query=_chosen(maps, by_query),
-            by_key=_chosen(maps, by_key),
+            by_query=by_query,
+            by_key=by_key,
             tile_runs=within.tile_runs,
             tile_bits=within.tile_bits,
         )
@@ -603,52 +603,60 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
 class _Listing(NamedTuple):
     """The entries of one mask's table, to choose from at run time. All but ``exists`` are int32.
 
-    block: (1 + entries,) which block of the row-major grid each is; the first stands before all entries and for none.
-    exists: (1 + entries,) bool, False for the first, and for those past the last that row_ptr names.
-    cols, tiles: (1 + entries,) col_idx and tile_idx of the table. ptr: (rows + 1,) row_ptr of the table.
-    bounds: (rows * 4,) row by row, where it begins, its run tiles begin, its bit tiles begin, it ends.
+    block: (n,) which block of the row-major grid each is; the first stands before all entries and for none, and so do those
+    past the last.
+    exists: (n,) bool, whether it is an entry.
+    col_tile: (2, 1, n) col_idx and tile_idx of the table. ptr: (rows + 1,) row_ptr of the table.
+    split: (rows * 2,) row_split of the table. bounds: (rows * 4,) row by row, where it begins, its run tiles begin, its bit
+    tiles begin, it ends.
     """
 
     block: torch.Tensor
     exists: torch.Tensor
-    cols: torch.Tensor
-    tiles: torch.Tensor
+    col_tile: torch.Tensor
     ptr: torch.Tensor
+    split: torch.Tensor
     bounds: torch.Tensor
 
 
 def _listing(table: Table, row_stride: int, col_stride: int) -> _Listing:
     """The entries of a table of one mask, whose (row, col) is block row * row_stride + col * col_stride of the grid."""
     ptr, split = table.row_ptr[0], table.row_split[0]
-    cols, tiles = (torch.nn.functional.pad(t, (1, 0)) for t in (table.col_idx, table.tile_idx))
+    # So many that what follows col_idx in memory starts on 16 bytes, which kernels are compiled for.
+    past = -(len(table.col_idx) + 1) % 4
+    cols, tiles = (torch.nn.functional.pad(t, (1, past)) for t in (table.col_idx, table.tile_idx))
     entry = _counted(len(cols), ptr.device) - 1
     row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
     exists = (entry >= 0) & (row < len(ptr) - 1)
     block = torch.where(exists, row * row_stride + cols * col_stride, 0)
-    bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1).flatten()
-    return _Listing(block, exists, cols, tiles, ptr, bounds)
+    bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
+    return _Listing(block, exists, torch.stack([cols, tiles])[:, None], ptr, split.flatten(), bounds.flatten())
 
 
-def _chosen(maps: torch.Tensor, listing: _Listing) -> Table:
-    """The table of the entries that each map, a row of (masks, blocks) bool, keeps of the listing, by operations whose shapes
-    do not depend on the maps' contents. As their order is the listing's, a running count is all that it takes."""
-    masks, listed = len(maps), len(listing.block)
-    kept = maps.index_select(1, listing.block) & listing.exists
-    count = kept.view(-1).cumsum(0, dtype=torch.int32)
-    # Each kept entry goes to its place, the others behind all of them: no place is written twice or left out.
-    place = torch.where(kept.view(-1), count - 1, _counted(masks * listed, maps.device) - count + count[-1]).long()
-    col_idx, tile_idx = torch.empty_like(count), torch.empty_like(count)
-    col_idx[place.view(masks, listed)] = listing.cols
-    tile_idx[place.view(masks, listed)] = listing.tiles
-    count = count.view(masks, listed)  # of the first entry that is none: how many the masks before keep
-    ptr = count.index_select(1, listing.ptr)
-    bounds = count.index_select(1, listing.bounds).view(masks, -1, 4)
-    order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
-    by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
-    order = order.to(torch.int32)
-    work = torch.cat([order[..., None], by_weight, by_weight.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
-    parts = ptr.new_zeros((masks, 2, PART_FIELDS))
-    return Table(ptr, bounds[..., 1:3].contiguous(), order, col_idx, tile_idx, work, parts)
+def _chosen(maps: torch.Tensor, listings: tuple[_Listing, _Listing]) -> list[Table]:
+    """The tables of the entries that each map, a row of (masks, blocks) bool, keeps of the listings, by operations whose shapes
+    do not depend on the maps' contents. As the order stays that of the listing, a running count is all that it takes."""
+    masks, listed = len(maps), len(listings[0].block)
+    backwards = torch.arange(masks * listed - 1, -1, -1, device=maps.device).view(masks, listed)
+    parts = torch.zeros((masks, 2, PART_FIELDS), dtype=torch.int32, device=maps.device)
+    tables = []
+    for listing in listings:
+        kept = maps.index_select(1, listing.block) & listing.exists
+        count = kept.view(-1).cumsum(0, dtype=torch.int32).view(masks, listed)
+        # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out.
+        place = count + torch.where(kept, -1, backwards)
+        col_tile = torch.empty((2, masks * listed), dtype=torch.int32, device=maps.device)
+        col_tile[:, place] = listing.col_tile
+        # The count before an entry is that at the one before it, and the first of each mask is none.
+        ptr = count.index_select(1, listing.ptr)
+        split = count.index_select(1, listing.split).view(masks, -1, 2)
+        bounds = count.index_select(1, listing.bounds).view(masks, -1, 4)
+        order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
+        by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
+        order = order.to(torch.int32)
+        work = torch.cat([order[..., None], by_weight, by_weight.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
+        tables.append(Table(ptr, split, order, *col_tile, work, parts))
+    return tables
 
 
 def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:

@@ -40,11 +40,11 @@ def definition(q, k, keep, size, within, always=None, share_group=False):
             rows = slice(top, min(top + size, q_len))
             cols = [slice(left, min(left + size, kv_len)) for left in range(0, kv_len, size)]
             cols = [col for col in cols if allowed[rows, col].any()]
-            positions = rows.start + offset, rows.stop - 1 + offset
-            forced = [
-                col for col in cols if wanted[rows, col].any() or (col.start <= positions[1] and positions[0] // size <= col.start // size)
-            ]
-            scores = {c.start: sum(q[b, n, rows].mean(0) @ k[b, h // group, c].mean(0) for n in asking) for c in cols}
+            first, last = rows.start + offset, rows.stop - 1 + offset
+            own = range(first // size, last // size + 1)
+            forced = [col for col in cols if wanted[rows, col].any() or col.start // size in own]
+            means = {c.start: k[b, h // group, c].mean(0) for c in cols}
+            scores = {start: sum(q[b, n, rows].mean(0) @ mean for n in asking) for start, mean in means.items()}
             others = sorted((c for c in cols if c not in forced), key=lambda c: -scores[c.start])
             count = keep if isinstance(keep, int) else math.ceil(Fraction(str(keep)) * len(cols))
             for col in [*forced, *others[: max(0, count - len(forced))]]:
@@ -123,7 +123,8 @@ def test_blocks_kept_in_any_case_count_first_and_go_beyond():
     sinks = sf.topk_blocks(q, k, 2, block_size=32, always="sinks(4)").kept_blocks().cpu()
     assert sinks[..., 0].all() and (sinks.sum(3) == torch.arange(1, 11).clamp(max=2)).all()
     window = sf.topk_blocks(q, k, 2, block_size=32, always="local(70)").kept_blocks()
-    assert torch.equal(window, sf.compile_mask("causal & local(70)", 320, block_size=32).kept_blocks().to(DEVICE).expand(1, 2, 10, 10))
+    compiled = sf.compile_mask("causal & local(70)", 320, block_size=32, device=DEVICE)
+    assert torch.equal(window, compiled.kept_blocks().expand(window.shape))
 
 
 @parametrize("backend", BACKENDS)
