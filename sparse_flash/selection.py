@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,8 @@ from .attention import DEFAULT_BLOCK_SIZE, check_tensors
 from .block_mask import BlockMask, as_block_mask, is_recorded, one_mask
 from .grid import BlockGrid
 from .pattern import Pattern
+
+_ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, which shall not be 8
 
 
 @torch.no_grad()
@@ -48,10 +49,10 @@ def topk_blocks(
     differentiated through the choice. Launches only tensor operations of fixed shapes: no host synchronization, safe under
     CUDA graphs, if patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``).
 
-    What a query sees is as ``within`` says. What is chosen for it depends, under causal, on earlier blocks' keys and not on
-    any later key, as blocks with later keys are its own, which is kept whatever its score; but on all queries of its block,
-    later ones among them. That is so in the literature too, and without effect on prefill; in training, it lets a choice,
-    though no value, depend on later tokens of the same block.
+    A query sees what ``within`` says, and under causal no later key takes part in the choice of its blocks: those that hold
+    later keys are its own, kept whatever they score. But the choice is one for all queries of a block, and so depends on later
+    queries of the same block, as in the sources: nothing to a prompt that is known, while in training a choice, though no
+    value, may depend on tokens up to block_size - 1 later.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
@@ -78,11 +79,11 @@ def topk_blocks(
 
 
 def _check_keep(keep) -> None:
-    if isinstance(keep, bool) or not isinstance(keep, Real):
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
-    if isinstance(keep, Integral) and keep < 1:
+    if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep must be at least one block a row; got {keep}")
-    if not isinstance(keep, Integral) and not 0 < keep <= 1:
+    if isinstance(keep, float) and not 0 < keep <= 1:
         raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
 
 
@@ -127,8 +128,8 @@ def _block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
 def _highest(scores: torch.Tensor, keep: int | float, limits: _Limits) -> torch.Tensor:
     """(batch, heads, q_blocks, kv_blocks) bool of the blocks to keep. Those that may not be kept are among them where there are
     fewer others than ``keep``."""
-    share = not isinstance(keep, Integral)
-    most = min(_rounded_up(keep, scores.shape[3]) if share else int(keep), scores.shape[3])
+    share, blocks = isinstance(keep, float), scores.shape[3]
+    most = max(1, math.ceil(keep * blocks - _ROUNDING)) if share else min(keep, blocks)
     best = (scores + limits.bias).topk(most, dim=3, sorted=share).indices
     taken = torch.zeros_like(scores, dtype=torch.bool)
     if share:
@@ -137,10 +138,3 @@ def _highest(scores: torch.Tensor, keep: int | float, limits: _Limits) -> torch.
     else:
         taken.scatter_(3, best, True)
     return taken | limits.forced
-
-
-_ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, which shall not be 8
-
-
-def _rounded_up(share: float, blocks: int) -> int:
-    return max(1, math.ceil(share * blocks - _ROUNDING))
