@@ -71,6 +71,27 @@ class CallCase(Case):
 
 
 @dataclass(frozen=True)
+class PaperCase(Case):
+    """A cell of the tables of arXiv:2205.14135, App. E.6. dropout_p: of the attention probabilities. padded: each sequence
+    of the batch has keys up to a length of its own (``problem.padded_lengths``)."""
+
+    dropout_p: float = 0.0
+    padded: bool = False
+
+    @property
+    def how(self) -> str:
+        parts = [f"dropout {self.dropout_p}"] * bool(self.dropout_p) + ["padded"] * self.padded
+        return ", ".join(parts) or "plain"
+
+    @property
+    def key(self) -> str:
+        return f"paper | {super().key} | {self.how}"
+
+    def as_data(self) -> dict:
+        return super().as_data() | {"kind": "paper", "dropout_p": self.dropout_p, "padded": self.padded, "how": self.how}
+
+
+@dataclass(frozen=True)
 class CompileCase:
     """Compiling one mask for ``tokens`` queries and keys in blocks of ``block_size``."""
 

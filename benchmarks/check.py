@@ -6,6 +6,7 @@ dK and dV follow from the sampled rows of the score matrix alone, for every key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -48,7 +49,7 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
     position, key = chosen + kv_len - tokens, np.arange(kv_len)
     kept = {p: _kept(p, position[:, None], key[None]).to(q.device) for p in dict.fromkeys(problem.patterns)}
-    rows = torch.from_numpy(chosen).to(q.device)
+    rows, keys = torch.from_numpy(chosen).to(q.device), torch.arange(kv_len, device=q.device)
 
     (out,) = attend()
     dout_rows = torch.randn(*out.shape[:2], len(chosen), out.shape[3], device=q.device, dtype=q.dtype)
@@ -67,7 +68,8 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
             for head in heads:
                 tensors = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
                 pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
-                wanted.append(_reference(*(t.detach().double() for t in tensors), rows, kept[pattern]))
+                pairs = kept[pattern] if problem.kv_lens is None else kept[pattern] & (keys < problem.kv_lens[batch])
+                wanted.append(_reference(*(t.detach().double() for t in tensors), rows, pairs))
             for name, tensors in found.items():
                 # dK and dV of a head of keys are the sums over the query heads that share it.
                 shared = name in ("dk", "dv")
@@ -78,6 +80,34 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
                     difference = tensor[batch, place].double() - right
                     squares[name] += torch.stack([difference.square().sum(), right.square().sum()])
     return {name: float((s[0] / s[1].clamp(min=1e-300)).sqrt()) for name, s in squares.items()}
+
+
+def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
+    """How far dropout is from what it promises, on values that are all 1, where each query's result is the sum of what is
+    left of its weights: "mean", how far their mean is from 1; "rate", the log2 of their variance over the promised one,
+    p / (1 - p) times the sum of squared weights, beyond what rounding to q's dtype adds. attend: of values that are all 1."""
+    q, k = problem.q.detach(), problem.k.detach()
+    sums = attend()[0][..., 0].double()
+    rows = torch.arange(0, q.shape[2], -(-q.shape[2] // SAMPLES), device=q.device)
+    kept = _kept(problem.patterns[0], rows.cpu().numpy()[:, None], np.arange(k.shape[2])[None]).to(q.device)
+    promised = measured = 0.0
+    for batch in range(q.shape[0]):
+        pairs = kept
+        if problem.kv_lens is not None:
+            pairs = kept & (torch.arange(k.shape[2], device=q.device) < problem.kv_lens[batch])
+        for head in range(q.shape[1]):
+            scores = q.shape[3] ** -0.5 * q[batch, head, rows].double() @ k[batch, head].double().T
+            weights = torch.softmax(scores.masked_fill(~pairs, -torch.inf), 1)
+            promised += float(weights.square().sum()) * problem.dropout_p / (1 - problem.dropout_p)
+            measured += float((sums[batch, head, rows] - 1).square().sum())
+    rounding = q.shape[0] * q.shape[1] * len(rows) * torch.finfo(q.dtype).eps ** 2
+    rate = max(math.log2(promised / measured) if measured else math.inf, math.log2(measured / (promised + rounding) or 1.0))
+    return {"mean": abs(float(sums.mean()) - 1), "rate": max(rate, 0.0)}
+
+
+def dropout_is_right(errors: dict[str, float]) -> bool:
+    """Within what so many draws differ by."""
+    return errors["mean"] < 0.05 and errors["rate"] < 1
 
 
 def _kept(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:

@@ -23,6 +23,8 @@ class FlashAttention4(Peer):
     order = (0, 2, 1, 3)
 
     def refuses(self, problem: Problem) -> str | None:
+        if problem.dropout_p or problem.kv_lens is not None:
+            return "its calls have no dropout, and padding is not measured"
         inner = _inside_causal(problem)
         if problem.name not in ("full", "causal") and (inner is None or inner.name not in ("local", "documents")):
             return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"

@@ -26,6 +26,9 @@ class Flex(Peer):
 
     backend: str | None = None
 
+    def refuses(self, problem: Problem) -> str | None:
+        return "it has no dropout" if problem.dropout_p else None
+
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         import torch._functorch.config
         from torch.nn.attention.flex_attention import flex_attention
@@ -35,7 +38,7 @@ class Flex(Peer):
         # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
         torch._functorch.config.donated_buffer = False
         options = {
-            "block_mask": None if problem.mask.keeps_all else flex_block_mask(_within_reach(problem)),
+            "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_within_reach(problem)),
             "kernel_options": {"BACKEND": self.backend} if self.backend else None,
             "enable_gqa": problem.grouped,
         }
@@ -58,15 +61,20 @@ def flex_block_mask(problem: Problem):
 
     mask = problem.mask
     which, rows, cols, kind, _ = _entries(mask)
-    head = mask.mask_index.cpu().long()
+    head = mask.mask_index.cpu().numpy()
+    partial, full = np.zeros((2, mask.masks, *mask.grid.shape), bool)
+    partial[which, rows, cols], full[which, rows, cols] = kind > 0, kind == 0
+    partial, full = partial[head], full[head]
+    if problem.kv_lens is not None:
+        first = np.arange(mask.grid.kv_blocks) * mask.block_size
+        length = problem.kv_lens.cpu().numpy()[:, None, None, None]
+        cut = first + mask.block_size > length
+        partial, full = (partial | (full & cut)) & (first < length), full & ~cut
     lists = []
-    for chosen in (kind > 0, kind == 0):
-        kept = np.zeros((mask.masks, *mask.grid.shape), bool)
-        kept[which[chosen], rows[chosen], cols[chosen]] = True
+    for kept in (partial, full):
         # The columns of kept blocks first, in order; what follows them is never read.
         order = np.argsort(~kept, axis=-1, kind="stable")
-        for per_mask in (kept.sum(-1), order):
-            lists.append(torch.from_numpy(per_mask.astype(np.int32))[head].to(mask.device))
+        lists += [torch.from_numpy(a.astype(np.int32)).to(mask.device) for a in (kept.sum(-1), order)]
     return FlexMask.from_kv_blocks(
         *lists, BLOCK_SIZE=mask.block_size, mask_mod=mask_mod(problem), seq_lengths=(mask.q_len, mask.kv_len)
     )
@@ -80,6 +88,9 @@ def _entries(mask: BlockMask) -> tuple[np.ndarray, ...]:
 
 def mask_mod(problem: Problem) -> Callable:
     """The mask as FlexAttention takes it; where heads differ, each stored mask's form, chosen by the head."""
+    if problem.kv_lens is not None:
+        inner, lengths = mask_mod(replace(problem, kv_lens=None)), problem.kv_lens
+        return lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
     index = problem.mask.mask_index
     if index.numel() == 1:
         return _form(problem.patterns[0], problem.mask, 0)

@@ -16,14 +16,15 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 import sparse_flash
 
 from . import calls
-from .cases import CallCase, Case, CompileCase
-from .check import eagerly, is_right, sampled_errors
+from .cases import CallCase, Case, CompileCase, PaperCase
+from .check import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
 from .peer import Peer
 from .peers import peer
 from .problem import Problem, problem_of
@@ -58,7 +59,7 @@ def time_limit(seconds: int | None):
 
 def run(case: Case | CompileCase, device: torch.device, limit: int | None = None, seconds: float | None = None) -> dict:
     """The result of a case as plain data: its numbers, or one of {"refused": why}, {"over_limit": seconds},
-    {"failed": error}. seconds: how long to repeat on a CPU."""
+    {"out_of_memory": error}, {"failed": error}. seconds: how long to repeat on a CPU."""
     begin = time.perf_counter()
     try:
         with time_limit(limit):
@@ -68,11 +69,16 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
     except Exception as error:
         # A peer that cannot run is a result: the others still can.
         text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
-        measured = {"failed": text[:400]}
+        measured = {"out_of_memory" if _is_out_of_memory(error) else "failed": text[:400]}
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return measured | {"took_s": round(time.perf_counter() - begin, 2)}
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On a CPU, PyTorch raises a plain RuntimeError.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _attention(case: Case, device: torch.device, seconds: float) -> dict:
@@ -98,6 +104,8 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
     with rival.settings():
         if isinstance(case, CallCase):
             return facts | calls.measured(problem, rival, device, case.graph)
+        if isinstance(case, PaperCase):
+            return facts | _paper(problem, rival, device, seconds, backward)
         return facts | _timed(problem, rival, 4 * kept * shape.head_dim, device, seconds, backward)
 
 
@@ -124,6 +132,33 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
         if rival.deterministic:
             result["repeatable"] = all(map(torch.equal, attend(dout), attend(dout)))
             correct = correct and result["repeatable"]
+    return result | {"errors": errors, "correct": correct}
+
+
+def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
+    """Milliseconds of each pass and of both, memory of both. What is checked against the definition is without dropout, which
+    every peer draws in its own way."""
+    fn = rival.prepare(replace(problem, dropout_p=0.0))
+    errors = sampled_errors(problem, eagerly(problem, fn), backward)
+    correct = is_right(errors, problem.q.dtype)
+    if problem.dropout_p:
+        ones = replace(problem, v=torch.ones_like(problem.v))
+        of_dropout = dropout_errors(problem, eagerly(ones, rival.prepare(ones)))
+        errors, correct = errors | of_dropout, correct and dropout_is_right(of_dropout)
+        fn = rival.prepare(problem)
+    attend = eagerly(problem, fn)
+    result = {}
+    with torch.no_grad():
+        result["forward_ms"], result["repeats"] = _median_ms(fn, device, seconds)
+    if backward:
+        out = fn()
+        dout = torch.randn_like(out)
+        result["backward_ms"], _ = _median_ms(
+            lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds
+        )
+        del out
+        result["both_ms"], _ = _median_ms(lambda: attend(dout), device, seconds)
+        result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
     return result | {"errors": errors, "correct": correct}
 
 

@@ -23,19 +23,39 @@ class SparseFlash(Peer):
     deterministic: bool = False
 
     def refuses(self, problem: Problem) -> str | None:
-        return None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
+        reason = None if self.backend == "auto" else backends.backend(self.backend).supports(self.call(problem))
+        return reason or self._lacks(problem)
+
+    def _lacks(self, problem: Problem) -> str | None:
+        """The reason of the call itself where it carries no dropout or no lengths: asked on one token."""
+        varied = _varied(problem)
+        if "kv_lens" in varied:
+            varied["kv_lens"] = torch.ones_like(varied["kv_lens"])
+        if varied:
+            try:
+                with torch.no_grad():
+                    sparse_flash.attention(*(t[:, :, :1] for t in problem.leaves), backend=self.backend, **varied)
+            except ValueError as error:
+                return str(error)
+        return None
 
     def call(self, problem: Problem) -> backends.Call:
         block_size = None if problem.mask.keeps_all else problem.mask.block_size
         return backends.Call.of(problem.q, problem.k, block_size, deterministic=self.deterministic)
 
-    def runs_on(self, problem: Problem) -> str:
-        return backends.choose(self.backend, self.call(problem))
+    def runs_on(self, problem: Problem) -> str | None:
+        return None if _varied(problem) else backends.choose(self.backend, self.call(problem))
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         mask = None if problem.mask.keeps_all else problem.mask
-        options = {"backend": self.backend, "deterministic": self.deterministic}
+        options = {"backend": self.backend, "deterministic": self.deterministic, **_varied(problem)}
         return lambda: sparse_flash.attention(*problem.leaves, mask, **options)
+
+
+def _varied(problem: Problem) -> dict:
+    """The arguments of dropout and lengths, where the problem has them."""
+    dropout = {"dropout_p": problem.dropout_p} if problem.dropout_p else {}
+    return dropout if problem.kv_lens is None else {**dropout, "kv_lens": problem.kv_lens}
 
 
 @dataclass(frozen=True)
@@ -43,12 +63,14 @@ class Sdpa(Peer):
     """PyTorch's dense attention. Any other mask than full and causal would be an array of tokens x tokens."""
 
     backend: str
-    most_tokens: int | None = None  # what builds the score matrix runs out of memory beyond
+    most_tokens: int | None = None  # on a CPU, whose memory others need too; a GPU says when it has none left
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.name not in ("full", "causal"):
             return "it is dense: any mask but causal would be an array of tokens x tokens"
-        if self.most_tokens and problem.q.shape[2] > self.most_tokens:
+        if problem.name == "causal" and problem.kv_lens is not None:
+            return "causal with padding would be an array of tokens x tokens"
+        if self.most_tokens and problem.q.shape[2] > self.most_tokens and problem.q.device.type == "cpu":
             return f"it builds the score matrix, which is left out beyond {self.most_tokens} tokens"
         return None
 
@@ -58,7 +80,10 @@ class Sdpa(Peer):
         return sdpa_kernel(getattr(SDPBackend, self.backend))
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        options = {"is_causal": problem.name == "causal", "enable_gqa": problem.grouped}
+        options = {"is_causal": problem.name == "causal", "enable_gqa": problem.grouped, "dropout_p": problem.dropout_p}
+        if problem.kv_lens is not None:
+            key = torch.arange(problem.k.shape[2], device=problem.k.device)
+            options["attn_mask"] = (key < problem.kv_lens[:, None])[:, None, None]
         return lambda: torch.nn.functional.scaled_dot_product_attention(*problem.leaves, **options)
 
 

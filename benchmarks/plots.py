@@ -32,7 +32,7 @@ def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths: dict[str, dict[str, Path]] = {}
-    for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers)):
+    for name, plot in (("speedup", _speedup), ("length", _length), ("peers", _peers), ("paper", _paper)):
         for theme in THEMES:
             figure = plot(data, theme)
             if figure is None:
@@ -124,7 +124,15 @@ def _speedup(data: dict, theme: Theme):
 
 
 def _length(data: dict, theme: Theme):
-    found = rows(data, "length")
+    return _against_length(rows(data, "length"), theme)
+
+
+def _paper(data: dict, theme: Theme):
+    """The plain variant, ours by the back end that it takes of itself."""
+    return _against_length([row for row in rows(data, "paper") if row.how == "plain" and row.counts and ":" not in row.peer], theme)
+
+
+def _against_length(found: list[Row], theme: Theme):
     if not found:
         return None
     from matplotlib.lines import Line2D

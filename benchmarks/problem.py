@@ -10,19 +10,22 @@ import sparse_flash
 from sparse_flash.block_mask import BlockMask
 from sparse_flash.pattern import Pattern
 
-from .cases import Case
+from .cases import Case, PaperCase, Shape
 
 
 @dataclass(frozen=True)
 class Problem:
     """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim).
-    patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device."""
+    patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device.
+    dropout_p: of the attention probabilities. kv_lens: (batch,) int32, how many keys of each sequence there are; None: all."""
 
     patterns: tuple[Pattern, ...]
     mask: BlockMask
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    dropout_p: float = 0.0
+    kv_lens: torch.Tensor | None = None
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,6 +56,10 @@ class Problem:
 
 def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
     """A case's problem, its tensors random and the same for every peer."""
+    varied = {}
+    if isinstance(case, PaperCase):
+        lengths = padded_lengths(case.shape).to(device) if case.padded else None
+        varied = {"dropout_p": case.dropout_p, "kv_lens": lengths}
     s, spec = case.shape, case.mask.spec
     patterns = tuple(map(sparse_flash.parse, (spec,) if isinstance(spec, str) else spec))
     if len(patterns) == 1:
@@ -65,4 +72,10 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
         torch.randn((s.batch, h, s.tokens, s.head_dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
         for h in heads
     )
-    return Problem(patterns, mask, q, k, v)
+    return Problem(patterns, mask, q, k, v, **varied)
+
+
+def padded_lengths(shape: Shape) -> torch.Tensor:
+    """(batch,) int32: from half of the tokens to all of them, any as likely."""
+    draws = torch.Generator().manual_seed(0)
+    return torch.randint(max(1, shape.tokens // 2), shape.tokens + 1, (shape.batch,), generator=draws, dtype=torch.int32)

@@ -161,11 +161,18 @@ class Results:
 
 def finished(result: dict | None) -> bool:
     """Whether a result has numbers."""
-    return bool(result) and not any(key in result for key in ("refused", "over_limit", "failed"))
+    return bool(result) and not any(key in result for key in ("refused", "over_limit", "out_of_memory", "failed"))
 
 
 def why_not(result: dict) -> str:
     """Why a result has no numbers."""
+    if "since" in result:
+        return f"{gave_up(result)} at {result['since']:,} tokens already"
     if "over_limit" in result:
         return f"no result in {result['over_limit']} s"
-    return result.get("refused") or result.get("failed") or ""
+    return result.get("refused") or result.get("out_of_memory") or result.get("failed") or ""
+
+
+def gave_up(result: dict) -> str:
+    """In a word or two, what a longer case would not do better; else empty."""
+    return "too long" if "over_limit" in result else "out of memory" if "out_of_memory" in result else ""

@@ -12,7 +12,8 @@ TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
 
 @dataclass(frozen=True)
 class Row:
-    """One case as tables and plots see it. how: "eager" or "graph" for calls of short problems, else empty."""
+    """One case as tables and plots see it. how: "eager" or "graph" for calls of short problems, the
+    variant ("plain", "padded" and so on) for cells of the paper's tables, else empty."""
 
     shape: str
     tokens: int
@@ -65,6 +66,6 @@ def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
         if entry and entry["case"]["kind"] != "compile" and (every or finished(entry["result"])):
             case = entry["case"]
             shape = Shape(**case["shape"])
-            how = {None: "", False: "eager", True: "graph"}[case.get("graph")]
+            how = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]
             found.append(Row(str(shape), shape.tokens, case["label"], how, case["peer"], entry["result"]))
     return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import report, suites
-from .results import Results, environment, finished, why_not
+from .cases import PaperCase
+from .results import Results, environment, finished, gave_up, why_not
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Options:
     another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers."""
 
     specs: tuple[str, ...] = ()
-    suites: tuple[str, ...] = suites.SUITES
+    suites: tuple[str, ...] = suites.DEFAULT
     out: Path | None = None
     device: str | None = None
     backend: str = "auto"
@@ -102,10 +103,21 @@ def _measure(todo: Iterable, results: Results, device, options: Options, console
             with warnings.catch_warnings():
                 # Peers warn of what they cannot do before they raise it, and the error is kept.
                 warnings.simplefilter("ignore")
-                result = measure.run(case, device, limit, seconds)
+                result = _given_up(case, results) or measure.run(case, device, limit, seconds)
             results.add(case, result)
             bar.advance(task)
             console.print(f"{case.key}: {_brief(result)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _given_up(case, results: Results) -> dict | None:
+    """The result of a cell of the paper's tables whose peer ran out of time or memory at fewer tokens."""
+    if not isinstance(case, PaperCase):
+        return None
+    for tokens in sorted(n for n in suites.PAPER_LENGTHS if n < case.shape.tokens):
+        shorter = results.get(replace(case, shape=replace(case.shape, tokens=tokens)).key)
+        if shorter and gave_up(shorter):
+            return {key: shorter[key] for key in ("over_limit", "out_of_memory") if key in shorter} | {"since": tokens}
+    return None
 
 
 def _brief(result: dict) -> str:
@@ -115,6 +127,9 @@ def _brief(result: dict) -> str:
         return f"{result['compile_s']:.3f} s, {result['peak_bytes'] / 2**20:.0f} MiB"
     if "forward_us" in result:
         times = (f"{name} {result[f'{name}_us']:.1f} us (host {result[f'{name}_host_us']:.1f} us)" for name in ("forward", "both"))
+        return _unless_wrong(result, ", ".join(times))
+    if "forward_tflops" not in result:
+        times = (f"{name} {result[f'{name}_ms']:.3g} ms" for name in ("forward", "backward", "both") if f"{name}_ms" in result)
         return _unless_wrong(result, ", ".join(times))
     text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
     if "backward_ms" in result:

@@ -6,6 +6,7 @@ peers           masks of every kind at large shapes, beside FlexAttention, Flash
 small           time and host time of one call of a short problem, eager and under a CUDA graph
 deterministic   gradients that repeat bit by bit, beside FlashAttention-4's
 compile         time and memory of compiling masks
+paper           each pass and memory, plain, with dropout, padded, both   arXiv:2205.14135, App. E.6; hours, so only if asked for
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from math import isqrt
 
 from . import masks
-from .cases import OURS, CallCase, Case, CompileCase, Mask, Shape
+from .cases import OURS, CallCase, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
 
 DETERMINISTIC = f"{OURS}-deterministic"
@@ -23,6 +24,8 @@ DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdp
 PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65536, 128), Shape(4, 16, 16384, 64))
 GROUPED = Shape(1, 32, 16384, 128, kv_heads=8)
 SMALL_LENGTHS = (256, 512, 1024, 2048)
+PAPER_LENGTHS = tuple(128 << k for k in range(10))
+PAPER_DROPOUT = 0.1
 
 
 def choose(
@@ -163,6 +166,22 @@ def _compile(device, quick, own) -> Iterator[CompileCase]:
         yield CompileCase("documents of 4096", f"documents({bounds})", million)
 
 
+def _paper(device, quick, own) -> Iterator[PaperCase]:
+    """Exact attention of each kind, and block-sparse attention under the paper's butterfly."""
+    lengths = (128, 256) if quick else PAPER_LENGTHS[:4] if device == "cpu" else PAPER_LENGTHS
+    batch, heads = (2, 2) if quick else (2, 8) if device == "cpu" else (16, 8)
+    ours = [OURS, *(f"{OURS}:{name}" for name in ("triton", "torch") if device == "cuda")]
+    dense = (*DENSE_PEERS[device], "sdpa-math", *["fa4"] * (device == "cuda"))
+    flex = ["flex"] * (device == "cuda")  # on a CPU it has no backward pass
+    for dropout in (0.0, PAPER_DROPOUT):
+        for padded in (False, True):
+            for tokens in lengths:
+                shape = Shape(batch, heads, tokens, 64)
+                for mask in own or (FULL, BUTTERFLY):
+                    peers = (*ours, *dense, *flex) if mask == FULL else (*ours, *flex)
+                    yield from (PaperCase(shape, mask, peer, dropout, padded) for peer in peers)
+
+
 def _short(spec: str) -> str:
     return "documents of 1000" if spec.startswith("documents") else spec
 
@@ -174,5 +193,7 @@ _MAKERS = {
     "small": _small,
     "deterministic": _deterministic,
     "compile": _compile,
+    "paper": _paper,
 }
 SUITES = tuple(_MAKERS)
+DEFAULT = tuple(name for name in SUITES if name != "paper")

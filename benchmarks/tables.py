@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from . import beside, written
+from . import beside, paper, written
 from .results import finished, why_not
 from .rows import Row, Table, rows
 
@@ -44,7 +44,7 @@ def gains(data: dict) -> list[Gain]:
 
 def tables(data: dict) -> list[Table]:
     """The tables of the suites that were measured, and one of what gave no numbers."""
-    made = [_speedup(data), *_length(data), *beside.tables(data), _compile(data), _left_out(data)]
+    made = [_speedup(data), *_length(data), *beside.tables(data), *paper.tables(data), _compile(data), _left_out(data)]
     return [table for table in made if table and table.rows]
 
 

@@ -8,6 +8,7 @@ from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .selection import topk_blocks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "list_patterns",
     "parse",
     "register_pattern",
+    "topk_blocks",
     *_patterns,
 ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from operator import index
 
 import torch
 
 from . import backends, ops, watch
-from .block_mask import BlockMask, as_block_mask
+from .block_mask import BlockMask, as_block_mask, compiled_once
 from .pattern import Pattern
 
 DEFAULT_BLOCK_SIZE = 128
@@ -47,7 +45,7 @@ def attention(
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
@@ -81,27 +79,7 @@ def attention(
 def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
     if not isinstance(pattern, (Pattern, str)):
         return as_block_mask(pattern)  # says what a mask must be
-    if not torch.compiler.is_compiling():
-        return _cached_mask(pattern, q_len, kv_len, device)
-    # index() makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
-    q_len, kv_len = index(q_len), index(kv_len)
-    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, device)
-    return BlockMask.from_tensors(q_len, kv_len, DEFAULT_BLOCK_SIZE, tensors, keeps_all)
-
-
-def _constant_tables(pattern, q_len, kv_len, device) -> tuple[bool, list[torch.Tensor]]:
-    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
-    mask = _cached_mask(pattern, q_len, kv_len, device)
-    return mask.keeps_all, mask.tensors()
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
-_constant_tables._dynamo_marked_constant = True
-
-
-@lru_cache(maxsize=64)
-def _cached_mask(pattern, q_len, kv_len, device) -> BlockMask:
-    return as_block_mask(pattern, q_len=q_len, kv_len=kv_len, block_size=DEFAULT_BLOCK_SIZE, device=device)
+    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
 
 
 def _autocast(q, k, v):
@@ -112,7 +90,7 @@ def _autocast(q, k, v):
     return q, k, v
 
 
-def _check_tensors(q, k, v) -> None:
+def check_tensors(q, k, v) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")

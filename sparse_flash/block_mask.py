@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, singledispatch
+from functools import cached_property, lru_cache, singledispatch
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
+_CACHED_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
 PART_FIELDS = 4
 
@@ -136,14 +138,20 @@ class BlockMask:
         )
 
     @classmethod
-    def from_blocks(cls, blocks: torch.Tensor, block_size: int, q_len: int | None = None, kv_len: int | None = None) -> BlockMask:
-        """A mask of whole blocks from a block map computed at run time, on the map's device.
+    def from_blocks(
+        cls, blocks: torch.Tensor, block_size: int, q_len: int | None = None, kv_len: int | None = None, within=None
+    ) -> BlockMask:
+        """A mask of blocks from a block map computed at run time, on the map's device.
 
         blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
         block_size: tokens on a side of a block. q_len, kv_len: tokens; they default to whole blocks.
+        within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask,
+        of the same lengths and block size, on the map's device. Causal, say: the blocks on the diagonal get their tile, and
+        those above are dropped.
 
-        Only launches tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. The table has
-        room for every block, as the number kept is not known on the host.
+        Only launches tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled
+        at its first use with these lengths, which is on the host, and cached: use it once before a graph is captured. The
+        table has room for every block that ``within`` keeps, as the number kept is not known on the host.
         """
         if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
             raise ValueError(
@@ -160,32 +168,28 @@ class BlockMask:
                 f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
                 f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
             )
+        if within is None:
+            keep_it = q_blocks * kv_blocks <= _CACHED_BLOCKS and not is_recorded(blocks.device)
+            within = (_cached_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
+        else:
+            within = one_mask("within", within, grid, blocks.device)
+        listings = within._listings()
         batch, heads = blocks.shape[:2]
-        maps = blocks.reshape(-1, q_blocks, kv_blocks)
-        cut_row, cut_col = grid.q_len % block_size, grid.kv_len % block_size
-        # Cut blocks are the last of their row or column, so they follow the full ones without a sort. Which tile says
-        # where they end: 0 in the last column, 1 in the last row, 2 in the corner.
-        last_row = torch.zeros(q_blocks, 1, dtype=torch.bool, device=blocks.device)
-        last_row[-1] = cut_row > 0
-        last_col = torch.zeros(1, kv_blocks, dtype=torch.bool, device=blocks.device)
-        last_col[:, -1] = cut_col > 0
-        cut = last_row | last_col
-        tile = torch.where(cut, (last_row.int() * (1 + last_col.int())), 0)
-        heights = [block_size, cut_row or block_size, cut_row or block_size]
-        widths = [cut_col or block_size, block_size, cut_col or block_size]
-        # By operations on the device: a copy from the host would be one more read of host memory in each graph replay.
-        token = torch.arange(block_size, dtype=torch.int32, device=blocks.device)
-        runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
+        if batch * heads * len(listings[0].block) >= 2**31:
+            raise ValueError(
+                f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^31 - 1; use a larger block_size"
+            )
+        by_query, by_key = _chosen(blocks.reshape(batch * heads, -1), listings)
         return cls(
             q_len=grid.q_len,
             kv_len=grid.kv_len,
-            block_size=block_size,
+            block_size=grid.block_size,
             keeps_all=False,
             mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
-            by_query=_table_of_maps(maps, cut, tile),
-            by_key=_table_of_maps(maps.mT, cut.mT, tile.mT),
-            tile_runs=torch.stack(runs),
-            tile_bits=torch.zeros((2, block_size, -(-block_size // 32)), dtype=torch.int32, device=blocks.device),
+            by_query=by_query,
+            by_key=by_key,
+            tile_runs=within.tile_runs,
+            tile_bits=within.tile_bits,
         )
 
     @classmethod
@@ -438,6 +442,27 @@ class BlockMask:
         states[self._entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._per_head(torch.from_numpy(states))
 
+    def kept_blocks(self) -> torch.Tensor:
+        """Which blocks the mask visits, on its device and without a host synchronization; the reverse of ``from_blocks``.
+
+        (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
+        """
+        ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
+        row = torch.searchsorted(ends, _counted(len(self.by_query.col_idx), self.device), right=True)
+        # Entries past the last that row_ptr names come to the row past the last.
+        kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
+        kept[row, self.by_query.col_idx.long()] = True
+        return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
+
+    def _listings(self) -> tuple[_Listing, _Listing]:
+        """The entries of by_query and by_key of one mask, to choose from; made once."""
+        known = self.__dict__.get("_listed")
+        if known is None:
+            known = _listing(self.by_query, self.grid.kv_blocks, 1), _listing(self.by_key, 1, self.grid.kv_blocks)
+            if not is_recorded(self.device):
+                self.__dict__["_listed"] = known
+        return known
+
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
         return self._line(self.by_query, query, self.q_len, batch, head, axis=1)[: self.kv_len]
@@ -507,6 +532,55 @@ def _(mask, **lengths) -> BlockMask:
     return mask
 
 
+def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph."""
+    if not torch.compiler.is_compiling():
+        return _cached_mask(pattern, q_len, kv_len, block_size, device)
+    # operator.index makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
+    return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
+
+
+def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
+    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
+    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+    return mask.keeps_all, mask.tensors()
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
+_constant_tables._dynamo_marked_constant = True
+
+
+@lru_cache(maxsize=64)
+def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
+    return as_block_mask(pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+
+
+def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:
+    """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
+    Raises ValueError, which calls it ``name``, where it does not fit."""
+    if not isinstance(mask, BlockMask):
+        # torch.compile cannot trace into the dispatch.
+        if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
+            return as_block_mask(mask)  # says what a mask must be
+        return compiled_once(mask, *_lengths(grid), device)
+    if mask.masks != 1 or mask.mask_index.numel() != 1:
+        raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
+    if mask._shape_key != _lengths(grid):
+        raise ValueError(
+            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_lengths(grid)}; got "
+            f"{mask._shape_key}; compile it for these, or pass the pattern itself"
+        )
+    if mask.device != device:
+        raise ValueError(f"{name} is on {mask.device}, what it is to limit on {device}; use {name}.to({str(device)!r})")
+    return mask
+
+
+def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
+    return grid.q_len, grid.kv_len, grid.block_size
+
+
 def _at_least_two(tiles: np.ndarray) -> np.ndarray:
     # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
     return np.pad(tiles, [(0, max(0, 2 - len(tiles)))] + [(0, 0)] * (tiles.ndim - 1))
@@ -527,21 +601,15 @@ def _table(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
     return _with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
-def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx, split: bool = True) -> Table:
-    """The table with its work items: of whole rows, or where ``split``, of parts of the heavy ones (on the CPU)."""
-    tables = row_ptr, row_split, row_order, col_idx, tile_idx
-    if not split:
-        fields = [row_ptr[:, :-1], row_split[..., 0], row_split[..., 1], row_ptr[:, 1:]]
-        fields = [row_order, *(field.gather(1, row_order.long()) for field in fields)]
-        fields += [torch.zeros_like(row_order)] * (WORK_FIELDS - len(fields))
-        return Table(*tables, torch.stack(fields, -1), row_ptr.new_zeros((len(row_ptr), 2, PART_FIELDS)))
+def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
+    """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
     items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
     listed = np.zeros((len(parts), max(2, *map(_count_of_parts, parts)), PART_FIELDS), np.int32)
     for mask, (rows, heavy) in enumerate(zip(items, parts, strict=True)):
         work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
-    return Table(*tables, torch.from_numpy(work), torch.from_numpy(listed))
+    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
 
 
 def _count_of_parts(parts: np.ndarray) -> int:
@@ -567,22 +635,115 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return items, parts.astype(np.int32)
 
 
-def _table_of_maps(maps: torch.Tensor, cut: torch.Tensor, tile: torch.Tensor) -> Table:
-    """(masks, rows, cols) bool -> Table, by operations whose shapes do not depend on the map's contents."""
-    masks, n_rows, n_cols = maps.shape
-    count = maps.sum(-1, dtype=torch.int32)
-    ends = count.view(-1).cumsum(0, dtype=torch.int32)
-    first = torch.cat([ends.new_zeros(1), ends])
-    ptr = first[torch.arange(masks, device=maps.device)[:, None] * n_rows + torch.arange(n_rows + 1, device=maps.device)]
-    runs = ptr[:, 1:] - (maps & cut).sum(-1, dtype=torch.int32)
-    # Each kept block goes to its place; the others all go to one place past the end.
-    place = ptr[:, :-1, None] + maps.cumsum(-1, dtype=torch.int32) - 1
-    place = torch.where(maps, place, maps.numel()).reshape(-1).long()
-    columns = torch.arange(n_cols, dtype=torch.int32, device=maps.device).expand(maps.shape).reshape(-1)
-    col_idx = torch.zeros(maps.numel() + 1, dtype=torch.int32, device=maps.device).scatter_(0, place, columns)
-    tile_idx = torch.zeros_like(col_idx).scatter_(0, place, tile.to(torch.int32).expand(maps.shape).reshape(-1))
-    heaviest = torch.argsort(count, dim=-1, descending=True, stable=True).to(torch.int32)
-    return _with_work(ptr.contiguous(), torch.stack([runs, ptr[:, 1:]], -1), heaviest, col_idx, tile_idx, split=False)
+class _Listing(NamedTuple):
+    """The entries of one mask's table, to choose from at run time. All but ``exists`` are int32.
+
+    block: (n,) which block of the row-major grid each is; the first stands before all entries and for none, and so do those
+    past the last.
+    exists: (n,) bool, whether it is an entry.
+    col_tile: (2, 1, n) col_idx and tile_idx of the table. ptr: (rows + 1,) row_ptr of the table.
+    split: (rows * 2,) row_split of the table. bounds: (rows * 4,) row by row, where it begins, its run tiles begin, its bit
+    tiles begin, it ends.
+    """
+
+    block: torch.Tensor
+    exists: torch.Tensor
+    col_tile: torch.Tensor
+    ptr: torch.Tensor
+    split: torch.Tensor
+    bounds: torch.Tensor
+
+
+def _listing(table: Table, row_stride: int, col_stride: int) -> _Listing:
+    """The entries of a table of one mask, whose (row, col) is block row * row_stride + col * col_stride of the grid."""
+    ptr, split = table.row_ptr[0], table.row_split[0]
+    # So many that what follows col_idx in memory starts on 16 bytes, which kernels are compiled for.
+    past = -(len(table.col_idx) + 1) % 4
+    cols, tiles = (torch.nn.functional.pad(t, (1, past)) for t in (table.col_idx, table.tile_idx))
+    entry = _counted(len(cols), ptr.device) - 1
+    row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
+    exists = (entry >= 0) & (row < len(ptr) - 1)
+    block = torch.where(exists, row * row_stride + cols * col_stride, 0)
+    bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
+    return _Listing(block, exists, torch.stack([cols, tiles])[:, None], ptr, split.flatten(), bounds.flatten())
+
+
+def _chosen(maps: torch.Tensor, listings: tuple[_Listing, _Listing]) -> list[Table]:
+    """The tables of the entries that each map, a row of (masks, blocks) bool, keeps of the listings, by operations whose shapes
+    do not depend on the maps' contents. As the order stays that of the listing, a running count is all that it takes."""
+    masks, listed = len(maps), len(listings[0].block)
+    backwards = torch.arange(masks * listed - 1, -1, -1, device=maps.device).view(masks, listed)
+    parts = torch.zeros((masks, 2, PART_FIELDS), dtype=torch.int32, device=maps.device)
+    tables = []
+    for listing in listings:
+        kept = maps.index_select(1, listing.block) & listing.exists
+        count = kept.view(-1).cumsum(0, dtype=torch.int32).view(masks, listed)
+        # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out.
+        place = count + torch.where(kept, -1, backwards)
+        col_tile = torch.empty((2, masks * listed), dtype=torch.int32, device=maps.device)
+        col_tile[:, place] = listing.col_tile
+        # The count before an entry is that at the one before it, and the first of each mask is none.
+        ptr = count.index_select(1, listing.ptr)
+        split = count.index_select(1, listing.split).view(masks, -1, 2)
+        bounds = count.index_select(1, listing.bounds).view(masks, -1, 4)
+        order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
+        by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
+        order = order.to(torch.int32)
+        work = torch.cat([order[..., None], by_weight, by_weight.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
+        tables.append(Table(ptr, split, order, *col_tile, work, parts))
+    return tables
+
+
+def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The mask that keeps every pair, made on the device: no copy from the host, which each replay of a graph would repeat."""
+    size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
+    # Which tile says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
+    tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
+    if cut_row:
+        tile[-1] = 1
+        tile[-1, -1:] += cut_col > 0
+    heights = [size, cut_row or size, cut_row or size]
+    widths = [cut_col or size, size, cut_col or size]
+    token = _counted(size, device)
+    runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=size,
+        keeps_all=True,
+        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        by_query=_table_of_all(tile, cut_row > 0, cut_col > 0),
+        by_key=_table_of_all(tile.T, cut_col > 0, cut_row > 0),
+        tile_runs=torch.stack(runs),
+        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
+    )
+
+
+_cached_of_all_blocks = lru_cache(maxsize=16)(_of_all_blocks)
+
+
+def _table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:
+    """All blocks row by row. Cut ones are the last of their row, or all of the last row, so that they follow the full ones."""
+    rows, cols = tile.shape
+    ptr = _counted(rows + 1, tile.device) * cols
+    runs = ptr[1:] - int(cut_col)
+    if cut_row:
+        runs[-1] = ptr[-2]
+    order = _counted(rows, tile.device)
+    col_idx = _counted(cols, tile.device).repeat(rows)
+    work = torch.stack([order, ptr[:-1], runs, ptr[1:], ptr[1:], *[torch.zeros_like(order)] * (WORK_FIELDS - 5)], -1)
+    split = torch.stack([runs, ptr[1:]], -1)
+    parts = ptr.new_zeros((1, 2, PART_FIELDS))
+    return Table(ptr[None], split[None], order[None], col_idx, tile.reshape(-1), work[None], parts)
+
+
+def _counted(stop: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(stop, dtype=torch.int32, device=device)
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether operations are only recorded now, for a CUDA graph or by torch.compile: their results have no values to keep."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "tuning": {"backends", "compiler", "kernels"},
     "integrations": {"attention", "block_mask", "pattern", "patterns"},
     "layer": {"attention", "block_mask", "pattern"},
+    "selection": {"attention", "block_mask", "grid", "pattern"},
     "": {
         "attention",
         "block_mask",
@@ -45,6 +46,7 @@ MAY_IMPORT = {
         "layer",
         "pattern",
         "patterns",
+        "selection",
     },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},

@@ -16,7 +16,7 @@ from rich.console import Console
 import sparse_flash as sf
 from sparse_flash.benchmarks import beside, calls, cases, check, flex, masks, measure, peers, report, suites
 from sparse_flash.benchmarks.problem import problem_of
-from sparse_flash.benchmarks.results import Results, finished
+from sparse_flash.benchmarks.results import Results, finished, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.tables import tables
 
@@ -158,6 +158,25 @@ def test_flex_gets_the_same_pairs(spec):
     assert torch.equal(kept & blocks, p.mask.to_dense().view(heads, 256, 256))
 
 
+@pytest.mark.parametrize("spec", ["full", "causal & local(40)", "butterfly(block=32)"])
+def test_flex_gets_the_keys_that_each_sequence_has(spec):
+    p = replace(problem(spec, block=32, heads=1, batch=3), kv_lens=torch.tensor([256, 70, 32], dtype=torch.int32))
+    block_mask = flex.flex_block_mask(p)
+    batch, q, kv = torch.meshgrid(torch.arange(3), torch.arange(256), torch.arange(256), indexing="ij")
+    kept = block_mask.mask_mod(batch, 0, q, kv)
+    visited, whole = (
+        flex_dense.repeat_interleave(32, 1).repeat_interleave(32, 2)
+        for flex_dense in (block_mask.to_dense()[:, 0].bool(), full_blocks(block_mask))
+    )
+    assert torch.equal((kept & visited) | whole, p.mask.to_dense() & (kv < p.kv_lens[:, None, None]))
+
+
+def full_blocks(block_mask) -> torch.Tensor:
+    """(batch, q_blocks, kv_blocks) bool: the blocks where the rule is not asked."""
+    count, index = block_mask.full_kv_num_blocks[:, 0], block_mask.full_kv_indices[:, 0].long()
+    return torch.zeros_like(index, dtype=torch.bool).scatter_(2, index, torch.arange(index.shape[2]) < count[..., None])
+
+
 def test_flex_gets_blocks_that_its_kernels_take():
     block_mask = flex.flex_block_mask(flex._within_reach(problem("butterfly(block=64)", tokens=512, block=64)))
     assert block_mask.BLOCK_SIZE == (128, 128)
@@ -225,6 +244,8 @@ def test_peers_refuse_with_a_reason():
     assert peers.peer("sparse_flash:triton").refuses(doubled)
     assert peers.peer("sparse_flash:torch").refuses(doubled) is None
     assert "window" in peers.peer("fa4").refuses(sparse)
+    dropped = replace(problem("full"), dropout_p=0.1)
+    assert all("dropout" in peers.peer(name).refuses(dropped) for name in ("flex", "fa4"))
     with pytest.raises(ValueError, match="unknown peer"):
         peers.peer("flax")
     with pytest.raises(ValueError, match="unknown peer"):
@@ -315,6 +336,76 @@ def test_an_error_of_a_peer_is_a_result(monkeypatch):
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     return run(Options(out=folder, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
+
+
+def test_the_paper_suite_has_every_length_variant_and_back_end():
+    chosen = suites.choose(["paper"], "cuda")["paper"]
+    variants = {(case.shape, case.dropout_p, case.padded) for case in chosen}
+    assert variants == {
+        (cases.Shape(16, 8, 128 << k, 64), dropout, padded) for k in range(10) for dropout in (0, 0.1) for padded in (False, True)
+    }
+    ours = {"sparse_flash", "sparse_flash:triton", "sparse_flash:torch"}
+    dense = {"sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "fa4"}
+    for label, wanted in (("full", ours | dense | {"flex"}), ("butterfly", ours | {"flex"})):
+        for variant in variants:
+            mine = [case for case in chosen if (case.shape, case.dropout_p, case.padded) == variant]
+            assert {case.peer for case in mine if case.mask.label == label} == wanted
+    assert "paper" not in suites.DEFAULT
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory):
+    return run(Options(out=tmp_path_factory.mktemp("paper"), quick=True, device="cpu", suites=("paper",)), QUIET)
+
+
+def test_a_cell_of_the_paper_has_each_pass_and_memory_or_the_reason_why_not(paper):
+    for entry in paper.data["cases"].values():
+        result = entry["result"]
+        if finished(result):
+            assert result["correct"] and min(result[k] for k in ("forward_ms", "backward_ms", "both_ms", "extra_bytes")) > 0
+        else:
+            assert len(why_not(result)) > 10
+    for how in ("plain", "padded", "dropout 0.1", "dropout 0.1, padded"):
+        assert finished(paper.get(f"paper | B2 H2 N256 D64 | full | sdpa-math | {how}"))
+    assert finished(paper.get("paper | B2 H2 N256 D64 | butterfly | sparse_flash | plain"))
+    made = {table.title: table for table in tables(paper.data)}
+    forward = made["Forward, ms, against tokens, plain (B2 H2 D64)"]
+    assert forward.columns == ["mask, by", "128", "256"] and len(forward.rows) == 4 and all(map(all, forward.rows))
+    assert (paper.folder / "paper.png").exists()
+
+
+@pytest.mark.parametrize("changes", [{"dropout_p": 0.0}, {"dropout_p": 0.3}, {"kv_lens": None}], ids=str)
+def test_a_peer_that_drops_at_another_rate_or_sees_padding_is_wrong(monkeypatch, changes):
+    case = cases.PaperCase(cases.Shape(2, 2, 128, 16), masks.FULL, "sdpa-math", dropout_p=0.1, padded=True)
+    right = measure.run(case, CPU, seconds=0.01)
+    assert right["correct"] and {"out", "dq", "mean", "rate"} <= set(right["errors"])
+    prepare = peers.Sdpa.prepare
+
+    def wrong(self, p):
+        asked = {name: value for name, value in changes.items() if name != "dropout_p" or p.dropout_p}
+        return prepare(self, replace(p, **asked))
+
+    monkeypatch.setattr(peers.Sdpa, "prepare", wrong)
+    assert not measure.run(case, CPU, seconds=0.01)["correct"]
+
+
+def test_lack_of_memory_is_a_result(monkeypatch):
+    def greedy(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB")
+
+    monkeypatch.setattr(peers.SparseFlash, "prepare", greedy)
+    result = measure.run(cases.PaperCase(cases.Shape(1, 1, 128, 16), masks.FULL, "sparse_flash"), CPU)
+    assert "128.00 GiB" in result["out_of_memory"] and not finished(result) and "128.00 GiB" in why_not(result)
+
+
+@pytest.mark.parametrize("end, said", [({"over_limit": 90}, "too long"), ({"out_of_memory": "of 128 GiB"}, "out of memory")])
+def test_who_ran_out_of_time_or_memory_is_not_asked_for_more_tokens(tmp_path, monkeypatch, end, said):
+    measured = []
+    monkeypatch.setattr(measure, "run", lambda case, *_: measured.append(case.shape.tokens) or dict(end))
+    results = run(Options(out=tmp_path, quick=True, device="cpu", suites=("paper",), only=("| full | sdpa-math | plain",)), QUIET)
+    assert measured == [128]
+    assert "at 128 tokens already" in why_not(results.get("paper | B2 H2 N256 D64 | full | sdpa-math | plain"))
+    assert tables(results.data)[0].rows == [["full, sdpa-math", said, said]]
 
 
 def test_results_are_complete_and_correct(quick):

@@ -136,6 +136,65 @@ def test_block_map_of_run_time_keeps_what_the_compiled_pattern_keeps(blocks, blo
     assert entries[0] == entries[1]  # the same blocks with a tile: those that are cut
 
 
+@settings(max_examples=100)
+@given(
+    pattern=strategies.expressions,
+    lengths=strategies.lengths,
+    size=strategies.block_sizes,
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    density=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+    compiled=st.booleans(),
+)
+def test_block_map_of_run_time_within_a_pattern_keeps_what_both_keep(pattern, lengths, size, heads, density, compiled):
+    limit = sf.compile_mask(pattern, *lengths, size)
+    blocks = torch.from_numpy(np.random.default_rng(0).random((*heads, *limit.grid.shape)) < density)
+    mask = sf.BlockMask.from_blocks(blocks, size, *lengths, within=limit if compiled else pattern)
+    spread = blocks.repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, : lengths[0], : lengths[1]]
+    expected = (spread & torch.from_numpy(strategies.dense(pattern, *lengths).copy())).view(-1, *lengths)
+    states = (blocks.int() * limit.block_states()).view(-1, *limit.grid.shape)
+    for number in range(len(expected)):
+        for by_key, table in ((False, mask.by_query), (True, mask.by_key)):
+            shape = mask.grid.shape[::-1] if by_key else mask.grid.shape
+            found = decoded(mask, number, table, *shape)
+            assert len(found) == states[number].count_nonzero()  # no block is visited that keeps nothing
+            np.testing.assert_array_equal(assembled(found, mask, *lengths, by_key), expected[number].numpy())
+            ptr, split = table.row_ptr[number], table.row_split[number]
+            for segment in torch.stack([ptr[:-1], split[:, 0], split[:, 1], ptr[1:]], 1).unfold(1, 2, 1).reshape(-1, 2).tolist():
+                assert (table.col_idx[slice(*segment)].diff() > 0).all()
+            weight = ptr.diff()
+            assert (weight[table.row_order[number].long()].diff() <= 0).all()
+    assert torch.equal(mask.kept_blocks().view(states.shape), states > 0)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for table in (mask.by_query, mask.by_key) for t in table)
+
+
+@settings(max_examples=40)
+@given(pattern=strategies.expressions, lengths=strategies.lengths, size=strategies.block_sizes)
+def test_block_map_that_keeps_all_within_a_pattern_is_the_pattern_compiled(pattern, lengths, size):
+    limit = sf.compile_mask(pattern, *lengths, size)
+    mask = sf.BlockMask.from_blocks(torch.ones(limit.grid.shape, dtype=torch.bool), size, *lengths, within=limit)
+    for ours, theirs in ((mask.by_query, limit.by_query), (mask.by_key, limit.by_key)):
+        entries = int(theirs.row_ptr[0, -1])
+        for name in ("row_ptr", "row_split", "row_order"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+        for name in ("col_idx", "tile_idx"):
+            assert torch.equal(getattr(ours, name)[:entries], getattr(theirs, name)[:entries])
+
+
+def test_block_map_within_another_made_at_run_time_keeps_the_blocks_of_both():
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.rand(5, 6, generator=generator) < 0.5 for _ in range(2))
+    outer = sf.BlockMask.from_blocks(first, 32, 150, 180, within="causal")
+    inner = sf.BlockMask.from_blocks(second, 32, 150, 180, within=outer)
+    assert torch.equal(inner.to_dense(), outer.to_dense() & sf.BlockMask.from_blocks(second, 32, 150, 180).to_dense())
+    assert torch.equal(inner.kept_blocks(), outer.kept_blocks() & second)
+
+
+def test_block_map_within_what_is_no_mask_is_refused():
+    for within in (3, ["causal"]):
+        with pytest.raises(TypeError, match=f"must be a Pattern, its spec text or a BlockMask; got {type(within).__name__}"):
+            sf.BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, within=within)
+
+
 def test_lengths_of_a_block_map_default_to_whole_blocks():
     mask = sf.BlockMask.from_blocks(torch.ones(2, 3, dtype=torch.bool), 32)
     assert (mask.q_len, mask.kv_len, tuple(mask.mask_index.shape)) == (64, 96, (1, 1)) and mask.to_dense().all()
@@ -153,6 +212,22 @@ def test_lengths_of_a_block_map_default_to_whole_blocks():
             "map of 2 x 2 blocks, but 300 x 256 tokens in blocks of 128 are 3 x 2",
         ),
         (torch.ones(2, 2, dtype=torch.bool), {"kv_len": 0}, "kv_len must be a positive integer"),
+        (torch.ones(2, 2, dtype=torch.bool), {"within": "casual"}, "did you mean 'causal'"),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            {"within": sf.compile_mask("causal", 256, block_size=64)},
+            r"within must have the lengths and block size of the blocks, .* = \(256, 256, 128\); got \(256, 256, 64\)",
+        ),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            {"within": sf.compile_mask("causal", 256).to("meta")},
+            r"within is on meta, .* on cpu; use within\.to\('cpu'\)",
+        ),
+        (
+            torch.ones(2, 2, dtype=torch.bool),
+            {"within": sf.BlockMask.per_head(["causal", "full"], q_len=256)},
+            r"within must be one mask for all heads; got one with \(1, 2\)",
+        ),
     ],
 )
 def test_block_map_that_does_not_fit_is_refused(blocks, arguments, message):

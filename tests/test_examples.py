@@ -61,6 +61,12 @@ def test_decoding_in_pieces_equals_the_whole():
     assert load("decode_alignment").main(prompt=70, pieces=(1, 3, 40)).shape == (1, 4, 114, 32)
 
 
+def test_chosen_blocks_find_what_a_window_of_as_many_blocks_misses(capsys):
+    errors = load("topk_selection").main(tokens=1024, heads=2)
+    assert errors["top blocks"] < 0.1 < errors["window"]
+    assert capsys.readouterr().out.count("visits") == 3
+
+
 def test_long_context_reports_every_length(capsys):
     seconds = load("long_context").main(pattern="causal & local(64)", longest=2048, rows=3, heads=1, head_dim=16)
     assert len(seconds) == 3

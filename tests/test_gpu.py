@@ -53,12 +53,13 @@ def test_every_table_block_is_right(backend, name, head_dim, block_size):
 
 @parametrize("density", [0.0, 0.02, 0.5, 1.0])
 @parametrize("tokens", [1024, 1000])
+@parametrize("within", [None, "causal", "complement"])
 @parametrize("backend", BACKENDS)
-def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(backend, density, tokens):
+def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(backend, within, density, tokens):
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = torch.rand(2, 4, 8, 8, device="cuda", generator=generator) < density
     blocks[:, :, 3] = True
-    mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens)
+    mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens, within=PATTERNS.get(within))
     check(backend, mask, tokens, dtype=torch.bfloat16, head_dim=64, batch=2, heads=4)
 
 

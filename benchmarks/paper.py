@@ -1,0 +1,41 @@
+"""The tables of arXiv:2205.14135, App. E.6, from the JSON alone: each pass, both and memory against length, by variant."""
+
+from __future__ import annotations
+
+from . import written
+from .results import gave_up
+from .rows import Row, Table, rows
+
+_VALUES = (("Forward", "forward_ms"), ("Backward", "backward_ms"), ("Forward and backward", "both_ms"), ("Memory", "extra_bytes"))
+_NOTES = (
+    "Milliseconds; memory is what one forward and backward pass holds beyond its inputs. -: not supported, as listed under "
+    '"Without a result".',
+    "After arXiv:2205.14135, App. E.6. Padded: keys of each sequence up to a length from half of the tokens to all of them. The "
+    "peers' dropout is checked for its mean and variance, and their results without it against float64.",
+)
+
+
+def tables(data: dict) -> list[Table]:
+    found = rows(data, "paper", every=True)
+    made = []
+    for how in dict.fromkeys(row.how for row in found):
+        chosen = [row for row in found if row.how == how]
+        lengths = sorted({row.tokens for row in chosen})
+        at = {(row.name, row.tokens): row for row in chosen}
+        shape = chosen[0].shape.replace(f"N{chosen[0].tokens} ", "")
+        for title, value in _VALUES:
+            lines = [[name, *(_cell(at.get((name, n)), value) for n in lengths)] for name in dict.fromkeys(name for name, _ in at)]
+            unit = "" if value == "extra_bytes" else ", ms"
+            columns = ["mask, by", *(f"{n:,}" for n in lengths)]
+            made.append(Table(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
+    return [*made[:-1], Table(made[-1].title, made[-1].columns, made[-1].rows, list(_NOTES))] if made else []
+
+
+def _cell(row: Row | None, value: str) -> str:
+    if row is None:
+        return ""
+    if not row.counts:
+        return "wrong" if row.finished else gave_up(row.result) or "-"
+    if value not in row.result:
+        return ""
+    return written.memory(row) if value == "extra_bytes" else written.number(row.result[value])

@@ -1,0 +1,215 @@
+"""topk_blocks: keeps the blocks that its definition names, looks at no later key, and its masks are right on every back end."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import BACKENDS, DEVICE, check
+
+import sparse_flash as sf
+
+parametrize = pytest.mark.parametrize
+
+
+def inputs(q_len, kv_len, *, batch=1, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, heads, q_len, head_dim), (batch, kv_heads, kv_len, head_dim)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def pairs(pattern, q_len, kv_len):
+    return np.ones((q_len, kv_len), bool) if pattern is None else strategies.dense(pattern, q_len, kv_len)
+
+
+def definition(q, k, keep, size, within, always=None, share_group=False):
+    """The kept pairs, (batch, heads, q_len, kv_len), by loops over rows of blocks."""
+    q, k = q.double().cpu().numpy(), k.double().cpu().numpy()
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    group, offset = heads // kv_heads, kv_len - q_len
+    allowed = pairs(within, q_len, kv_len)
+    wanted = np.zeros_like(allowed) if always is None else pairs(always, q_len, kv_len)
+    kept = np.zeros((batch, heads, q_len, kv_len), bool)
+    for b, h in np.ndindex(batch, heads):
+        asking = range(h // group * group, h // group * group + group) if share_group else [h]
+        for top in range(0, q_len, size):
+            rows = slice(top, min(top + size, q_len))
+            cols = [slice(left, min(left + size, kv_len)) for left in range(0, kv_len, size)]
+            cols = [col for col in cols if allowed[rows, col].any()]
+            first, last = rows.start + offset, rows.stop - 1 + offset
+            own = range(first // size, last // size + 1)
+            forced = [col for col in cols if wanted[rows, col].any() or col.start // size in own]
+            means = {c.start: k[b, h // group, c].mean(0) for c in cols}
+            scores = {start: sum(q[b, n, rows].mean(0) @ mean for n in asking) for start, mean in means.items()}
+            others = sorted((c for c in cols if c not in forced), key=lambda c: -scores[c.start])
+            count = keep if isinstance(keep, int) else math.ceil(Fraction(str(keep)) * len(cols))
+            for col in [*forced, *others[: max(0, count - len(forced))]]:
+                kept[b, h, rows, col] = allowed[rows, col]
+    return kept
+
+
+def dense(mask, batch, heads):
+    return mask.to_dense().cpu().expand(batch, heads, -1, -1).numpy()
+
+
+keeps = st.integers(1, 12) | st.sampled_from([0.01, 0.07, 0.25, 0.5, 0.9, 1.0])
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)) | st.integers(1, 200).map(lambda n: (n, n)),
+    within=st.none() | st.just(sf.causal()) | strategies.expressions,
+    always=st.none() | strategies.expressions,
+    keep=keeps,
+    size=st.sampled_from([16, 32]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    share_group=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_what_is_kept_is_what_the_definition_keeps(lengths, within, always, keep, size, heads, share_group, seed):
+    q, k = inputs(*lengths, batch=2, heads=heads[0], kv_heads=heads[1], seed=seed)
+    mask = sf.topk_blocks(q, k, keep, block_size=size, within=within, always=always, share_group=share_group)
+    assert tuple(mask.mask_index.shape) == (2, heads[0]) and mask.masks == 2 * heads[share_group]
+    expected = definition(q, k, keep, size, within, always, share_group)
+    np.testing.assert_array_equal(dense(mask, 2, heads[0]), expected)
+    np.testing.assert_array_equal(dense(mask.transpose(), 2, heads[0]), expected.swapaxes(2, 3))
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@parametrize("layout", ["heads first", "tokens first"])
+def test_every_dtype_and_memory_order_is_averaged_without_loss(dtype, layout):
+    q, k = inputs(300, 330, heads=4, dtype=dtype)
+    q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) if layout == "tokens first" else t for t in (q, k))
+    mask = sf.topk_blocks(q, k, 4, block_size=32)
+    np.testing.assert_array_equal(dense(mask, 1, 4), definition(q, k, 4, 32, sf.causal()))
+
+
+@parametrize("q_len, kv_len", [(256, 256), (250, 250), (100, 250), (250, 100)])
+@parametrize("keep", [1, 3, 0.3])
+def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len, keep):
+    q, k = inputs(q_len, kv_len)
+    before = sf.topk_blocks(q, k, keep, block_size=32).to_dense()
+    changed = 0
+    for top in range(0, q_len, 32):
+        position = max(0, top + kv_len - q_len)
+        later, earlier = k.clone(), k.clone()
+        later[:, :, position:] = 100 * later[:, :, position:].flip(2)
+        earlier[:, :, :position] = 100 * earlier[:, :, :position].flip(2)
+        rows = slice(top, top + 32)
+        after = sf.topk_blocks(q, later, keep, block_size=32).to_dense()
+        assert torch.equal(after[:, :, rows], before[:, :, rows])
+        changed += (sf.topk_blocks(q, earlier, keep, block_size=32).to_dense() != before)[:, :, rows].any().item()
+    assert changed or keep == 1 or kv_len < q_len
+
+
+@parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])
+@parametrize("alike", [False, True], ids=["drawn", "all scores alike"])
+def test_a_row_keeps_as_many_blocks_as_it_was_told_its_own_among_them(keep, counts, alike):
+    q, k = inputs(6 * 32 - 5, 6 * 32 - 5)
+    mask = sf.topk_blocks(torch.zeros_like(q) if alike else q, k, keep, block_size=32)
+    blocks = mask.kept_blocks()
+    assert (blocks.sum(3).cpu() == torch.tensor(counts)).all()
+    assert blocks.diagonal(dim1=2, dim2=3).all()
+    kept = mask.to_dense()
+    assert kept.diagonal(dim1=2, dim2=3).all() and not kept.triu(1).any()
+
+
+def test_blocks_kept_in_any_case_count_first_and_go_beyond():
+    q, k = inputs(320, 320)
+    sinks = sf.topk_blocks(q, k, 2, block_size=32, always="sinks(4)").kept_blocks().cpu()
+    assert sinks[..., 0].all() and (sinks.sum(3) == torch.arange(1, 11).clamp(max=2)).all()
+    window = sf.topk_blocks(q, k, 2, block_size=32, always="local(70)").kept_blocks()
+    compiled = sf.compile_mask("causal & local(70)", 320, block_size=32, device=DEVICE)
+    assert torch.equal(window, compiled.kept_blocks().expand(window.shape))
+
+
+@parametrize("backend", BACKENDS)
+@parametrize("q_len, kv_len", [(128, 128), (100, 120)])
+def test_attention_under_a_chosen_mask_is_right(backend, q_len, kv_len):
+    q, k = inputs(q_len, kv_len, batch=2, heads=4)
+    mask = sf.topk_blocks(q, k, 2, block_size=32, always="sinks(3)")
+    check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, head_dim=16)
+
+
+def test_gradients_are_those_of_attention_under_the_mask_as_it_is():
+    q, k = (t.requires_grad_() for t in inputs(200, 200, heads=4, head_dim=16))
+    v = torch.randn_like(k).requires_grad_()
+    mask = sf.topk_blocks(q, k, 2, block_size=32)
+    assert not any(t.requires_grad for t in mask.tensors())
+    grads = [torch.autograd.grad(sf.attention(q, k, v, mask, backend=b).square().sum(), (q, k, v)) for b in ("auto", "reference")]
+    for ours, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+@parametrize("within, always", [("causal", None), (None, "sinks(4)")])
+def test_choice_and_attention_compile_into_one_graph(within, always):
+    def chosen(q, k):
+        mask = sf.topk_blocks(q, k, 0.3, block_size=32, within=within, always=always)
+        return sf.attention(q, k, k, mask, backend="torch")
+
+    q, k = inputs(200, 230, heads=4, head_dim=16)
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True)
+    for seed in (0, 1):
+        q, k = inputs(200, 230, heads=4, head_dim=16, seed=seed)
+        torch.testing.assert_close(compiled(q, k), chosen(q, k))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("within", ["causal", None])
+def test_choice_needs_no_host_synchronization_and_replays_in_a_graph(within):
+    def chosen():
+        return sf.topk_blocks(q, k, 3, within=within, always="sinks(4)")
+
+    q, k = (t.bfloat16() for t in inputs(2048, 2048, heads=4, head_dim=64))
+    mask = chosen()
+    sf.attention(q, k, k, mask)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chosen()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chosen()
+        out = sf.attention(q, k, k, captured)
+    for tensor, other in zip((q, k), inputs(2048, 2048, heads=4, head_dim=64, seed=1), strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    assert torch.equal(captured.to_dense(), chosen().to_dense()) and not torch.equal(chosen().to_dense(), mask.to_dense())
+    assert torch.equal(out, sf.attention(q, k, k, chosen()))
+
+
+@parametrize(
+    "changes, error, message",
+    [
+        ({"keep": 0}, ValueError, "at least one block a row; got 0"),
+        ({"keep": 0.0}, ValueError, r"share must be in \(0, 1\]; got 0.0"),
+        ({"keep": 1.5}, ValueError, "got 1.5; pass an int"),
+        ({"keep": True}, TypeError, "int, blocks a row, or a float.* got bool"),
+        ({"keep": None}, TypeError, "got NoneType"),
+        ({"block_size": 100}, ValueError, "power of two in 16..256"),
+        ({"within": 3}, TypeError, "must be a Pattern, its spec text or a BlockMask; got int"),
+        ({"always": ["causal"]}, TypeError, "must be a Pattern, its spec text or a BlockMask; got list"),
+        ({"within": "casual"}, ValueError, "did you mean 'causal'"),
+        ({"within": sf.compile_mask("causal", 64)}, ValueError, r"within must have .* \(100, 100, 128\); got \(64, 64, 128\)"),
+        ({"always": sf.compile_mask("causal", 100, block_size=64)}, ValueError, r"always must have .* got \(100, 100, 64\)"),
+        (
+            {"within": sf.BlockMask.per_head(["causal", "full"], q_len=100)},
+            ValueError,
+            r"within must be one mask for all heads; got one with \(1, 2\)",
+        ),
+        ({"k": torch.zeros(1, 3, 100, 8)}, ValueError, "key heads must divide"),
+        ({"k": torch.zeros(1, 2, 100, 4)}, ValueError, "agree in batch and head_dim"),
+        ({"q": torch.zeros(2, 100, 8)}, ValueError, r"q must have shape .* got \(2, 100, 8\)"),
+        ({"q": torch.zeros(1, 2, 100, 8, dtype=torch.int64)}, ValueError, "floating-point"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, error, message):
+    arguments = {"q": torch.zeros(1, 2, 100, 8), "k": torch.zeros(1, 2, 100, 8), "keep": 2, **changes}
+    with pytest.raises(error, match=message):
+        sf.topk_blocks(**arguments)
