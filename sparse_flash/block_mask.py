@@ -329,7 +329,10 @@ class BlockMask:
     @cached_property
     def whole_columns(self) -> torch.Tensor:
         """``by_key.work`` with no column in parts."""
-        return _with_work(*self.by_key[:5], split=False).work
+        t = self.by_key
+        fields = [t.row_ptr[:, :-1], t.row_split[..., 0], t.row_split[..., 1], t.row_ptr[:, 1:]]
+        fields = [t.row_order, *(field.gather(1, t.row_order.long()) for field in fields)]
+        return torch.stack(fields + [torch.zeros_like(t.row_order)] * (WORK_FIELDS - len(fields)), -1)
 
     @property
     def nbytes(self) -> int:
