@@ -451,10 +451,11 @@ class BlockMask:
         (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
-        row = torch.searchsorted(ends, _counted(len(self.by_query.col_idx), self.device), right=True)
+        cols = self.by_query.col_idx
+        row = torch.searchsorted(ends, _counted(len(cols), self.device), right=True)
         # Entries past the last that row_ptr names come to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
-        kept[row, self.by_query.col_idx.long()] = True
+        kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
     def _listings(self) -> tuple[_Listing, _Listing]:
