@@ -47,7 +47,7 @@ def attention(
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
@@ -111,7 +111,8 @@ def _autocast(q, k, v):
     return q, k, v
 
 
-def _check_tensors(q, k, v) -> None:
+def check_tensors(q, k, v) -> None:
+    """Raises ValueError where q, k and v do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
