@@ -194,7 +194,7 @@ def find_rows_kernel(
         length = tl.load(layout + (field + 1) * stride + document)
         skipped = (k_len - length) & (BLOCK - 1)
         place = local * BLOCK + tl.arange(0, BLOCK) - skipped
-        some = inside & (place >= 0) & (place < length)
+        some = (place >= 0) & (place < tl.where(inside, length, 0))
         padded = row * BLOCK + tl.arange(0, BLOCK)
         tl.store(token_of_row + padded, tl.where(some, first_token + place, -1))
         tl.store(row_of_token + first_token + place, padded, mask=some)
@@ -213,7 +213,7 @@ def _rank(totals, row, total, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _cut_tile(tile_runs, tile_bits, new_runs, new_bits, slot, tile, width, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Writes tile ``slot`` of the new ones: a block (KIND 0: whole; 1: a run tile; 2: a bit tile) up to ``width`` keys."""
+    """Writes tile ``slot``: a block (KIND 0: whole; 1: a run tile; 2: a bit tile) up to ``width`` keys."""
     token = tl.arange(0, BLOCK)
     if KIND == 2:
         WORDS: tl.constexpr = BLOCK // 32
@@ -331,15 +331,15 @@ def fill_rows_kernel(
 
     if QUERIES:
         if cut_begin < cut_end:
-            _cut_tile(old_runs, old_bits, new_runs, new_bits, row, row, cut_width, BLOCK, 0)
+            _cut_tile(old_runs, old_bits, new_runs, new_bits, run_tiles + row, row, cut_width, BLOCK, 0)
         if runs > 0:
             last = run_end - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(old_runs, old_bits, new_runs, new_bits, row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1)
+                _cut_tile(old_runs, old_bits, new_runs, new_bits, run_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1)
         if bit_count > 0:
             last = bit_begin + bit_count - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(old_runs, old_bits, new_runs, new_bits, row, tl.load(old_tile_idx + last), cut_width, BLOCK, 2)
+                _cut_tile(old_runs, old_bits, new_runs, new_bits, bit_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
