@@ -8,6 +8,7 @@ from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .varlen import attention_varlen
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Pattern",
     "SparseAttention",
     "attention",
+    "attention_varlen",
     "check",
     "compile_mask",
     "list_patterns",

@@ -67,8 +67,12 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     k_blocks, before = (_power_of_two(-(-side.longest // BLOCK)) for side in (keys, queries))
     device = queries.cu_seqlens.device
     document = _longest_document(pattern, k_blocks, 0 if same else before, device)
-    on_device = device.type == "cuda" and portable.available() is None
-    return (_on_device if on_device else _on_host)(document, queries, keys, same)
+    return (_on_device if _by_kernels(device) else _on_host)(document, queries, keys, same)
+
+
+def _by_kernels(device: torch.device) -> bool:
+    """Where there is a GPU but no Triton, what runs is the torch back end, and that waits for the device anyway."""
+    return device.type == "cuda" and portable.available() is None
 
 
 def _power_of_two(number: int) -> int:
@@ -202,7 +206,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, fill: float, heads_first: bo
     x: (n, heads, head_dim). index: (rows,) int32. heads_first: whether the result lies head by head in memory, or row by row.
     """
     rows, heads, dim = len(index), *x.shape[1:]
-    if x.device.type == "cuda" and portable.available() is None:
+    if _by_kernels(x.device):
         from .kernels.packed import take_rows as by_kernel
 
         target = x.new_empty((heads, rows, dim)).transpose(0, 1) if heads_first else x.new_empty((rows, heads, dim))

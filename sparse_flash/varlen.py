@@ -66,13 +66,11 @@ def attention_varlen(
 
     packed = pack(mask, queries, None if same else keys)
     q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-    results = attention(
-        q, k, v, packed.mask, scale=scale, return_lse=return_lse, deterministic=deterministic, backend=backend
-    )
+    results = attention(q, k, v, packed.mask, scale=scale, return_lse=return_lse, deterministic=deterministic, backend=backend)
     if not return_lse:
         return _off_blocks(results, packed.queries, 0.0)
     out, lse = results
-    lse = _off_blocks(lse[..., None], packed.queries, float("-inf"))
+    lse = _off_blocks(lse[..., None], packed.queries, float("-inf"), heads_first=True)
     return _off_blocks(out, packed.queries, 0.0), lse[..., 0].T
 
 
@@ -97,9 +95,9 @@ def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _TakeRows.apply(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1)[None]
 
 
-def _off_blocks(x: torch.Tensor, axis: Axis, fill: float) -> torch.Tensor:
+def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
-    return _TakeRows.apply(x[0].transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, x.shape[-1] == 1)
+    return _TakeRows.apply(x[0].transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
 
 
 def _check_packed(q, k, v) -> None:

@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "ops": {"backends", "block_mask"},
     "watch": set(),
     "attention": {"backends", "block_mask", "ops", "pattern", "watch"},
+    "packing": {"backends", "block_mask", "grid", "kernels", "tiles"},
+    "varlen": {"attention", "block_mask", "packing", "pattern"},
     "check": {"block_mask", "grid", "pattern", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
@@ -44,6 +46,7 @@ MAY_IMPORT = {
         "layer",
         "pattern",
         "patterns",
+        "varlen",
     },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},

@@ -335,11 +335,15 @@ def fill_rows_kernel(
         if runs > 0:
             last = run_end - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(old_runs, old_bits, new_runs, new_bits, run_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1)
+                _cut_tile(
+                    old_runs, old_bits, new_runs, new_bits, run_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 1
+                )
         if bit_count > 0:
             last = bit_begin + bit_count - 1
             if tl.load(old_col_idx + last) >= cut_from:
-                _cut_tile(old_runs, old_bits, new_runs, new_bits, bit_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 2)
+                _cut_tile(
+                    old_runs, old_bits, new_runs, new_bits, bit_tiles + row, tl.load(old_tile_idx + last), cut_width, BLOCK, 2
+                )
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
