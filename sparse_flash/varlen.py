@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .attention import attention, check_tensors
@@ -79,14 +81,14 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, index, reverse, fill, heads_first):
-        ctx.save_for_backward(index, reverse)
+        ctx.save_for_backward(reverse)
         ctx.heads_first = heads_first
         return take_rows(x, index, fill, heads_first)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        index, reverse = ctx.saved_tensors
+        (reverse,) = ctx.saved_tensors
         return take_rows(grad, reverse, 0.0, not ctx.heads_first), None, None, None, None
 
 
@@ -131,7 +133,7 @@ def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
-    lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
         raise ValueError(
             f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
