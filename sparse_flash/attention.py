@@ -46,7 +46,7 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
@@ -103,7 +103,8 @@ def _cached_mask(pattern, q_len, kv_len, device) -> BlockMask:
     return as_block_mask(pattern, q_len=q_len, kv_len=kv_len, block_size=DEFAULT_BLOCK_SIZE, device=device)
 
 
-def _autocast(q, k, v):
+def autocast(q, k, v):
+    """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

@@ -92,6 +92,7 @@ class _Document:
         self.before = before
         self.has_bits = bool((kinds == 2).any())
         self.mask = mask.to(device)
+        self.no_parts = torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
@@ -124,11 +125,9 @@ def _on_device(document: _Document, queries: Side, keys: Side, same: bool) -> Pa
             table = compiled.by_query if is_query else compiled.by_key
             axes.append(axes[0] if same and axes else _empty_axis(side, blocks, device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
-            *arrays, work = fill_rows(layout, records, table, compiled.tiles, tiles, entries, before, BLOCK, is_query)
-            parts = torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
-            tables.append(Table(*arrays, work, parts))
-        mask_index = torch.zeros((1, 1), dtype=torch.int32, device=device)
-    mask = BlockMask(q_blocks * BLOCK, k_blocks * BLOCK, BLOCK, False, mask_index, *tables, *tiles)
+            arrays = fill_rows(layout, records, table, compiled.tiles, tiles, entries, before, BLOCK, is_query)
+            tables.append(Table(*arrays, document.no_parts))
+    mask = BlockMask(q_blocks * BLOCK, k_blocks * BLOCK, BLOCK, False, compiled.mask_index, *tables, *tiles)
     return Packed(mask, *axes)
 
 

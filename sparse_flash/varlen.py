@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from .attention import attention, check_tensors
+from .attention import attention, autocast, check_tensors
 from .block_mask import BlockMask
 from .packing import Axis, Side, pack, take_rows
 from .pattern import Pattern
@@ -66,6 +66,7 @@ def attention_varlen(
     if same:
         queries = keys = min(queries, keys, key=lambda side: side.longest)
 
+    q, k, v = autocast(q, k, v)
     packed = pack(mask, queries, None if same else keys)
     q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
     results = attention(q, k, v, packed.mask, scale=scale, return_lse=return_lse, deterministic=deterministic, backend=backend)

@@ -261,7 +261,7 @@ def fill_rows_kernel(
 ):
     """The entries of a block row, its bounds, its place in the order, and the tile of the entry that its document's end cuts.
 
-    run_tiles, bit_tiles: how many the long document's table has. The cut tiles of query block r are those numbers + r.
+    row_ptr: filled but for the first, which is 0. run_tiles, bit_tiles: how many the long document's table has. The cut tiles of query block r are those numbers + r.
     """
     row = tl.program_id(0)
     total = tl.load(records + _TOTAL * rows + row)
@@ -271,7 +271,8 @@ def fill_rows_kernel(
     full_begin = tl.load(records + _BEGIN * rows + row)
     run_begin = tl.load(records + (_BEGIN + 1) * rows + row)
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
-    begin = tl.load(row_ptr + row)
+    begin = tl.load(row_ptr + row, mask=row > 0, other=0)
+    tl.store(row_ptr, 0, mask=row == 0)
     bits = begin + fulls + runs
     tl.store(row_split + row * 2, begin + whole)
     tl.store(row_split + row * 2 + 1, bits)
@@ -404,7 +405,7 @@ def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: in
     for so many.
     """
     rows, device = records.shape[1], layout.device
-    row_ptr = torch.zeros((1, rows + 1), dtype=torch.int32, device=device)
+    row_ptr = torch.empty((1, rows + 1), dtype=torch.int32, device=device)
     torch.cumsum(records[_TOTAL.value], 0, dtype=torch.int32, out=row_ptr[0, 1:])
     row_split, row_order, work = (torch.empty((1, rows, *more), dtype=torch.int32, device=device) for more in ((2,), (), (8,)))
     col_idx, tile_idx = (torch.empty(entries, dtype=torch.int32, device=device) for _ in range(2))
