@@ -10,16 +10,17 @@ On a GPU nothing waits for the host, and shapes depend on the numbers of tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .backends import triton as portable
-from .block_mask import PART_FIELDS, BlockMask, Entries, Table, as_block_mask
+from .block_mask import PART_FIELDS, WORK_FIELDS, BlockMask, Entries, Table, as_block_mask
 from .grid import BlockGrid
+from .ops import nothing_looks_on
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 BLOCK = 128
@@ -41,8 +42,7 @@ class Packed(NamedTuple):
     keys: Axis
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(NamedTuple):
     """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis.
     longest: tokens that no document exceeds; what is beyond them is left out."""
 
@@ -50,10 +50,22 @@ class Side:
     tokens: int
     longest: int
 
-    def blocks(self, skipped: int = 0) -> int:
-        """Blocks enough for any lengths, where up to ``skipped`` places before a document stay empty."""
-        documents = min(len(self.cu_seqlens) - 1, self.tokens)
-        return max(1, (self.tokens + documents * (BLOCK - 1 + skipped)) // BLOCK)
+
+class _Plan(NamedTuple):
+    """What the host knows of a call: of queries and keys the tokens, the longest document and the blocks; block rows of the
+    long document's table above position 0; room for entries; whether keys have the documents of the queries; whether the table
+    has bit tiles."""
+
+    q_tokens: int
+    k_tokens: int
+    q_longest: int
+    k_longest: int
+    q_blocks: int
+    k_blocks: int
+    before: int
+    entries: int
+    same: bool
+    has_bits: bool
 
 
 def pack(pattern, queries: Side, keys: Side | None) -> Packed:
@@ -63,23 +75,48 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     """
     same = keys is None
     keys = queries if same else keys
+    starts = queries.cu_seqlens, keys.cu_seqlens
+    # index() makes symbolic lengths plain numbers: a compiled graph holds the table of one long document.
+    sizes = map(index, (*queries[1:], *keys[1:], starts[0].shape[0] - 1))
+    plan, tables = _planned(pattern, *sizes, same, starts[0].device)
+    run = _pack if nothing_looks_on(*starts) else _pack_operator
+    *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
+    places = (axis.token_of_row.shape[0] for axis in axes)
+    return Packed(BlockMask(*places, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
+
+
+def _split(tensors: list[torch.Tensor]):
+    """The results of ``_pack``: two axes, mask_index, two tables, tiles."""
+    size = len(Table._fields)
+    by_query, by_key = Table(*tensors[5 : 5 + size]), Table(*tensors[5 + size : 5 + 2 * size])
+    return Axis(*tensors[:2]), Axis(*tensors[2:4]), tensors[4], by_query, by_key, tensors[5 + 2 * size :]
+
+
+def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of a _Plan, the tensors of the long document's mask and the parts of a table that has none)."""
     # Powers of two, so that few lengths are compiled.
-    k_blocks, before = (_power_of_two(-(-side.longest // BLOCK)) for side in (keys, queries))
-    device = queries.cu_seqlens.device
-    document = _longest_document(pattern, k_blocks, 0 if same else before, device)
-    return (_on_device if _by_kernels(device) else _on_host)(document, queries, keys, same)
+    k_height, before = (_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    document = _long_document(pattern, k_height, 0 if same else before, device)
+    q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
+    k_blocks = _most_blocks(k_tokens, documents)
+    entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
+    return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
 
 
-def _by_kernels(device: torch.device) -> bool:
-    """Where there is a GPU but no Triton, what runs is the torch back end, and that waits for the device anyway."""
-    return device.type == "cuda" and portable.available() is None
+_planned._dynamo_marked_constant = True  # see attention.py
 
 
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-class _Document:
+def _most_blocks(tokens: int, documents: int, skipped: int = 0) -> int:
+    """Blocks enough for any lengths, where up to ``skipped`` places before a document stay empty."""
+    return max(1, (tokens + min(documents, tokens) * (BLOCK - 1 + skipped)) // BLOCK)
+
+
+class _LongDocument:
     """The table of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key."""
 
     def __init__(self, pattern, k_blocks: int, before: int, device):
@@ -87,53 +124,95 @@ class _Document:
         rows, cols, kinds, _ = mask.entries()
         # Of the entries of the first n rows and columns, how many there are for each of n.
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=k_blocks)[:k_blocks])
-        self._dense_rows = np.maximum.accumulate(entries / np.arange(1, k_blocks + 1))
+        self._densest = np.maximum.accumulate(entries / np.arange(1, k_blocks + 1))
         self._heaviest = [int(np.bincount(line, minlength=1).max()) for line in (rows, cols)]
         self.before = before
         self.has_bits = bool((kinds == 2).any())
-        self.mask = mask.to(device)
-        self.no_parts = torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
+        no_parts = torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
+        self.tables = [*mask.to(device).tensors(), no_parts]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
         if self.before:
             return min(q_blocks * self._heaviest[0], k_blocks * self._heaviest[1])
-        return int(q_blocks * self._dense_rows[max(0, longest - 1)]) + 1
+        return int(q_blocks * self._densest[max(0, longest - 1)]) + 1
 
 
 @lru_cache(maxsize=64)
-def _longest_document(pattern, k_blocks, before, device) -> _Document:
-    return _Document(pattern, k_blocks, before, device)
+def _long_document(pattern, k_blocks, before, device) -> _LongDocument:
+    return _LongDocument(pattern, k_blocks, before, device)
 
 
-def _on_device(document: _Document, queries: Side, keys: Side, same: bool) -> Packed:
-    """``pack`` by kernels."""
+def _by_kernels(device: torch.device) -> bool:
+    """Where there is a GPU but no Triton, what runs is the torch back end, and that waits for the device anyway."""
+    return device.type == "cuda" and portable.available() is None
+
+
+def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
+    """tables, plan: as from ``_planned``. Returns what ``_split`` splits."""
+    run = _on_device if _by_kernels(q_starts.device) else _on_host
+    return run(tables, q_starts, k_starts, _Plan(*plan))
+
+
+@torch.library.custom_op("sparse_flash::pack_documents", mutates_args=())
+def _pack_operator(
+    tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
+) -> list[torch.Tensor]:
+    known, results = set(map(id, tables)), []
+    for tensor in _pack(tables, q_starts, k_starts, plan):
+        results.append(tensor.clone() if id(tensor) in known else tensor)  # an operator's results are its own
+        known.add(id(tensor))
+    return results
+
+
+@_pack_operator.register_fake
+def _(tables, q_starts, k_starts, plan):
+    plan, by_kernels = _Plan(*plan), _by_kernels(q_starts.device)
+
+    def size(known: int) -> int:
+        return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=2)
+
+    def table(rows: int) -> list[tuple]:
+        entries = size(plan.entries)
+        work, parts = (1, size(rows), WORK_FIELDS), (1, size(2), PART_FIELDS)
+        return [(1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,), work, parts]
+
+    runs, bits = (t.shape for t in tables[-3:-1])
+    shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
+    shapes += table(plan.q_blocks) + table(plan.k_blocks)
+    shapes.append((size(runs[0] + plan.q_blocks), *runs[1:]))
+    shapes.append((size(bits[0] + plan.q_blocks * plan.has_bits), *bits[1:]))
+    return [tables[0].new_empty(shape) for shape in shapes]
+
+
+def _on_device(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_pack`` by kernels."""
     from .kernels.packed import fill_rows, find_rows, lay_out
 
-    device = queries.cu_seqlens.device
-    q_blocks, k_blocks = queries.blocks(0 if same else BLOCK - 1), keys.blocks()
-    compiled, before = document.mask, document.before
-    entries = max(2, document.most_entries(q_blocks, k_blocks, -(-keys.longest // BLOCK)))
-    with portable.current_device(device):
-        layout = lay_out(
-            queries.cu_seqlens, keys.cu_seqlens, queries.tokens, keys.tokens, queries.longest, keys.longest, BLOCK, same
-        )
-        tiles = [_with_room(compiled.tile_runs, q_blocks)]
-        tiles.append(_with_room(compiled.tile_bits, q_blocks) if document.has_bits else compiled.tile_bits)
-        axes, tables = [], []
-        for is_query, side, blocks in ((True, queries, q_blocks), (False, keys, k_blocks)):
-            table = compiled.by_query if is_query else compiled.by_key
-            axes.append(axes[0] if same and axes else _empty_axis(side, blocks, device))
+    mask_index, by_query, by_key, tiles, no_parts = _long_tables(tables)
+    roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
+    before, same = plan.before, bool(plan.same)
+    with portable.current_device(q_starts.device):
+        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
+        axes, filled = [], []
+        sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
+        for is_query, table, blocks, tokens in sides:
+            axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
-            arrays = fill_rows(layout, records, table, compiled.tiles, tiles, entries, before, BLOCK, is_query)
-            tables.append(Table(*arrays, document.no_parts))
-    mask = BlockMask(q_blocks * BLOCK, k_blocks * BLOCK, BLOCK, False, compiled.mask_index, *tables, *tiles)
-    return Packed(mask, *axes)
+            filled += fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query)
+            filled.append(no_parts)
+    return [*axes[0], *axes[1], mask_index, *filled, *roomy]
 
 
-def _empty_axis(side: Side, blocks: int, device) -> Axis:
+def _long_tables(tables: list[torch.Tensor]):
+    """(mask_index, by_query, by_key, tiles, the parts of a table that has none)."""
+    size = len(Table._fields)
+    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
+
+
+def _empty_axis(tokens: int, blocks: int, device) -> Axis:
     token_of_row = torch.empty(blocks * BLOCK, dtype=torch.int32, device=device)
-    return Axis(token_of_row, torch.full((side.tokens,), -1, dtype=torch.int32, device=device))
+    return Axis(token_of_row, torch.full((tokens,), -1, dtype=torch.int32, device=device))
 
 
 def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
@@ -142,44 +221,45 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
     return roomy
 
 
-def _on_host(document: _Document, queries: Side, keys: Side, same: bool) -> Packed:
-    """``pack`` by NumPy: the definition of what the kernels do."""
-    q_start, q_len = _documents(queries)
-    k_start, k_len = (q_start, q_len) if same else _documents(keys)
+def _on_host(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_pack`` by NumPy: the definition of what the kernels do."""
+    q_start, q_len = _documents(q_starts, plan.q_tokens, plan.q_longest)
+    k_start, k_len = (q_start, q_len) if plan.same else _documents(k_starts, plan.k_tokens, plan.k_longest)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
     q_blocks, k_blocks = -(-(skipped + q_len) // BLOCK), -(-k_len // BLOCK)
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
-    capacity = queries.blocks(0 if same else BLOCK - 1), keys.blocks()
-    device = queries.cu_seqlens.device
+    device = q_starts.device
 
-    grid = BlockGrid(capacity[0] * BLOCK, capacity[1] * BLOCK, BLOCK)
-    entries, pool = _documents_entries(document, q_first, q_blocks, k_first, k_blocks, k_len)
+    k_height = _long_tables(tables)[2].row_order.shape[1]
+    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
+    grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
+    entries, pool = _documents_entries(long, plan.before, q_first, q_blocks, k_first, k_blocks, k_len)
     mask = BlockMask.from_entries(grid, entries, pool).to(device)
-    q_axis = _axis(queries, capacity[0], q_start, q_len, q_first * BLOCK + skipped, device)
-    k_axis = q_axis if same else _axis(keys, capacity[1], k_start, k_len, k_first * BLOCK, device)
-    return Packed(mask, q_axis, k_axis)
+    q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
+    k_axis = q_axis if plan.same else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
+    return [*q_axis, *k_axis, *mask.tensors()]
 
 
-def _documents(side: Side) -> tuple[np.ndarray, np.ndarray]:
+def _documents(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """(first token, tokens) of each document, made such that they neither overlap nor leave the tokens."""
-    bounds = np.maximum.accumulate(np.clip(side.cu_seqlens.cpu().numpy().astype(np.int64), 0, side.tokens))
-    return bounds[:-1], np.minimum(np.diff(bounds), side.longest)
+    bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
+    return bounds[:-1], np.minimum(np.diff(bounds), longest)
 
 
-def _axis(side: Side, blocks: int, start, length, first_row, device) -> Axis:
+def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
     within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     token, row = np.repeat(start, length) + within, np.repeat(first_row, length) + within
-    token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(side.tokens, -1, np.int32)
+    token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))
 
 
-def _documents_entries(document: _Document, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
+def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
     """The entries of all documents, and the tiles that they use, cut where the last block of keys is."""
-    rows, cols, kinds, tiles = document.mask.entries()
+    rows, cols, kinds, tiles = long.entries()
     pieces = [np.zeros((5, 0), np.int64)]
     for d in np.flatnonzero(q_blocks * k_blocks):
-        line = document.before + k_blocks[d] - q_blocks[d]
+        line = before + k_blocks[d] - q_blocks[d]
         begin, end = np.searchsorted(rows, [line, line + q_blocks[d]])
         piece = slice(begin, end)
         width = np.where(cols[piece] == k_blocks[d] - 1, k_len[d] - cols[piece] * BLOCK, BLOCK)
@@ -192,25 +272,75 @@ def _documents_entries(document: _Document, q_first, q_blocks, k_first, k_blocks
     partial = np.flatnonzero((different[0] > 0) | (different[2] < BLOCK))
     for batch in dense_batches(len(partial), BLOCK):
         kind, number, width = different[:, partial[batch]]
-        kept = document.mask.tile_pairs(kind, number) & (np.arange(BLOCK) < width[:, None, None])
+        kept = long.tile_pairs(kind, number) & (np.arange(BLOCK) < width[:, None, None])
         numbers[partial[batch]] = pool.add_dense(kept)
     numbers = numbers[which.reshape(-1)]
     some = numbers != EMPTY_TILE
     return Entries(rows[some], cols[some], numbers[some]), pool
 
 
-def take_rows(x: torch.Tensor, index: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
-    """(rows, heads, head_dim): row r is x[index[r]], or ``fill`` where the index is -1.
+def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
+    """(rows, heads, head_dim): row r is x[index[r]], or ``fill`` where the index is -1. Differentiable in x.
 
-    x: (n, heads, head_dim). index: (rows,) int32. heads_first: whether the result lies head by head in memory, or row by row.
+    x: (n, heads, head_dim). index: (rows,) int32, no row of x twice. reverse: (n,) int32, where each row of x goes, or -1.
+    heads_first: whether the result lies head by head in memory, or row by row.
     """
-    rows, heads, dim = len(index), *x.shape[1:]
+    return (_TakeRows.apply if nothing_looks_on(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
+
+
+def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
     if _by_kernels(x.device):
         from .kernels.packed import take_rows as by_kernel
 
-        target = x.new_empty((heads, rows, dim)).transpose(0, 1) if heads_first else x.new_empty((rows, heads, dim))
+        target = _empty_rows(x, len(index), heads_first)
         with portable.current_device(x.device):
             by_kernel(x, index, fill, target)
         return target
     taken = x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None, None], fill)
     return taken.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else taken
+
+
+def _empty_rows(x: torch.Tensor, rows: int, heads_first: bool) -> torch.Tensor:
+    _, heads, dim = x.shape
+    return x.new_empty((heads, rows, dim)).transpose(0, 1) if heads_first else x.new_empty((rows, heads, dim))
+
+
+class _TakeRows(torch.autograd.Function):
+    """The operator's autograd without its dispatch: see ``ops``."""
+
+    @staticmethod
+    def forward(ctx, x, index, reverse, fill, heads_first):
+        ctx.save_for_backward(index, reverse)
+        ctx.heads_first = heads_first
+        return _take_rows(x, index, fill, heads_first)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        _, reverse = ctx.saved_tensors
+        return _take_rows(grad, reverse, 0.0, not ctx.heads_first), None, None, None, None
+
+
+@torch.library.custom_op("sparse_flash::take_rows", mutates_args=())
+def _take_rows_operator(
+    x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool
+) -> torch.Tensor:
+    return _take_rows(x, index, fill, heads_first)
+
+
+@_take_rows_operator.register_fake
+def _(x, index, reverse, fill, heads_first):
+    return _empty_rows(x, index.shape[0], heads_first)
+
+
+def _keep_indices(ctx, inputs, output):
+    _, index, reverse, _, ctx.heads_first = inputs
+    ctx.save_for_backward(index, reverse)
+
+
+def _gradient_of_rows(ctx, grad):
+    index, reverse = ctx.saved_tensors
+    return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
+
+
+torch.library.register_autograd("sparse_flash::take_rows", _gradient_of_rows, setup_context=_keep_indices)

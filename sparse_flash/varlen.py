@@ -63,8 +63,8 @@ def attention_varlen(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
             f"got {len(queries.cu_seqlens) - 1} and {len(keys.cu_seqlens) - 1}"
         )
-    if same:
-        queries = keys = min(queries, keys, key=lambda side: side.longest)
+    if same and keys.longest < queries.longest:
+        queries = keys
 
     q, k, v = autocast(q, k, v)
     packed = pack(mask, queries, None if same else keys)
@@ -77,30 +77,14 @@ def attention_varlen(
     return _off_blocks(out, packed.queries, 0.0), lse[..., 0].T
 
 
-class _TakeRows(torch.autograd.Function):
-    """``take_rows``, whose gradient is the move back."""
-
-    @staticmethod
-    def forward(ctx, x, index, reverse, fill, heads_first):
-        ctx.save_for_backward(reverse)
-        ctx.heads_first = heads_first
-        return take_rows(x, index, fill, heads_first)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        (reverse,) = ctx.saved_tensors
-        return take_rows(grad, reverse, 0.0, not ctx.heads_first), None, None, None, None
-
-
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
-    return _TakeRows.apply(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1)[None]
+    return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1)[None]
 
 
 def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
-    return _TakeRows.apply(x[0].transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
+    return take_rows(x[0].transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
 
 
 def _check_packed(q, k, v) -> None:
@@ -128,7 +112,7 @@ def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 0):
         raise ValueError(f"max_seqlen_{name} must be a number of tokens on the host, an int of at least 0; got {longest!r}")
     longest = tokens if longest is None else min(longest, tokens)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return Side(cu_seqlens.contiguous(), tokens, longest)
 

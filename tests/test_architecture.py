@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"backends", "block_mask"},
     "watch": set(),
     "attention": {"backends", "block_mask", "ops", "pattern", "watch"},
-    "packing": {"backends", "block_mask", "grid", "kernels", "tiles"},
+    "packing": {"backends", "block_mask", "grid", "kernels", "ops", "tiles"},
     "varlen": {"attention", "block_mask", "packing", "pattern"},
     "check": {"block_mask", "grid", "pattern", "watch"},
     "draw": {"block_mask", "grid", "tiles"},

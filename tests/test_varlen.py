@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_cannot, tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash import backends, packing
@@ -155,11 +156,11 @@ def test_new_lengths_compile_no_new_table():
     q, k, v = (torch.randn(600, 1, 16, device=DEVICE) for _ in range(3))
     pattern = sf.causal() & sf.local(17)
     sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=pattern, max_seqlen_q=400)
-    misses = packing._longest_document.cache_info().misses
+    misses = packing._long_document.cache_info().misses
     for lengths in ((10, 390, 200), (1, 2, 3), (400, 200)):
         for longest in (400, 512):
             sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=pattern, max_seqlen_q=longest)
-    assert packing._longest_document.cache_info().misses == misses
+    assert packing._long_document.cache_info().misses == misses
 
 
 # The tables.
@@ -243,7 +244,7 @@ def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_fi
     results = []
     for by_kernels in (False, True):
         monkeypatch.setattr(packing, "_by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
-        results.append(packing.take_rows(x, index, float("-inf"), heads_first))
+        results.append(packing.take_rows(x, index, index, float("-inf"), heads_first))
     assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
 
@@ -274,6 +275,36 @@ def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
         starts.copy_(cu_seqlens(lengths))
         graph.replay()
         torch.testing.assert_close(captured, step())
+
+
+def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q, k, v, starts):
+        return sf.attention_varlen(q, k, v, starts, mask="causal & local(50)", return_lse=True)
+
+    def outcome(function, starts):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = function(*leaves, starts)
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse[:, :10].sum(), leaves)]
+
+    q, k, v = (torch.randn(300, 2, 16, device=DEVICE) for _ in range(3))
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ((100, 200), (10, 150), (300, 0)):
+        starts = cu_seqlens(lengths)
+        assert all(torch.equal(*pair) for pair in zip(outcome(compiled, starts), outcome(attend, starts), strict=True))
+    assert counter.frame_count == 1
+
+
+def test_opcheck_passes():
+    starts = cu_seqlens((100, 200), torch.int64)
+    plan, tables = packing._planned("causal", *[300] * 4, 2, True, starts.device)
+    torch.library.opcheck(packing._pack_operator, (tables, starts, starts, plan))
+    axis = packing.pack("causal", packing.Side(starts, 300, 300), None).queries
+    x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
+    for heads_first in (True, False):
+        torch.library.opcheck(packing._take_rows_operator, (x, *axis, 0.0, heads_first))
 
 
 # Bad input.

@@ -261,7 +261,8 @@ def fill_rows_kernel(
 ):
     """The entries of a block row, its bounds, its place in the order, and the tile of the entry that its document's end cuts.
 
-    row_ptr: filled but for the first, which is 0. run_tiles, bit_tiles: how many the long document's table has. The cut tiles of query block r are those numbers + r.
+    row_ptr: filled but for the first, which is 0. run_tiles, bit_tiles: how many the long document's table has; the cut tiles
+    of query block r are those numbers + r.
     """
     row = tl.program_id(0)
     total = tl.load(records + _TOTAL * rows + row)
