@@ -41,10 +41,10 @@ def attention_varlen(
     Returns out, (tokens, heads, head_dim), or (out, lse) with lse (heads, tokens) float32. Both are differentiable in q, k and
     v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
 
-    On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph. So
-    they cannot be checked there: where cu_seqlens fall or end past the tokens, they are cut to what makes sense, and of a
-    document longer than the maximum only the first tokens are used. On a CPU both raise ValueError, as do arguments that do
-    not fit together anywhere; wrong types raise TypeError.
+    On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph (call
+    it once before capturing one, as the first call compiles). So they cannot be checked there: where cu_seqlens fall or end past
+    the tokens, they are cut to what makes sense, and of a document longer than the maximum only the first tokens are used. On a
+    CPU both raise ValueError, as do arguments that do not fit together anywhere; wrong types raise TypeError.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+import strategies
 import torch
+from hypothesis import given, settings
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_cannot, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -99,6 +102,18 @@ def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(nam
 @parametrize("name", ["both ways", "random"])
 def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_ends(name, q_lens, k_lens):
     check("torch", PATTERNS[name], q_lens, k_lens)
+
+
+@given(
+    pattern=st.none() | strategies.expressions,
+    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=5),
+    same=st.booleans(),
+    beyond=st.integers(1, 200),
+)
+@settings(max_examples=25)
+def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond):
+    q_lens, k_lens = zip(*lengths, strict=True)
+    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond)
 
 
 @pytest.mark.usefixtures("packer")
