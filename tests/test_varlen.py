@@ -123,6 +123,16 @@ def test_tokens_of_no_document_give_zero_and_no_gradient():
     check("torch", None, (0, 20), (5, 0), beyond=150)
 
 
+def test_what_lies_past_the_last_document_is_never_read():
+    leaves = [torch.randn(200, 2, 16, device=DEVICE) for _ in range(3)]
+    for t in leaves:
+        t[150:] = float("nan")
+    q, k, v = (t.requires_grad_() for t in leaves)
+    out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask="causal")
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(t.isfinite().all() and (t[150:] == 0).all() for t in (out, *grads))
+
+
 @parametrize("backend", BACKENDS)
 @parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_back_end_and_dtype_is_right(backend, dtype):
