@@ -73,18 +73,19 @@ def attention_varlen(
     if not return_lse:
         return _off_blocks(results, packed.queries, 0.0)
     out, lse = results
-    lse = _off_blocks(lse[..., None], packed.queries, float("-inf"), heads_first=True)
-    return _off_blocks(out, packed.queries, 0.0), lse[..., 0].T
+    lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True)
+    return _off_blocks(out, packed.queries, 0.0), lse.squeeze(-1).T
 
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
-    return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1)[None]
+    # Not by an index, here and below: its gradient would be a copy into zeros.
+    return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
 
 
 def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
-    return take_rows(x[0].transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
+    return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
 
 
 def _check_packed(q, k, v) -> None:

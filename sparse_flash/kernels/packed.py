@@ -423,6 +423,8 @@ def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: to
     rows, heads, dim = target.shape
     strides = (*source.stride(), *target.stride()[:2])
     arguments = [source, target, index, rows, heads, dim, *strides]
-    constants = {"ROWS": 32, "DIM": triton.next_power_of_2(dim), "FILL": fill}
+    padded = triton.next_power_of_2(dim)
+    together = max(32, min(1024, 4096 // padded))
+    constants = {"ROWS": together, "DIM": padded, "FILL": fill}
     variant = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in (dim, *strides))
-    launch(take_rows_kernel, (triton.cdiv(rows, 32) * heads, 1), arguments, constants, {"num_warps": 4}, variant)
+    launch(take_rows_kernel, (triton.cdiv(rows, together) * heads, 1), arguments, constants, {"num_warps": 4}, variant)
