@@ -33,6 +33,6 @@ if __name__ == "__main__":
         for queries in (True, False):
             report(packed.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
     for queries in (True, False):
-        report(packed.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, RANK_CHUNK=1024, QUERIES=queries)
+        report(packed.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
     report(packed.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
     report(packed.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)

@@ -1,10 +1,9 @@
 """Packed documents: moves of rows between the packed axis and one of whole blocks, and the table of that axis, assembled from
 the table of one long document.
 
-    1. lay_out      where each document starts and ends on both axes                       one program
-    2. find_rows    which entries of the long document's table each block row keeps        a program a block row
-    3. a sum over the block rows says where each one's entries go
-    4. fill_rows    copies them there                                                      a program a block row
+    1. lay_out      where each document starts and ends on both axes                        one program
+    2. find_rows    which entries of the long document's table each block row keeps         a program a block row
+    3. fill_rows    copies them to their place, behind those of the rows above              a program a block row
 
 A block row keeps the entries of its row of the long document's table whose columns lie inside the document: as columns ascend
 within full, run and bit entries, these are one piece of each, found by bisection.
@@ -34,7 +33,8 @@ _DOCUMENT = tl.constexpr(7)
 _TOTAL = tl.constexpr(8)
 ROW_FIELDS = 9
 
-_CHUNK = 1024  # documents or block rows looked at together
+_DOCUMENTS_TOGETHER = 1024
+_ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
 @triton.jit
@@ -201,14 +201,16 @@ def find_rows_kernel(
 
 
 @triton.jit
-def _rank(totals, row, total, rows, CHUNK: tl.constexpr):
-    """How many block rows come before this one: heavier ones, and equal ones above it."""
+def _place(totals, row, total, rows, CHUNK: tl.constexpr):
+    """(entries of the block rows above this one, block rows that are heavier, or as heavy and above it)."""
+    begin = row * 0
     rank = row * 0
     for first in range(0, rows, CHUNK):
         other = first + tl.arange(0, CHUNK)
         theirs = tl.load(totals + other, mask=other < rows, other=-1)
+        begin += tl.sum(tl.where(other < row, theirs, 0), 0)
         rank += tl.sum(((theirs > total) | ((theirs == total) & (other < row))).to(tl.int32), 0)
-    return rank
+    return begin, rank
 
 
 @triton.jit
@@ -256,13 +258,13 @@ def fill_rows_kernel(
     bit_tiles,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    RANK_CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
     """The entries of a block row, its bounds, its place in the order, and the tile of the entry that its document's end cuts.
 
-    row_ptr: filled but for the first, which is 0. run_tiles, bit_tiles: how many the long document's table has; the cut tiles
-    of query block r are those numbers + r.
+    ROWS: how many rows to look at together. run_tiles, bit_tiles: how many the long document's table has; the cut tiles of query
+    block r are those numbers + r.
     """
     row = tl.program_id(0)
     total = tl.load(records + _TOTAL * rows + row)
@@ -272,12 +274,12 @@ def fill_rows_kernel(
     full_begin = tl.load(records + _BEGIN * rows + row)
     run_begin = tl.load(records + (_BEGIN + 1) * rows + row)
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
-    begin = tl.load(row_ptr + row, mask=row > 0, other=0)
-    tl.store(row_ptr, 0, mask=row == 0)
+    begin, rank = _place(records + _TOTAL * rows, row, total, rows, ROWS)
     bits = begin + fulls + runs
+    tl.store(row_ptr + row, begin)
+    tl.store(row_ptr + rows, begin + total, mask=row == rows - 1)
     tl.store(row_split + row * 2, begin + whole)
     tl.store(row_split + row * 2 + 1, bits)
-    rank = _rank(records + _TOTAL * rows, row, total, rows, RANK_CHUNK)
     tl.store(row_order + rank, row)
     lane = tl.arange(0, 8)
     item = tl.where(lane == 0, row, tl.where(lane == 1, begin, tl.where(lane == 2, begin + whole, 0)))
@@ -385,7 +387,7 @@ def lay_out(q_cu_seqlens, k_cu_seqlens, q_tokens: int, k_tokens: int, q_longest:
     documents = len(q_cu_seqlens) - 1
     layout = torch.empty((DOCUMENT_FIELDS, documents + 1), dtype=torch.int32, device=q_cu_seqlens.device)
     arguments = [q_cu_seqlens, k_cu_seqlens, layout, documents, q_tokens, k_tokens, q_longest, k_longest]
-    constants = {"BLOCK": block, "CHUNK": min(_CHUNK, triton.next_power_of_2(documents)), "SAME": same}
+    constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents)), "SAME": same}
     launch(lay_out_kernel, (1, 1), arguments, constants, {"num_warps": 4}, (k_cu_seqlens.dtype,))
     return layout
 
@@ -406,13 +408,12 @@ def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: in
     for so many.
     """
     rows, device = records.shape[1], layout.device
-    row_ptr = torch.empty((1, rows + 1), dtype=torch.int32, device=device)
-    torch.cumsum(records[_TOTAL.value], 0, dtype=torch.int32, out=row_ptr[0, 1:])
-    row_split, row_order, work = (torch.empty((1, rows, *more), dtype=torch.int32, device=device) for more in ((2,), (), (8,)))
+    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (1, rows, 8)
+    row_ptr, row_split, row_order, work = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
     col_idx, tile_idx = (torch.empty(entries, dtype=torch.int32, device=device) for _ in range(2))
     arguments = [layout, records, row_ptr, row_split, row_order, work, table.col_idx, table.tile_idx, col_idx, tile_idx]
     arguments += [*tiles, *new_tiles, layout.shape[1] - 1, rows, before, *map(len, tiles)]
-    constants = {"BLOCK": block, "CHUNK": 128, "RANK_CHUNK": _CHUNK, "QUERIES": queries}
+    constants = {"BLOCK": block, "CHUNK": 128, "ROWS": _ROWS_TOGETHER, "QUERIES": queries}
     launch(fill_rows_kernel, (rows, 1), arguments, constants, {"num_warps": 1})
     return row_ptr, row_split, row_order, col_idx, tile_idx, work
 
