@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from . import moves
 from .backends import triton as portable
 from .block_mask import PART_FIELDS, WORK_FIELDS, BlockMask, Entries, Table, as_block_mask
 from .grid import BlockGrid
@@ -143,14 +144,9 @@ def _long_document(pattern, k_blocks, before, device) -> _LongDocument:
     return _LongDocument(pattern, k_blocks, before, device)
 
 
-def _by_kernels(device: torch.device) -> bool:
-    """Where there is a GPU but no Triton, what runs is the torch back end, and that waits for the device anyway."""
-    return device.type == "cuda" and portable.available() is None
-
-
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: as from ``_planned``. Returns what ``_split`` splits."""
-    run = _on_device if _by_kernels(q_starts.device) else _on_host
+    run = _on_device if moves.by_kernels(q_starts.device) else _on_host
     return run(tables, q_starts, k_starts, _Plan(*plan))
 
 
@@ -167,10 +163,10 @@ def _pack_operator(
 
 @_pack_operator.register_fake
 def _(tables, q_starts, k_starts, plan):
-    plan, by_kernels = _Plan(*plan), _by_kernels(q_starts.device)
+    plan, by_kernels = _Plan(*plan), moves.by_kernels(q_starts.device)
 
     def size(known: int) -> int:
-        return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=2)
+        return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
 
     def table(rows: int) -> list[tuple]:
         entries = size(plan.entries)
@@ -277,70 +273,3 @@ def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_bl
     numbers = numbers[which.reshape(-1)]
     some = numbers != EMPTY_TILE
     return Entries(rows[some], cols[some], numbers[some]), pool
-
-
-def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
-    """(rows, heads, head_dim): row r is x[index[r]], or ``fill`` where the index is -1. Differentiable in x.
-
-    x: (n, heads, head_dim). index: (rows,) int32, no row of x twice. reverse: (n,) int32, where each row of x goes, or -1.
-    heads_first: whether the result lies head by head in memory, or row by row.
-    """
-    return (_TakeRows.apply if nothing_looks_on(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
-
-
-def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
-    if _by_kernels(x.device):
-        from .kernels.packed import take_rows as by_kernel
-
-        target = _empty_rows(x, len(index), heads_first)
-        with portable.current_device(x.device):
-            by_kernel(x, index, fill, target)
-        return target
-    taken = x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None, None], fill)
-    return taken.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else taken
-
-
-def _empty_rows(x: torch.Tensor, rows: int, heads_first: bool) -> torch.Tensor:
-    _, heads, dim = x.shape
-    return x.new_empty((heads, rows, dim)).transpose(0, 1) if heads_first else x.new_empty((rows, heads, dim))
-
-
-class _TakeRows(torch.autograd.Function):
-    """The operator's autograd without its dispatch: see ``ops``."""
-
-    @staticmethod
-    def forward(ctx, x, index, reverse, fill, heads_first):
-        ctx.save_for_backward(index, reverse)
-        ctx.heads_first = heads_first
-        return _take_rows(x, index, fill, heads_first)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        _, reverse = ctx.saved_tensors
-        return _take_rows(grad, reverse, 0.0, not ctx.heads_first), None, None, None, None
-
-
-@torch.library.custom_op("sparse_flash::take_rows", mutates_args=())
-def _take_rows_operator(
-    x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool
-) -> torch.Tensor:
-    return _take_rows(x, index, fill, heads_first)
-
-
-@_take_rows_operator.register_fake
-def _(x, index, reverse, fill, heads_first):
-    return _empty_rows(x, index.shape[0], heads_first)
-
-
-def _keep_indices(ctx, inputs, output):
-    _, index, reverse, _, ctx.heads_first = inputs
-    ctx.save_for_backward(index, reverse)
-
-
-def _gradient_of_rows(ctx, grad):
-    index, reverse = ctx.saved_tensors
-    return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
-
-
-torch.library.register_autograd("sparse_flash::take_rows", _gradient_of_rows, setup_context=_keep_indices)

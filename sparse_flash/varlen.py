@@ -8,7 +8,8 @@ import torch
 
 from .attention import attention, autocast, check_tensors
 from .block_mask import BlockMask
-from .packing import Axis, Side, pack, take_rows
+from .moves import take_rows
+from .packing import Axis, Side, pack
 from .pattern import Pattern
 
 
