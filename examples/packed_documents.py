@@ -2,7 +2,8 @@
 
     python examples/packed_documents.py
 
-Packing wastes no token on padding, and the blocks between documents are never visited.
+Packing wastes no token on padding, and the blocks between documents are never visited. A mask of documents is compiled for its
+lengths; ``attention_varlen`` takes lengths that change at every step, and starts each document's positions at 0 again.
 """
 
 import torch
@@ -31,6 +32,13 @@ def main(lengths: tuple[int, ...] = (700, 33, 1200, 115), heads: int = 4, kv_hea
     torch.testing.assert_close(packed, separate)
     torch.testing.assert_close(gradients, expected)
     print(f"packed equals separate: out within {(packed - separate).abs().max():.1e}, gradients too")
+
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, head_dim)
+    starts = torch.tensor((0, *ends), dtype=torch.int32)
+    varlen = sf.attention_varlen(*rows, starts, mask="causal", max_seqlen_q=max(lengths)).transpose(0, 1)[None]
+    torch.testing.assert_close(varlen, separate)
+    torch.testing.assert_close(torch.autograd.grad((varlen * weight).sum(), (q, k, v)), expected)
+    print("and so does attention_varlen, with lengths that it reads from a tensor")
     return packed
 
 

@@ -25,7 +25,8 @@ class Documents(RunPattern):
 
     cu_seqlens: tokens; where each document starts, and where the last one ends: (documents + 1,) integers in a tuple,
     list, array or tensor, from 0 upwards. Empty documents are left out, so that patterns of one meaning are equal. Tokens
-    past the end of the last document keep nothing and are seen by nothing.
+    past the end of the last document keep nothing and are seen by nothing. Where lengths change from call to call,
+    ``attention_varlen`` reads them from a tensor.
     """
 
     cu_seqlens: tuple[int, ...]

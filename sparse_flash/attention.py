@@ -44,7 +44,7 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
@@ -82,7 +82,8 @@ def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.dev
     return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
 
 
-def _autocast(q, k, v):
+def autocast(q, k, v):
+    """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -91,6 +92,7 @@ def _autocast(q, k, v):
 
 
 def check_tensors(q, k, v) -> None:
+    """Raises ValueError where q, k and v do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")

@@ -367,7 +367,7 @@ class BlockMask:
             part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
             partial = segment[part] > 0
             if partial.any():
-                dense = self._decode(segment[part][partial], tile[part][partial])
+                dense = self.tile_pairs(segment[part][partial], tile[part][partial])
                 numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
         grid = BlockGrid(self.kv_len, self.q_len, size)
         which = np.searchsorted(self._mask_bounds(), np.arange(len(rows)), side="right")
@@ -393,8 +393,8 @@ class BlockMask:
         """Where the entries of each stored mask end."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
 
-    def _decode(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-        """(n, block, block) bool of the given tiles."""
+    def tile_pairs(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
+        """Which pairs tiles keep, as ``entries`` names them: (n, block, block) bool."""
         runs, bits = (t.cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
         column = np.arange(self.block_size)
@@ -486,7 +486,7 @@ class BlockMask:
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
         entry = np.arange(begin, end)
         kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
-        kept[cols] = self._decode((entry >= runs).astype(np.int64) + (entry >= bits), tile).take(place, axis)
+        kept[cols] = self.tile_pairs((entry >= runs).astype(np.int64) + (entry >= bits), tile).take(place, axis)
         return torch.from_numpy(kept.reshape(-1))
 
     def to_dense(self) -> torch.Tensor:
@@ -499,7 +499,7 @@ class BlockMask:
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
         for low in range(0, len(rows), max(1, _DENSE_CHUNK // size**2)):
             part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
-            dense[self._entry_masks[part], rows[part], cols[part]] = self._decode(kind[part], tile[part])
+            dense[self._entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
         dense = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
         return self._per_head(torch.from_numpy(dense[:, : self.q_len, : self.kv_len].copy()))
 

@@ -13,7 +13,7 @@ from .block_mask import BlockMask
 
 def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str):
     """(out, lse) of a back end that supports the call; differentiable in q, k and v through both."""
-    if _nothing_looks_on(q, k, v):
+    if nothing_looks_on(q, k, v):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Direct.apply(q, k, v, mask, scale, deterministic, backend)
         return backends.backend(backend).forward(q, k, v, mask, scale)
@@ -21,7 +21,7 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
     return _forward(q, k, v, tables, block_size, scale, deterministic, backend)
 
 
-def _nothing_looks_on(*tensors) -> bool:
+def nothing_looks_on(*tensors) -> bool:
     """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform or tensor
     subclass that has to see the operator."""
     return (

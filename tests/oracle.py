@@ -173,21 +173,22 @@ def check(
     return errors
 
 
-def measure(backend: str, inputs, dout, dlse, mask, kept, scale: float | None, **options) -> dict[str, tuple[float, float]]:
+def measure(
+    backend: str, inputs, dout, dlse, mask, kept, scale: float | None, attend=sf.attention, **options
+) -> dict[str, tuple[float, float]]:
     """For each of ``NAMES`` (the back end's error, the error allowed) on q, k and v of ``inputs``. Asserts dtypes, shapes,
     memory order and that nothing is NaN.
 
     dout, dlse: the incoming gradients; dlse None: lse is not differentiated. mask: what the back end is given. kept: the
-    same by definition, bool, broadcastable to (batch, heads, q_len, kv_len). options: passed to ``sf.attention``.
+    same by definition, bool, broadcastable to (batch, heads, q_len, kv_len). attend: called like ``sf.attention``. options:
+    passed to it.
     """
     q, k = inputs[:2]
     factor = q.shape[3] ** -0.5 if scale is None else scale
     exact = [t.double() for t in inputs]
     wanted = gradients(lambda *t: dense_attention(*t, kept, factor), exact, dout.double(), dlse)
     theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), inputs, dout, dlse)
-    ours = gradients(
-        lambda *t: sf.attention(*t, mask, scale=scale, return_lse=True, backend=backend, **options), inputs, dout, dlse
-    )
+    ours = gradients(lambda *t: attend(*t, mask, scale=scale, return_lse=True, backend=backend, **options), inputs, dout, dlse)
 
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     assert [t.dtype for t in ours] == [q.dtype, lse_dtype, q.dtype, q.dtype, q.dtype]

@@ -31,6 +31,9 @@ MAY_IMPORT = {
     "ops": {"backends", "block_mask"},
     "watch": set(),
     "attention": {"backends", "block_mask", "ops", "pattern", "watch"},
+    "moves": {"backends", "kernels", "ops"},
+    "packing": {"backends", "block_mask", "grid", "kernels", "moves", "ops", "tiles"},
+    "varlen": {"attention", "block_mask", "moves", "packing", "pattern"},
     "check": {"block_mask", "grid", "pattern", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
@@ -47,6 +50,7 @@ MAY_IMPORT = {
         "pattern",
         "patterns",
         "selection",
+        "varlen",
     },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "draw", "explain", "grid", "pattern", "patterns", "tuning"},

@@ -150,7 +150,7 @@ def test_tiles_are_distinct_all_used_and_bits_only_where_rows_keep_several_runs(
         used = np.unique(tile[kind == number])
         assert used.tolist() == list(range(len(used))) and len(stored) == max(2, len(used))
         assert len(torch.unique(stored[: len(used)].flatten(1), dim=0)) == len(used)
-    bits = mask._decode(*(a[kind == 2] for a in (kind, tile)))
+    bits = mask.tile_pairs(*(a[kind == 2] for a in (kind, tile)))
     assert ((bits[:, :, 1:] & ~bits[:, :, :-1]).sum(2) + bits[:, :, 0]).max(1, initial=0).min(initial=2) >= 2
 
 

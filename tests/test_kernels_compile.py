@@ -19,9 +19,14 @@ STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
 
 @pytest.fixture(scope="module")
 def kernels():
+    return compiled_by("sm90.py")
+
+
+def compiled_by(program: str) -> list[dict]:
+    """What a program of this folder says of the kernels that it compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = pathlib.Path(__file__).with_name("sm90.py")
-    run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    path = pathlib.Path(__file__).with_name(program)
+    run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
@@ -60,3 +65,9 @@ def test_two_programs_of_the_forward_kernel_share_a_multiprocessor(kernels):
     for k in kernels:
         if k["kernel"] == "forward":
             assert 2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536, k
+
+
+def test_the_kernels_of_packed_documents_compile_without_spilling_and_move_rows_in_wide_pieces():
+    packed = compiled_by("sm90_packed.py")
+    assert len(packed) == 10 and all(k["stack"] == 0 for k in packed), packed
+    assert [k["wide"] > 0 for k in packed if k["kernel"] == "take_rows_kernel"] == [True, False]

@@ -53,7 +53,8 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``. variant: what
     else Triton compiles differently for.
     """
-    first = arguments[0].base  # a descriptor, whose dtype the other types follow from
+    # A tensor or its descriptor, whose dtype the other types follow from.
+    first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)

@@ -1,0 +1,38 @@
+"""Compiles the kernels of packed documents for sm_90 without a GPU and prints what became of each, like ``sm90.py``."""
+
+import json
+
+import triton
+from sm90 import TARGET, resources
+from triton.compiler import ASTSource
+
+from sparse_flash.kernels import packed
+
+ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
+SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
+SCALARS |= {"q_tokens", "k_tokens", "q_longest", "k_longest"}
+
+
+def report(kernel, warps: int, **constants) -> None:
+    signature, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        pointer = name not in SCALARS
+        signature[name] = ("*bf16" if name in ("source", "target") else "*i32") if pointer else "i32"
+        if pointer or name in ALIGNED:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    attributes = {place: what for place, what in attributes.items() if kernel.arg_names[place[0]] not in constants}
+    result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options={"num_warps": warps})
+    row = {"kernel": kernel.fn.__name__, "wide": result.asm["ptx"].count("ld.global.v4"), **resources(result.asm["cubin"])}
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    for same in (True, False):
+        report(packed.lay_out_kernel, 4, BLOCK=128, CHUNK=32, SAME=same)
+        for queries in (True, False):
+            report(packed.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
+    for queries in (True, False):
+        report(packed.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
+    report(packed.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
+    report(packed.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)

@@ -1,0 +1,381 @@
+"""Packed documents: the call equals one call for each document, and its table by kernels equals that made on the host."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import given, settings
+from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_cannot, tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sparse_flash as sf
+from sparse_flash import backends, moves, packing
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+
+EDGES = (127, 0, 128, 1, 129, 0)
+FEWER, MORE = (130, 1, 0, 40, 5), (300, 1, 7, 200, 0)
+
+
+@dataclass(frozen=True)
+class EveryThird(sf.Pattern):
+    """A rule of a user's own, with no name and no block rule."""
+
+    def token_rule(self, q, kv):
+        return ((q + kv) % 3 == 0) & (kv <= q)
+
+
+PATTERNS = {
+    "dense": None,
+    "causal": "causal",
+    "window": "causal & local(100)",
+    "both ways": "local(30) | global_tokens(5)",
+    "butterfly": "butterfly(block=32)",
+    "strided": "causal & strided(7, block=1)",
+    "random": "random(0.4, block=16)",
+    "custom": EveryThird(),
+}
+
+
+def bounds(lengths) -> tuple[int, ...]:
+    return (0, *accumulate(lengths))
+
+
+def cu_seqlens(lengths, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor(bounds(lengths), dtype=dtype, device=DEVICE)
+
+
+def documents_mask(pattern, q_lens, k_lens, q_tokens: int, k_tokens: int) -> torch.Tensor:
+    """(q_tokens, k_tokens) bool by definition: document by document, by the token rule."""
+    kept = torch.zeros(q_tokens, k_tokens, dtype=torch.bool)
+    pattern = sf.parse(pattern) if isinstance(pattern, str) else pattern
+    for (a, b), (c, d) in zip(pairwise(bounds(q_lens)), pairwise(bounds(k_lens)), strict=True):
+        if a < b and c < d:
+            kept[a:b, c:d] = kept_pairs(pattern, None, b - a, d - c)
+    return kept
+
+
+def check(backend, pattern, q_lens, k_lens=None, *, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32, beyond=0, **options):
+    """Asserts that the call is right by the rule of ``oracle.check``, lse and its gradient included. beyond: tokens that are
+    of no document."""
+    generator = torch.Generator().manual_seed(0)
+    q_tokens, k_tokens = (sum(lengths) + beyond for lengths in (q_lens, k_lens or q_lens))
+    shapes = [(1, n, tokens, head_dim) for n, tokens in ((heads, q_tokens), (kv_heads, k_tokens), (kv_heads, k_tokens))]
+    q, k, v, dout = (tensor(s, "tokens first", dtype=dtype, generator=generator) for s in (*shapes, shapes[0]))
+    dlse = torch.randn(1, heads, q_tokens, generator=generator).to(DEVICE)
+    skip_if_it_cannot(backend, make_call(q, k))
+    kept = documents_mask(pattern, q_lens, k_lens or q_lens, q_tokens, k_tokens).to(DEVICE)
+
+    def attend(q, k, v, mask, **options):
+        starts = cu_seqlens(q_lens), None if k_lens is None else cu_seqlens(k_lens, torch.int64)
+        packed = (t[0].transpose(0, 1) for t in (q, k, v))
+        out, lse = sf.attention_varlen(*packed, *starts, mask, **options)
+        return out[None].transpose(1, 2), lse[None]
+
+    for name, (error, allowed) in measure(
+        backend, (q, k, v), dout, dlse, pattern, kept, options.pop("scale", None), attend, **options
+    ).items():
+        assert error <= allowed, f"{name} of {backend} is off by {error:.3g}; {allowed:.3g} is allowed"
+
+
+@pytest.fixture(params=["host", "kernels"])
+def packer(request, monkeypatch):
+    """Both ways to lay out documents and to make their table; Triton's interpreter runs the kernels without a GPU."""
+    if request.param == "kernels" and backends.backend("triton").available():
+        pytest.skip(backends.backend("triton").available())
+    monkeypatch.setattr(moves, "by_kernels", lambda device: request.param == "kernels")
+
+
+@pytest.mark.usefixtures("packer")
+@parametrize("name", PATTERNS)
+def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(name):
+    check("torch", PATTERNS[name], EDGES)
+
+
+@pytest.mark.usefixtures("packer")
+@parametrize("q_lens, k_lens", [(FEWER, MORE), (MORE, FEWER)], ids=["fewer", "more"])
+@parametrize("name", ["both ways", "random"])
+def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_ends(name, q_lens, k_lens):
+    check("torch", PATTERNS[name], q_lens, k_lens)
+
+
+@given(
+    pattern=st.none() | strategies.expressions,
+    lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=5),
+    same=st.booleans(),
+    beyond=st.integers(1, 200),
+)
+@settings(max_examples=25)
+def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond):
+    q_lens, k_lens = zip(*lengths, strict=True)
+    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond)
+
+
+@pytest.mark.usefixtures("packer")
+def test_tokens_of_no_document_give_zero_and_no_gradient():
+    check("torch", "causal", (100, 30), beyond=70)
+    check("torch", "causal", (0, 0), beyond=7)
+    check("torch", None, (0, 20), (5, 0), beyond=150)
+
+
+def test_what_lies_past_the_last_document_is_never_read():
+    leaves = [torch.randn(200, 2, 16, device=DEVICE) for _ in range(3)]
+    for t in leaves:
+        t[150:] = float("nan")
+    q, k, v = (t.requires_grad_() for t in leaves)
+    out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask="causal")
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(t.isfinite().all() and (t[150:] == 0).all() for t in (out, *grads))
+
+
+@parametrize("backend", BACKENDS)
+@parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_back_end_and_dtype_is_right(backend, dtype):
+    check(backend, "causal & local(100)", (130, 1, 0, 60), dtype=dtype, head_dim=64)
+
+
+@parametrize("backend", BACKENDS)
+@parametrize("heads, kv_heads", [(4, 2), (3, 1), (2, 2)])
+def test_query_heads_may_share_keys(backend, heads, kv_heads):
+    check(backend, "causal", (40, 90), heads=heads, kv_heads=kv_heads)
+
+
+@parametrize("head_dim", [1, 5, 40, 128])
+def test_any_head_dim_and_scale_will_do(head_dim):
+    check("torch", "causal", (40, 90), head_dim=head_dim, scale=0.1)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("backend", ["triton", "hopper"])
+@parametrize("name", PATTERNS)
+def test_long_documents_are_right_on_a_gpu(backend, name):
+    lengths = (1000, 3, 0, 517, 128, 700)
+    check(backend, PATTERNS[name], lengths, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, beyond=50)
+    check(backend, PATTERNS[name], lengths, lengths[::-1], heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+
+
+def test_any_memory_order_will_do():
+    projected = torch.randn(150, 3, 2, 16, device=DEVICE, requires_grad=True)
+    starts = cu_seqlens((100, 50))
+    out = sf.attention_varlen(*projected.unbind(1), starts, mask="causal")
+    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask="causal")
+    assert torch.equal(out, plain) and out.is_contiguous()
+    grads = [torch.autograd.grad(o.square().sum(), projected)[0] for o in (out, plain)]
+    torch.testing.assert_close(*grads)
+
+
+def test_maxima_bound_the_table_and_change_no_result():
+    q, k, v = (torch.randn(700, 1, 16, device=DEVICE) for _ in range(3))
+    starts = cu_seqlens((200, 300, 100))
+    wanted = sf.attention_varlen(q, k, v, starts, mask="causal")
+    for options in ({"max_seqlen_q": 300}, {"max_seqlen_q": 300, "max_seqlen_k": 10_000}, {"max_seqlen_k": 384}):
+        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask="causal", **options), wanted)
+
+
+def test_new_lengths_compile_no_new_table():
+    q, k, v = (torch.randn(600, 1, 16, device=DEVICE) for _ in range(3))
+    pattern = sf.causal() & sf.local(17)
+    sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=pattern, max_seqlen_q=400)
+    misses = packing._long_document.cache_info().misses
+    for lengths in ((10, 390, 200), (1, 2, 3), (400, 200)):
+        for longest in (400, 512):
+            sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=pattern, max_seqlen_q=longest)
+    assert packing._long_document.cache_info().misses == misses
+
+
+# The tables.
+
+
+def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400)):
+    if by_kernels and backends.backend("triton").available():
+        pytest.skip(backends.backend("triton").available())
+    sides = [
+        starts if starts is None else packing.Side(torch.tensor(starts, device=DEVICE), *rest)
+        for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "by_kernels", lambda device: by_kernels)
+        return packing.pack(pattern, *sides)
+
+
+STARTS = {
+    "edges": (bounds(EDGES), None),
+    "several blocks": (bounds((400, 257, 300)), None),
+    "fewer queries": (bounds(FEWER), bounds(MORE)),
+    "more queries": (bounds(MORE), bounds(FEWER)),
+    "falling": ((0, 300, 200, 500), None),
+    "past the tokens": ((0, 300, 5000), (-3, 900, 1001)),
+    "longer than the maximum": ((0, 900, 1000), None),
+    "not from zero": ((70, 400, 500), None),
+}
+
+
+@parametrize("name", ["both ways", "random"])
+@parametrize("starts", STARTS)
+def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts):
+    pattern = PATTERNS[name] or "full"
+    host, device = (pack(by_kernels, pattern, *STARTS[starts]) for by_kernels in (False, True))
+    for mine, theirs in zip((*device.queries, *device.keys), (*host.queries, *host.keys), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(device.mask.to_dense(), host.mask.to_dense())
+    assert_well_formed(device.mask)
+
+
+def assert_well_formed(mask):
+    """By ``Table``'s docstring: segments ascend, work is the rows' bounds, heaviest first, and both tables say the same."""
+    said = []
+    for table in (mask.by_query, mask.by_key):
+        ptr, split, order, cols, tiles = (t.cpu().numpy() for t in (*(t[0] for t in table[:3]), *table[3:5]))
+        assert ptr[0] == 0 and ptr[-1] <= len(cols)
+        assert sorted(order) == list(range(len(order)))
+        work = table.work[0].cpu().numpy()
+        row_bounds = np.stack([ptr[:-1], split[:, 0], split[:, 1], ptr[1:]], 1)
+        assert (np.diff(row_bounds) >= 0).all() and (table.parts == 0).all()
+        assert (work[:, 0] == order).all() and (work[:, 1:5] == row_bounds[order]).all() and (work[:, 5:] == 0).all()
+        assert (np.diff(work[:, 4] - work[:, 1]) <= 0).all()
+        entries = set()
+        for row, line in enumerate(row_bounds):
+            for kind, (begin, end) in enumerate(pairwise(line)):
+                assert (np.diff(cols[begin:end]) > 0).all()
+                for entry in range(begin, end):
+                    entries.add((row, int(cols[entry]), kind, int(tiles[entry]) if kind else 0))
+        said.append(entries)
+    assert said[0] == {(row, col, kind, tile) for col, row, kind, tile in said[1]}
+
+
+def test_the_table_equals_that_of_a_mask_made_from_all_pairs():
+    lengths = (130, 1, 0, 200)
+    packed = pack(False, "causal & local(60)", bounds(lengths), tokens=(331, 331))
+    token = packed.queries.token_of_row.long()
+    of_documents = documents_mask("causal & local(60)", lengths, lengths, 331, 331).to(DEVICE)
+    of_documents = of_documents[token][:, token] & (token >= 0)[:, None] & (token >= 0)
+    kept = packed.mask.to_dense() & (token >= 0)[:, None]  # what places of no query keep does not matter
+    assert torch.equal(kept, of_documents)
+    assert torch.equal(token[packed.queries.row_of_token.long()], torch.arange(331, device=DEVICE))
+
+
+@parametrize("heads_first", [True, False])
+@parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_first):
+    if backends.backend("triton").available():
+        pytest.skip(backends.backend("triton").available())
+    x = torch.randn(50, 3, 5, 20, device=DEVICE, dtype=dtype)[:, :, 2].transpose(0, 1).contiguous().transpose(0, 1)
+    index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
+    results = []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(moves, "by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        results.append(moves.take_rows(x, index, index, float("-inf"), heads_first))
+    assert torch.equal(*results) and results[0].stride() == results[1].stride()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
+    q, k, v = (torch.randn(2000, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    starts = cu_seqlens((700, 900, 400))
+
+    def step():
+        out, lse = sf.attention_varlen(q, k, v, starts, mask="causal & local(300)", return_lse=True)
+        return [out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))]
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((2000, 0, 0), (1, 1500, 499), (130, 129, 1741)):
+        starts.copy_(cu_seqlens(lengths))
+        graph.replay()
+        torch.testing.assert_close(captured, step())
+
+
+def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q, k, v, starts):
+        return sf.attention_varlen(q, k, v, starts, mask="causal & local(50)", return_lse=True)
+
+    def outcome(function, starts):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = function(*leaves, starts)
+        return [out, lse, *torch.autograd.grad(out.square().sum() + lse[:, :10].sum(), leaves)]
+
+    q, k, v = (torch.randn(300, 2, 16, device=DEVICE) for _ in range(3))
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ((100, 200), (10, 150), (300, 0)):
+        starts = cu_seqlens(lengths)
+        assert all(torch.equal(*pair) for pair in zip(outcome(compiled, starts), outcome(attend, starts), strict=True))
+    assert counter.frame_count == 1
+
+
+def test_opcheck_passes():
+    starts = cu_seqlens((100, 200), torch.int64)
+    plan, tables = packing._planned("causal", *[300] * 4, 2, True, starts.device)
+    torch.library.opcheck(packing._pack_operator, (tables, starts, starts, plan))
+    axis = packing.pack("causal", packing.Side(starts, 300, 300), None).queries
+    x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
+    for heads_first in (True, False):
+        torch.library.opcheck(moves._take_rows_operator, (x, *axis, 0.0, heads_first))
+
+
+# Bad input.
+
+
+def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
+    shapes = [(tokens, heads, 16)] + 2 * [(k_tokens or tokens, kv_heads, 16)]
+    return [torch.randn(shape, device=DEVICE) for shape in shapes]
+
+
+@parametrize(
+    "message, change",
+    [
+        (r"q must have shape \(tokens of all documents", {"q": torch.zeros(1, 2, 10, 16)}),
+        ("divide that of query heads", {"q": torch.zeros(10, 3, 16, device=DEVICE)}),
+        ("one dtype", {"q": torch.zeros(10, 2, 16, device=DEVICE, dtype=torch.float16)}),
+        ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(3, device=DEVICE)}),
+        ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32, device=DEVICE)}),
+        ("of as many documents", {"cu_seqlens_k": cu_seqlens((3, 3, 4))}),
+        ("pass cu_seqlens_k", {"q": torch.zeros(9, 2, 16, device=DEVICE)}),
+        ("max_seqlen_q must be", {"max_seqlen_q": 2.5}),
+        ("max_seqlen_k must be", {"max_seqlen_k": -1}),
+        ("unknown pattern", {"mask": "nothing_like_it"}),
+        ("scale must be positive", {"scale": -1.0}),
+        ("backend must be", {"backend": "none"}),
+    ],
+)
+def test_arguments_that_do_not_fit_raise_and_say_why(message, change):
+    q, k, v = packed()
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens((4, 6)), "mask": "causal"} | change
+    with pytest.raises(ValueError, match=message):
+        sf.attention_varlen(**arguments)
+
+
+def test_wrong_types_raise_and_say_what_would_do():
+    q, k, v = packed()
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be a tensor.*torch\.tensor"):
+        sf.attention_varlen(q, k, v, [0, 10])
+    with pytest.raises(TypeError, match="pass the pattern that it was compiled from"):
+        sf.attention_varlen(q, k, v, cu_seqlens((10,)), mask=sf.compile_mask("causal", 10))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="cannot be seen on a GPU without waiting for it")
+@parametrize("starts", [(0, 5, 4, 10), (1, 10), (0, 11), (0, -1, 10)])
+def test_impossible_lengths_raise_on_a_cpu(starts):
+    with pytest.raises(ValueError, match="must start with 0, not decrease, and end with at most the 10 tokens of q"):
+        sf.attention_varlen(*packed(), torch.tensor(starts))
+    with pytest.raises(ValueError, match="a document of q has 10 tokens, more than max_seqlen_q=9"):
+        sf.attention_varlen(*packed(), torch.tensor([0, 10]), max_seqlen_q=9)
