@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparse_flash.kernels import backward, configs, forward
+from sparse_flash.kernels import backward, configs, decode, forward
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
@@ -29,9 +29,10 @@ KERNELS = {
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse", "shares"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
+INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -63,6 +64,16 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
     return triton.compile(source, target=TARGET, options=config.options)
 
 
+def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
+    """rows: of stacked queries. page: tokens of a page, 0 for none."""
+    constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": max(16, rows), "TILE_N": config.tile_n, "ROWS": rows}
+    constants |= {"JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)), "TABLE_BLOCK": 128 if sparse else config.tile_n, "SPARSE": sparse}
+    constants |= {"CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1, "AT_END": True, "HAS_LENS": True, "SHARED": True}
+    constants |= {"PAGE": page, "VECTOR": 8}
+    source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))
+    return triton.compile(source, target=TARGET, options=config.options)
+
+
 def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, dict, dict]:
     """(signature, constants, attributes) of a kernel, as the compiler wants them."""
     signature, attributes = {}, {}
@@ -71,11 +82,11 @@ def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, d
             signature[name] = "constexpr"
         elif name in tensors:
             signature[name] = tensors[name]
-        elif name in FLOAT_POINTERS | INT_POINTERS:
-            signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32"
+        elif name in FLOAT_POINTERS | INT_POINTERS | HALF_POINTERS:
+            signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in FLOATS else "i32"
+            signature[name] = "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
     return signature, constants, attributes
 
 
@@ -96,6 +107,7 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 
@@ -106,6 +118,9 @@ if __name__ == "__main__":
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
                 report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
+            for rows, q_len, page in ((4, 1, 0), (4, 1, 16), (4, 1, 128), (64, 16, 64)):
+                details = configs._DECODE[dim], dim, sparse, rows, q_len, page
+                report("decode", dim, sparse, compiled_for_decoding, *details)
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
