@@ -67,7 +67,11 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
 def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
     """rows: of stacked queries. page: tokens of a page, 0 for none."""
     constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": max(16, rows), "TILE_N": config.tile_n, "ROWS": rows}
-    constants |= {"JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)), "TABLE_BLOCK": 128 if sparse else config.tile_n, "SPARSE": sparse}
+    constants |= {
+        "JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)),
+        "TABLE_BLOCK": 128 if sparse else config.tile_n,
+        "SPARSE": sparse,
+    }
     constants |= {"CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1, "AT_END": True, "HAS_LENS": True, "SHARED": True}
     constants |= {"PAGE": page, "VECTOR": 8}
     source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))
