@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from . import backends, ops
+from . import backends, ops, watch
 from .attention import DEFAULT_BLOCK_SIZE, check_mask_fits, checked_scale
 from .block_mask import BlockMask, as_block_mask
 from .pattern import Pattern, parse
@@ -71,7 +71,8 @@ def decodes(q: torch.Tensor, k: torch.Tensor, mask) -> bool:
     at less cost: a mask compiled for each length would be compiled anew with every token."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return few and not gradient and not isinstance(mask, BlockMask) and not torch.compiler.is_compiling()
+    plain = not (isinstance(mask, BlockMask) or gradient or torch.compiler.is_compiling() or watch.looked_at())
+    return few and plain and not torch.is_autocast_enabled(q.device.type)
 
 
 def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
@@ -144,7 +145,8 @@ def _check_tensors(q, k, v, block_table) -> None:
         raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
     if q.shape[2] > MAX_QUERIES:
         raise ValueError(
-            f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for more"
+            f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
+            "more"
         )
 
 

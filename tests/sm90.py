@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -66,14 +67,10 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
 
 def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
     """rows: of stacked queries. page: tokens of a page, 0 for none."""
-    constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": max(16, rows), "TILE_N": config.tile_n, "ROWS": rows}
-    constants |= {
-        "JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)),
-        "TABLE_BLOCK": 128 if sparse else config.tile_n,
-        "SPARSE": sparse,
-    }
-    constants |= {"CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1, "AT_END": True, "HAS_LENS": True, "SHARED": True}
-    constants |= {"PAGE": page, "VECTOR": 8}
+    constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
+    constants |= {"JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)), "SHARED": True, "SPARSE": sparse}
+    constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
+    constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page, "VECTOR": 8}
     source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))
     return triton.compile(source, target=TARGET, options=config.options)
 
@@ -111,20 +108,23 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"warps": result.metadata.num_warps}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 
 
+DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
+
 if __name__ == "__main__":
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     for dim in (64, 128):
+        for sparse, rows, q_len, page in DECODING:
+            config = configs.decode_config(torch.bfloat16, dim, 128, rows)
+            report("decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
                 report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
-            for rows, q_len, page in ((4, 1, 0), (4, 1, 16), (4, 1, 128), (64, 16, 64)):
-                details = configs._DECODE[dim], dim, sparse, rows, q_len, page
-                report("decode", dim, sparse, compiled_for_decoding, *details)
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 report("hopper_forward", dim, sparse, compiled_for_hopper, *details)

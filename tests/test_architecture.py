@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"backends", "block_mask"},
     "watch": set(),
     "attention": {"backends", "block_mask", "ops", "pattern", "watch"},
-    "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns"},
+    "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns", "watch"},
     "check": {"block_mask", "grid", "pattern", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},

@@ -294,10 +294,7 @@ def decode_kernel(
     head = tile // row_tiles % units * members
     kv_head = head // group
     first_row = tile % row_tiles * TILE_M
-    if HAS_LENS:
-        length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0)
-    else:
-        length = kv_len
+    length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if HAS_LENS else kv_len
     first_query = length - q_len if AT_END else 0
     member, query, exists = _query_of(first_row + tl.arange(0, TILE_M), members, q_len, SEVERAL)
     position = first_query + query
@@ -319,14 +316,14 @@ def decode_kernel(
     # fmt: off
     if SPARSE:
         mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row_block = tl.maximum(first_query, 0) // TABLE_BLOCK
+        first_block = tl.maximum(first_query, 0) // TABLE_BLOCK
         if SEVERAL:
             last_block = tl.maximum(first_query + q_len - 1, 0) // TABLE_BLOCK
-            for row_block in tl.range(row_block, last_block + 1):
+            for row_block in tl.range(first_block, last_block + 1):
                 state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, row_block, q_blocks, position,
                                     length, score_scale, HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, SEVERAL, PAGE, VECTOR)
         else:
-            state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, row_block, q_blocks, position,
+            state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, first_block, q_blocks, position,
                                 length, score_scale, HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, SEVERAL, PAGE, VECTOR)
     else:
         steps = (length + TILE_N - 1) // TILE_N
