@@ -68,7 +68,7 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
 def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
     """rows: of stacked queries. page: tokens of a page, 0 for none."""
     constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
-    constants |= {"JOINED": max(1, decode._JOINED_NUMBERS // (rows * dim)), "SHARED": True, "SPARSE": sparse}
+    constants |= {"JOINED": decode.joined_at_a_time(rows, dim), "SHARED": True, "SPARSE": sparse}
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
     constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page, "VECTOR": 8}
     source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))

@@ -18,7 +18,6 @@ from .forward import FLOOR
 from .launch import arrival_counters, launch, multiprocessors, table_arguments
 
 MAX_QUERIES = 64
-_JOINED_NUMBERS = 4096  # of the shares that a program joins at a time
 
 
 @triton.jit
@@ -380,10 +379,11 @@ def attention_decode(
     tile_m, dim = config.tile_m, padded_head_dim(head_dim)
     row_tiles = triton.cdiv(rows, tile_m)
     tiles = batch * (heads // members) * row_tiles
-    splits = splits or _splits(tiles, tokens, mask, config.tile_n, q.device)
+    stored = min(tile_m, triton.next_power_of_2(rows))
+    joined = joined_at_a_time(stored, dim)
+    splits = splits or _splits(tiles, tokens, mask, config.tile_n, joined, q.device)
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    stored = min(tile_m, triton.next_power_of_2(rows))
     if splits > 1:
         shares = torch.empty(tiles * splits * stored * (dim + 1), dtype=torch.float32, device=q.device)
         arrived = arrival_counters(tiles, q.device)
@@ -426,7 +426,7 @@ def attention_decode(
         "TILE_M": tile_m,
         "TILE_N": config.tile_n,
         "ROWS": stored,
-        "JOINED": max(1, _JOINED_NUMBERS // (stored * dim)),
+        "JOINED": joined,
         "TABLE_BLOCK": block_size or config.tile_n,
         "SPARSE": mask is not None,
         "CAUSAL": causal and q_len > 1,
@@ -441,13 +441,20 @@ def attention_decode(
     return out, lse
 
 
-def _splits(tiles: int, tokens: int, mask, tile_n: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take. From what the host
-    knows; a row near the end of a triangle has twice the blocks of the mean row."""
+def joined_at_a_time(rows: int, dim: int) -> int:
+    """How many shares of so many rows a program holds at once: their loads run side by side, and must stay in registers beside
+    their sum."""
+    return max(1, (16384 if rows <= 8 else 4096) // (rows * dim))
+
+
+def _splits(tiles: int, tokens: int, mask, tile_n: int, joined: int, device: torch.device) -> int:
+    """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take, and whole rounds of
+    the joining. From what the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
     if mask is None:
         steps = triton.cdiv(tokens, tile_n)
     else:
         table = mask.by_query
         entries = triton.cdiv(2 * table.col_idx.shape[0], table.row_split.shape[0] * table.row_split.shape[1])
         steps = entries * (mask.block_size // tile_n)
-    return max(1, min(2 * multiprocessors(device) // tiles, steps))
+    splits = max(1, min(2 * multiprocessors(device) // tiles, steps))
+    return splits if splits < joined else splits // joined * joined
