@@ -8,6 +8,8 @@ and the last program of a tile to arrive joins the shares in a fixed order: one 
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the division).
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -377,9 +379,9 @@ def attention_decode(
     block_size = mask.block_size if mask else None
     config = config or decode_config(q.dtype, head_dim, block_size, rows)
     tile_m, dim = config.tile_m, padded_head_dim(head_dim)
-    row_tiles = triton.cdiv(rows, tile_m)
+    row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
-    stored = min(tile_m, triton.next_power_of_2(rows))
+    stored = min(tile_m, 1 << (rows - 1).bit_length())
     joined = joined_at_a_time(stored, dim)
     splits = splits or _splits(tiles, tokens, mask, config.tile_n, joined, q.device)
     out = torch.empty_like(q)
@@ -391,8 +393,7 @@ def attention_decode(
         shares = arrived = lse
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     vector = 16 // q.element_size()
-    if any(stride % vector for stride in strides):
-        vector = 1
+    vector = vector if gcd(vector, *strides) == vector else 1
     index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
         q,
@@ -408,7 +409,7 @@ def attention_decode(
         row_ptr,
         row_split,
         *entries,
-        *(stride // vector for stride in strides),
+        *[stride // vector for stride in strides],
         *out.stride()[:3],
         0 if block_table is None else block_table.stride(0),
         heads,
@@ -451,10 +452,10 @@ def _splits(tiles: int, tokens: int, mask, tile_n: int, joined: int, device: tor
     """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take, and whole rounds of
     the joining. From what the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
     if mask is None:
-        steps = triton.cdiv(tokens, tile_n)
+        steps = -(-tokens // tile_n)
     else:
         table = mask.by_query
-        entries = triton.cdiv(2 * table.col_idx.shape[0], table.row_split.shape[0] * table.row_split.shape[1])
-        steps = entries * (mask.block_size // tile_n)
+        masks, rows, _ = table.row_split.shape
+        steps = -(-2 * table.col_idx.shape[0] // (masks * rows)) * (mask.block_size // tile_n)
     splits = max(1, min(2 * multiprocessors(device) // tiles, steps))
     return splits if splits < joined else splits // joined * joined
