@@ -6,6 +6,7 @@ from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, 
 
 import sparse_flash as sf
 from sparse_flash import backends, decode
+from sparse_flash.attention import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -164,6 +165,7 @@ def test_without_lengths_the_cache_is_full(backend):
 def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
     kernels = pytest.importorskip("sparse_flash.kernels.decode")
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
     compare("triton", PATTERNS[name], 3, lengths=(300, 77), heads=2, kv_heads=1)
 
 
@@ -189,6 +191,43 @@ def test_a_growing_cache_compiles_its_pattern_once():
         decode._resolved("causal & local(64)", tokens, q)
     assert decode._compiled.cache_info().misses <= 3
     assert all(n <= decode._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
+
+
+def test_a_layer_with_a_cache_compiles_nothing_with_each_token():
+    layer = sf.SparseAttention(32, 2, "causal & local(9)").to(DEVICE)
+    cache = layer.new_cache(1, 200)
+    with torch.no_grad():
+        layer(torch.randn(1, 100, 32, device=DEVICE), cache)
+        layer(torch.randn(1, 1, 32, device=DEVICE), cache)
+        before = decode._compiled.cache_info().misses, _cached_mask.cache_info().misses
+        for _ in range(20):
+            layer(torch.randn(1, 1, 32, device=DEVICE), cache)
+    assert (decode._compiled.cache_info().misses, _cached_mask.cache_info().misses) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
+    q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
+    lens = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
+
+    def step():
+        return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [step() for _ in range(3)]
+    for new in ([4096, 1000], [1, 0], [700, 4095]):
+        lens.copy_(torch.tensor(new, dtype=torch.int32))
+        for _ in range(20):
+            graph.replay()
+        assert all(torch.equal(one, step()) for one in out)
 
 
 def test_the_table_holds_no_keys_after_the_queries():

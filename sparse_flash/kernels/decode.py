@@ -8,7 +8,9 @@ and the last program of a tile to arrive joins the shares in a fixed order: one 
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the division).
 """
 
+from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import triton
@@ -368,78 +370,91 @@ def attention_decode(
     its tokens, or is None; causal: then none of them sees a later one. Else the mask's rows are the queries, and there are
     neither lengths nor pages. splits: programs that share a tile's keys; by default what fills the GPU.
     """
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, page = k.shape[1:3]
-    group = heads // kv_heads
-    tokens = page if block_table is None else page * block_table.shape[1]
     # Heads of a group that have masks of their own walk each their own way.
     apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
+    table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
+    pages = None if block_table is None else tuple(block_table.shape)
+    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.stride()
+    plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shares = arrived = lse
+    if plan.shares:
+        shares = torch.empty(plan.shares, dtype=torch.float32, device=q.device)
+        arrived = arrival_counters(plan.grid[0], q.device)
+    index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
+    lens = lse if kv_lens is None else kv_lens
+    where = lse if block_table is None else block_table
+    arguments = [q, k, v, out, lse, shares, arrived, lens, where, index, row_ptr, row_split, *entries, *plan.numbers]
+    arguments.append(scale * LOG2_E.value)
+    launch(decode_kernel, plan.grid, arguments, plan.constants, plan.options)
+    return out, lse
+
+
+class _Plan(NamedTuple):
+    """All of a launch that follows from shapes. shares: numbers in the room for shares, 0 where there are none. numbers: the
+    kernel's integers from q_batch_stride on."""
+
+    grid: tuple[int, int]
+    shares: int
+    numbers: tuple[int, ...]
+    constants: dict
+    options: dict
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device, dtype, q_shape, q_strides, k_shape, k_strides, v_strides, table, apart, pages, has_lens, causal, at_end, config, splits
+) -> _Plan:
+    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk apart. pages: the shape
+    of the block table, or None."""
+    batch, heads, q_len, head_dim = q_shape
+    group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    block_size = mask.block_size if mask else None
-    config = config or decode_config(q.dtype, head_dim, block_size, rows)
-    tile_m, dim = config.tile_m, padded_head_dim(head_dim)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows)
+    tile_m, tile_n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
     joined = joined_at_a_time(stored, dim)
-    splits = splits or _splits(tiles, tokens, mask, config.tile_n, joined, q.device)
-    out = torch.empty_like(q)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    if splits > 1:
-        shares = torch.empty(tiles * splits * stored * (dim + 1), dtype=torch.float32, device=q.device)
-        arrived = arrival_counters(tiles, q.device)
-    else:
-        shares = arrived = lse
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    vector = 16 // q.element_size()
+    tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
+    splits = splits or _splits(tiles, tokens, table, tile_n, joined, device)
+    strides = *q_strides[:3], *k_strides[:3], *v_strides[:3]
+    vector = 16 // dtype.itemsize
     vector = vector if gcd(vector, *strides) == vector else 1
-    index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
-    arguments = [
-        q,
-        k,
-        v,
-        out,
-        lse,
-        shares,
-        arrived,
-        lse if kv_lens is None else kv_lens,
-        lse if block_table is None else block_table,
-        index,
-        row_ptr,
-        row_split,
-        *entries,
-        *[stride // vector for stride in strides],
-        *out.stride()[:3],
-        0 if block_table is None else block_table.stride(0),
+    like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
+    constants = {
+        "HEAD_DIM": head_dim,
+        "DIM": dim,
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "ROWS": stored,
+        "JOINED": joined,
+        "TABLE_BLOCK": table[0] if table else tile_n,
+        "SPARSE": table is not None,
+        "CAUSAL": causal and q_len > 1,
+        "SEVERAL": q_len > 1,
+        "AT_END": at_end,
+        "HAS_LENS": has_lens,
+        "SHARED": splits > 1,
+        "PAGE": 0 if pages is None else k_shape[2],
+        "VECTOR": vector,
+    }
+    numbers = (
+        *(stride // vector for stride in strides),
+        *torch.empty_like(like_q).stride()[:3],
+        0 if pages is None else pages[1],
         heads,
         group,
         members,
         row_tiles,
         q_len,
         tokens,
-        mask.by_query.row_split.shape[1] if mask else 0,
-        scale * LOG2_E.value,
-    ]
-    constants = {
-        "HEAD_DIM": head_dim,
-        "DIM": dim,
-        "TILE_M": tile_m,
-        "TILE_N": config.tile_n,
-        "ROWS": stored,
-        "JOINED": joined,
-        "TABLE_BLOCK": block_size or config.tile_n,
-        "SPARSE": mask is not None,
-        "CAUSAL": causal and q_len > 1,
-        "SEVERAL": q_len > 1,
-        "AT_END": at_end,
-        "HAS_LENS": kv_lens is not None,
-        "SHARED": splits > 1,
-        "PAGE": 0 if block_table is None else page,
-        "VECTOR": vector,
-    }
-    launch(decode_kernel, (tiles, splits), arguments, constants, config.options)
-    return out, lse
+        table[2] if table else 0,
+    )
+    shares = tiles * splits * stored * (dim + 1) if splits > 1 else 0
+    return _Plan((tiles, splits), shares, numbers, constants, config.options)
 
 
 def joined_at_a_time(rows: int, dim: int) -> int:
@@ -448,14 +463,13 @@ def joined_at_a_time(rows: int, dim: int) -> int:
     return max(1, (16384 if rows <= 8 else 4096) // (rows * dim))
 
 
-def _splits(tiles: int, tokens: int, mask, tile_n: int, joined: int, device: torch.device) -> int:
+def _splits(tiles: int, tokens: int, table, tile_n: int, joined: int, device: torch.device) -> int:
     """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take, and whole rounds of
     the joining. From what the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
-    if mask is None:
+    if table is None:
         steps = -(-tokens // tile_n)
     else:
-        table = mask.by_query
-        masks, rows, _ = table.row_split.shape
-        steps = -(-2 * table.col_idx.shape[0] // (masks * rows)) * (mask.block_size // tile_n)
+        block_size, masks, rows, entries = table
+        steps = -(-2 * entries // (masks * rows)) * (block_size // tile_n)
     splits = max(1, min(2 * multiprocessors(device) // tiles, steps))
     return splits if splits < joined else splits // joined * joined
