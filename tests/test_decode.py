@@ -5,7 +5,7 @@ import torch
 from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, tensor
 
 import sparse_flash as sf
-from sparse_flash import backends, decode
+from sparse_flash import backends, decode, ops
 from sparse_flash.attention import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -249,6 +249,14 @@ def test_the_operator_is_what_a_compiler_sees(backend):
     skip_if_it_cannot(backend, backends.Call.of(q, k, 128))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
+
+
+@parametrize("block_table", [None, torch.tensor([[1, 0, 3], [4, 2, 5]], dtype=torch.int32, device=DEVICE)], ids=["", "pages"])
+def test_opcheck_passes(block_table):
+    q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2 if block_table is None else 6, 2, 64, 16, device=DEVICE)
+    mask = sf.compile_mask("causal & local(40)", 192).to(DEVICE)
+    lens = torch.tensor([60, 3], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(ops._decode, (q, k, k, mask.tensors(), 192, 128, lens, block_table, False, 0.25, "torch"))
 
 
 @parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])

@@ -13,7 +13,7 @@ from . import Call, missing_feature
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_BATCH_HEADS = 65535  # a limit of CUDA's grids
-MANY_KEYS = 2048
+FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
 def available() -> str | None:
@@ -99,11 +99,11 @@ def _decode(q, k, v, mask, scale, **options):
 
 def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a program for each head would leave multiprocessors idle, and there are keys enough to share among them."""
-    from ..kernels.decode import MAX_QUERIES
+    if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
+        return False
     from ..kernels.launch import multiprocessors
 
-    many_keys = k.shape[2] >= MANY_KEYS and q.shape[2] <= MAX_QUERIES
-    return many_keys and q.shape[0] * q.shape[1] < multiprocessors(q.device)
+    return q.shape[0] * q.shape[1] < multiprocessors(q.device)
 
 
 def current_device(device: torch.device):

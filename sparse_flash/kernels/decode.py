@@ -21,8 +21,6 @@ from .configs import decode_config, padded_head_dim
 from .forward import FLOOR
 from .launch import arrival_counters, launch, multiprocessors, table_arguments
 
-MAX_QUERIES = 64
-
 
 @triton.jit
 def _page(pages, position, kv_len, TILE_N: tl.constexpr, PAGE: tl.constexpr):
