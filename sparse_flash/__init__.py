@@ -4,6 +4,7 @@ from .attention import attention
 from .block_mask import BlockMask
 from .check import CheckError, check
 from .compiler import compile_mask
+from .decode import attention_decode
 from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
@@ -19,6 +20,7 @@ __all__ = [
     "Pattern",
     "SparseAttention",
     "attention",
+    "attention_decode",
     "attention_varlen",
     "check",
     "compile_mask",

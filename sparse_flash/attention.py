@@ -46,9 +46,7 @@ def attention(
     """
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
+    scale = checked_scale(scale, q.shape[3])
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     given = mask
@@ -74,6 +72,14 @@ def attention(
     if watched:
         watch.saw(q, k, v, given, scale, out, lse)
     return (out, lse) if return_lse else out
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """The scale of a call; raises ValueError for one that cannot be."""
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
+    return scale
 
 
 def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
@@ -120,6 +126,11 @@ def _check_mask(mask: BlockMask, q, k) -> None:
             f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
             "tokens; compile it for these lengths, or pass the pattern itself"
         )
+    check_mask_fits(mask, q)
+
+
+def check_mask_fits(mask: BlockMask, q) -> None:
+    """Raises ValueError where a mask is not for this device, batch or number of heads."""
     if mask.device != q.device:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
     for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):

@@ -291,7 +291,7 @@ class BlockMask:
             mine = np.flatnonzero(self._entry_masks == mask)
 
             def decode(index, mine=mine):
-                return self._decode(kind[mine[index]], tile[mine[index]])
+                return self.tile_pairs(kind[mine[index]], tile[mine[index]])
 
             entries = regroup.merged(self.grid, rows[mine], cols[mine], self.entry_pairs[mine], decode, pool)
             single.append(BlockMask.from_entries(grid, Entries(*entries), pool))

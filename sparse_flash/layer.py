@@ -7,6 +7,7 @@ from torch import nn
 
 from .attention import attention
 from .block_mask import BlockMask
+from .decode import attention_decode, decodes
 from .pattern import Pattern, parse
 
 
@@ -117,7 +118,10 @@ class SparseAttention(nn.Module):
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = attention(q, k, v, self.mask, deterministic=self.deterministic, backend=self.backend)
+        if cache is not None and decodes(q, k, self.mask):
+            out = attention_decode(q, k, v, self.mask, backend=self.backend)
+        else:
+            out = attention(q, k, v, self.mask, deterministic=self.deterministic, backend=self.backend)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def new_cache(self, batch: int, length: int) -> KeyValueCache:

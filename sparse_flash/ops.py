@@ -21,6 +21,14 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
     return _forward(q, k, v, tables, block_size, scale, deterministic, backend)
 
 
+def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
+    """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
+    if nothing_looks_on(q, k, v):
+        return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+    tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
+    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
+
+
 def nothing_looks_on(*tensors) -> bool:
     """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform or tensor
     subclass that has to see the operator."""
@@ -80,6 +88,30 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, tables, block_size, scale, deterministic, backend):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op("sparse_flash::attention_decode", mutates_args=())
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: list[torch.Tensor],
+    tokens: int,
+    block_size: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if tables else None
+    return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+
+
+@_decode.register_fake
+def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
 

@@ -10,13 +10,14 @@ import re
 import subprocess
 import tempfile
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparse_flash.kernels import backward, configs, forward
+from sparse_flash.kernels import backward, configs, decode, forward
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
@@ -29,9 +30,10 @@ KERNELS = {
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
 FLOATS = {"scale", "score_scale"}
-FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse"}
+FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse", "shares"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
+INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -64,6 +66,16 @@ def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128
     return triton.compile(source, target=TARGET, options=config.options)
 
 
+def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
+    """rows: of stacked queries. page: tokens of a page, 0 for none."""
+    constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
+    constants |= {"JOINED": decode.joined_at_a_time(rows, dim), "SHARED": True, "SPARSE": sparse}
+    constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
+    constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page, "VECTOR": 8}
+    source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))
+    return triton.compile(source, target=TARGET, options=config.options)
+
+
 def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, dict, dict]:
     """(signature, constants, attributes) of a kernel, as the compiler wants them."""
     signature, attributes = {}, {}
@@ -72,11 +84,11 @@ def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, d
             signature[name] = "constexpr"
         elif name in tensors:
             signature[name] = tensors[name]
-        elif name in FLOAT_POINTERS | INT_POINTERS:
-            signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32"
+        elif name in FLOAT_POINTERS | INT_POINTERS | HALF_POINTERS:
+            signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in FLOATS else "i32"
+            signature[name] = "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
     return signature, constants, attributes
 
 
@@ -97,13 +109,20 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"warps": result.metadata.num_warps}
+    row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 
 
+DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
+
 if __name__ == "__main__":
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     for dim in (64, 128):
+        for sparse, rows, q_len, page in DECODING:
+            config = configs.decode_config(torch.bfloat16, dim, 128, rows)
+            report("decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
                 report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)

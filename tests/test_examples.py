@@ -67,6 +67,10 @@ def test_chosen_blocks_find_what_a_window_of_as_many_blocks_misses(capsys):
     assert capsys.readouterr().out.count("visits") == 3
 
 
+def test_decoding_in_pages_equals_attention_over_the_whole_sequences():
+    assert load("decoding").main(lengths=(40, 1), steps=20, heads=2, kv_heads=1, head_dim=16).shape == (2, 2, 20, 16)
+
+
 def test_long_context_reports_every_length(capsys):
     seconds = load("long_context").main(pattern="causal & local(64)", longest=2048, rows=3, heads=1, head_dim=16)
     assert len(seconds) == 3

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+# The assembler saves a few bytes to have more programs on a multiprocessor.
+STACK_LIMIT |= {("decode", 64): 32}
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,16 @@ def compiled_by(program: str) -> list[dict]:
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 32
+    assert len(kernels) == 40
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
-def test_products_run_on_tensor_cores_and_tiles_come_by_the_copy_engine(kernels):
-    assert all(k["wgmma"] > 0 and k["tma"] > 0 for k in kernels), kernels
+def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_registers(kernels):
+    for k in kernels:
+        if k["kernel"] == "decode":  # tiles of few rows; rows of keys in pages, which the copy engine cannot address
+            assert k["wgmma"] + k["mma"] > 0 and k["async"] > 0, k
+        else:
+            assert k["wgmma"] > 0 and k["tma"] > 0, k
 
 
 def test_registers_are_spilled_no_more_than_recorded(kernels):
@@ -60,10 +66,10 @@ def test_the_assembler_runs_no_hopper_product_alone(kernels):
         assert not k["serialized"] or not k["kernel"].startswith("hopper"), k
 
 
-def test_two_programs_of_the_forward_kernel_share_a_multiprocessor(kernels):
+def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB a multiprocessor, 1 KiB of it reserved for each program; 65,536 registers, four warps a program.
     for k in kernels:
-        if k["kernel"] == "forward":
+        if k["kernel"] in ("forward", "decode") and k["warps"] == 4:
             assert 2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536, k
 
 

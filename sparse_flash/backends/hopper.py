@@ -62,6 +62,8 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale):
+    if portable.few_queries(q, k):
+        return portable.forward(q, k, v, mask, scale)
     from ..kernels.hopper.forward import attention_forward
 
     ready = [portable.addressable(t) for t in (q, k, v)]
@@ -77,3 +79,6 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     with portable.current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, deterministic)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))
+
+
+decode = portable.decode

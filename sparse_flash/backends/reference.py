@@ -39,6 +39,36 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     return tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
 
 
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+    """(out, lse), one query of one head at a time, over the keys that the mask's definition keeps for it."""
+    batch, heads, q_len, _ = q.shape
+    group = heads // k.shape[1]
+    out = torch.zeros_like(q)
+    lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for sequence in range(batch):
+        keys, values = (_sequence(t, block_table, sequence).double() for t in (k, v))
+        length = keys.shape[1] if kv_lens is None else min(max(int(kv_lens[sequence]), 0), keys.shape[1])
+        for head in range(heads):
+            for query in range(max(0, q_len - length), q_len):
+                position = length - q_len + query
+                if mask is None:
+                    kept = torch.arange(length) <= (position if causal else length)
+                else:
+                    kept = mask.kept_keys(position, sequence, head)[:length]
+                chosen = kept.nonzero()[:, 0].to(q.device)
+                scores = keys[head // group, chosen] @ q[sequence, head, query].double() * scale
+                out[sequence, head, query] = torch.softmax(scores, 0) @ values[head // group, chosen]
+                lse[sequence, head, query] = scores.logsumexp(0)
+    return out, lse
+
+
+def _sequence(cache, block_table, sequence: int):
+    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages one after the other."""
+    if block_table is None:
+        return cache[sequence]
+    return cache[block_table[sequence].long().clamp(0, len(cache) - 1)].transpose(0, 1).flatten(1, 2)
+
+
 def _per_query_head(x, q):
     """(batch, kv_heads, tokens, head_dim) -> float64, a copy for each query head."""
     return x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1)

@@ -71,6 +71,77 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     return _like(q, grads[0]), _like(k, dk), _like(v, dv)
 
 
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+    """(out, lse). Reads the keys that some query keeps, and no others. See the package's docstring."""
+    batch, heads, q_len, _ = q.shape
+    capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
+    for sequence, length in enumerate(lengths):
+        for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
+            tokens, kept = _kept_tokens(mask, number, q_len, length, causal, q.device)
+            keys, values = (_cached(t[:, key_heads], block_table, sequence, tokens).to(lse.dtype) for t in (k, v))
+            queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
+            with _own_precision(q):
+                scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
+                logs = scores.logsumexp(-1)
+                # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
+                scores.sub_(torch.where(logs == float("-inf"), float("inf"), logs)[..., None]).exp_()
+                results = scores.flatten(1, 2) @ values
+            out[sequence, group_heads] = results.view(-1, q_len, q.shape[3]).to(q.dtype)
+            lse[sequence, group_heads] = logs.flatten(0, 1)
+    return out, lse
+
+
+def _heads_by_mask(mask, sequence: int, heads: int, kv_heads: int):
+    """Yields (query heads, their key heads, the number of their stored mask)."""
+    if mask is None:
+        yield slice(None), slice(None), 0
+        return
+    numbers = mask.mask_index[sequence if len(mask.mask_index) > 1 else 0].tolist()
+    if len(set(numbers)) == 1:
+        yield slice(None), slice(None), numbers[0]
+        return
+    for head, number in enumerate(numbers):
+        key_head = head * kv_heads // heads
+        yield slice(head, head + 1), slice(key_head, key_head + 1), number
+
+
+def _kept_tokens(mask, number: int, q_len: int, length: int, causal: bool, device):
+    """The keys that the last q_len of ``length`` tokens keep: (tokens, (q_len, tokens) bool). tokens: a slice or (n,) int64."""
+    positions = torch.arange(length - q_len, length, device=device)
+    if mask is None:
+        keys = torch.arange(length, device=device)
+        return slice(0, length), (keys <= positions[:, None]) if causal else (positions >= 0)[:, None].expand(-1, length)
+    table, size = mask.by_query, mask.block_size
+    kept = torch.zeros((q_len, mask.grid.kv_blocks, size), dtype=torch.bool, device=device)
+    for row in range(max(0, length - q_len) // size, -(-length // size)):
+        begin, end = table.row_ptr[number, row : row + 2].tolist()
+        runs, bits = (bound - begin for bound in table.row_split[number, row].tolist())
+        here = ((positions >= 0) & (positions // size == row)).nonzero()[:, 0]
+        in_block, column = positions[here] % size, torch.arange(size, device=device)
+        cols, tiles = table.col_idx[begin:end].long(), table.tile_idx[begin:end].long()
+        packed = mask.tile_runs[tiles[runs:bits, None], in_block]
+        words = mask.tile_bits[tiles[bits:, None], in_block]
+        pairs = torch.ones((end - begin, len(here), size), dtype=torch.bool, device=device)
+        pairs[runs:bits] = (column >= (packed & 0xFFFF)[..., None]) & (column < (packed >> 16)[..., None])
+        pairs[bits:] = (words[..., column // 32] >> (column % 32)) & 1 > 0
+        kept[here[:, None], cols] = pairs.transpose(0, 1)
+    kept = kept.flatten(1)[:, :length]
+    tokens = kept.any(0).nonzero()[:, 0]
+    return tokens, kept[:, tokens]
+
+
+def _cached(cache, block_table, sequence: int, tokens):
+    """(kv_heads, n, head_dim): these tokens of a sequence."""
+    if block_table is None:
+        return cache[sequence, :, tokens]
+    page_size = cache.shape[2]
+    if isinstance(tokens, slice):
+        tokens = torch.arange(tokens.start, tokens.stop, device=cache.device)
+    return cache[block_table[sequence, tokens // page_size].long(), :, tokens % page_size].transpose(0, 1)
+
+
 def _own_precision(q):
     """The call has cast its arguments as autocast asks; matrix products in here must not be cast once more."""
     return torch.autocast(q.device.type, enabled=False)

@@ -13,6 +13,7 @@ from . import Call, missing_feature
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_BATCH_HEADS = 65535  # a limit of CUDA's grids
+FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
 def available() -> str | None:
@@ -62,6 +63,8 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale):
+    if few_queries(q, k):
+        return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.forward import attention_forward
 
     ready = [addressable(t) for t in (q, k, v)]
@@ -78,6 +81,29 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
     with current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
     return tuple(map(restored, grads, ready, (q, k, v)))
+
+
+def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
+    kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
+    return _decode(q, k, v, mask, scale, kv_lens=kv_lens, block_table=block_table, causal=causal)
+
+
+def _decode(q, k, v, mask, scale, **options):
+    from ..kernels.decode import attention_decode
+
+    ready = [unbroken(t) for t in (q, k, v)]
+    with current_device(q.device):
+        out, lse = attention_decode(*ready, mask, scale, **options)
+    return restored(out, ready[0], q), lse
+
+
+def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a program for each head would leave multiprocessors idle, and there are keys enough to share among them."""
+    if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
+        return False
+    from ..kernels.launch import multiprocessors
+
+    return q.shape[0] * q.shape[1] < multiprocessors(q.device)
 
 
 def current_device(device: torch.device):
@@ -100,6 +126,11 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1
+
+
+def unbroken(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its last dimension is unbroken, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

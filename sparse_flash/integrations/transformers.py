@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import attention
 from ..block_mask import BlockMask
+from ..decode import attention_decode, decodes
 from ..pattern import Pattern, parse
 from ..patterns import local
 
@@ -119,16 +120,19 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"the model adds a position bias to its scores, which {NAME!r} does not carry; use another implementation")
     mask = settings.mask if sliding_window is None else _within(settings.mask, sliding_window, key.shape[2])
-    out = attention(
-        query,
-        key,
-        value,
-        mask,
-        scale=scaling,
-        dropout_p=dropout,
-        deterministic=settings.deterministic,
-        backend=settings.backend,
-    )
+    if not dropout and decodes(query, key, mask):
+        out = attention_decode(query, key, value, mask, scale=scaling, backend=settings.backend)
+    else:
+        out = attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=scaling,
+            dropout_p=dropout,
+            deterministic=settings.deterministic,
+            backend=settings.backend,
+        )
     return out.transpose(1, 2).contiguous(), None
 
 

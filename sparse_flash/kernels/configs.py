@@ -1,6 +1,7 @@
 """Tile sizes of the portable kernels: frozen data, chosen by measurement, apart from the code that they drive."""
 
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import log2
 
@@ -53,6 +54,15 @@ _GRAD_KV = {
     # 578 dense, 580 causal, 489 butterfly; (64, 128, 8, 3): 575, 557, 467; three stages spill: 495, 472, 389.
     128: Config(64, 64, 4, 2),
     256: Config(32, 64, 8, 2),
+}
+# For few queries; of one query of a few heads, with four warps. Not measured yet: chosen by what compiling for sm_90 says of
+# registers, spills and shared memory, of which two programs a multiprocessor shall have enough.
+_DECODE = {
+    16: Config(64, 64, 8, 3),
+    32: Config(64, 64, 8, 3),
+    64: Config(64, 64, 8, 3),
+    128: Config(32, 64, 8, 3),
+    256: Config(16, 32, 4, 3),
 }
 # fp32 products run on the ordinary units, in full precision: small tiles, so that they stay in registers.
 _FLOAT32 = {
@@ -112,6 +122,20 @@ def _distance(one: Config, other: Config) -> float:
     """Changes between two configs, as ``candidates`` counts them."""
     *sizes, stages = zip(astuple(one), astuple(other), strict=True)
     return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
+
+
+@lru_cache(maxsize=256)
+def decode_config(dtype: torch.dtype, head_dim: int, block_size: int | None, rows: int) -> Config:
+    """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
+    block."""
+    config = (_FLOAT32 if dtype == torch.float32 else _DECODE)[padded_head_dim(head_dim)]
+    tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
+    return replace(
+        config,
+        tile_m=tile_m,
+        tile_n=min(config.tile_n, block_size or config.tile_n),
+        num_warps=4 if tile_m == 16 else config.num_warps,
+    )
 
 
 def _chosen(kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:

@@ -1,5 +1,7 @@
 """What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
 
+from functools import cache
+
 import torch
 import triton
 from triton.compiler import CompiledKernel
@@ -41,6 +43,37 @@ def length_variant(q_len: int) -> tuple[bool, bool]:
 def row_count(table, length: int, tile: int, block_size: int | None) -> int:
     """How many programs along the rows of a table, or of ``length`` tokens."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; for the interpreter, on a CPU, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+_ARRIVALS_OF_GRAPHS = 1 << 16
+_arrivals: dict[tuple, torch.Tensor] = {}
+_arrivals_taken: dict[torch.device, int] = {}
+
+
+def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
+    """(count or more,) int32 zeros, which the launch must leave as zeros. One tensor for each stream, on which launches do not
+    overlap. A launch in a graph, which may be replayed beside anything, has its own for good, zeroed before the capture, so
+    that no replay has to."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    for_graphs = (device, "graphs")
+    if torch.cuda.is_current_stream_capturing():
+        taken = _arrivals_taken.get(device, 0)
+        if for_graphs not in _arrivals or taken + count > _ARRIVALS_OF_GRAPHS:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _arrivals_taken[device] = taken + triton.cdiv(count, 4) * 4  # the next begins on 16 bytes
+        return _arrivals[for_graphs][taken : taken + count]
+    stream = device, torch.cuda.current_stream(device).cuda_stream
+    if stream not in _arrivals or _arrivals[stream].shape[0] < count:
+        _arrivals[stream] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        _arrivals.setdefault(for_graphs, torch.zeros(_ARRIVALS_OF_GRAPHS, dtype=torch.int32, device=device))
+    return _arrivals[stream]
 
 
 _launched: dict[tuple, CompiledKernel] = {}

@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
-from ..launch import launch_or_repeat, table_arguments
+from ..launch import launch_or_repeat, multiprocessors, table_arguments
 from ..repeat import signature
 from .configs import backward_config
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
-from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, multiprocessors, tile_queue
+from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
 from .masks import ZERO, column_bits, where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 

@@ -26,11 +26,11 @@ from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import described as described_for_triton
-from ..launch import launch, launch_or_repeat, table_arguments
+from ..launch import launch, launch_or_repeat, multiprocessors, table_arguments
 from ..repeat import signature
 from .configs import forward_config
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
-from .launch import comes_in_parts, described, heads_together, multiprocessors, tile_queue
+from .launch import comes_in_parts, described, heads_together, tile_queue
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 

@@ -1,7 +1,5 @@
 """What the launchers of the Hopper kernels share."""
 
-from functools import cache
-
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -26,11 +24,6 @@ def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) 
     descriptor.padding = "zero"
     descriptor.round_f32_to_tf32 = False
     return descriptor
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def heads_together(row_bytes: int, rows: int) -> int:

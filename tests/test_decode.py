@@ -1,0 +1,298 @@
+"""attention_decode: what float64 attention by the mask's definition gives for the last queries of each sequence."""
+
+import pytest
+import torch
+from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, tensor
+
+import sparse_flash as sf
+from sparse_flash import backends, decode, ops
+from sparse_flash.attention import _cached_mask
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+
+PATTERNS = {
+    "dense": None,
+    "causal": "causal",
+    "full": "full",
+    "window and sinks": "causal & (local(50) | sinks(16))",
+    "two-sided window": "local(70)",
+    "strided": "strided(3, block=32)",
+    "butterfly": "causal & butterfly(block=32)",
+    "power of two": "causal & power_of_two(block=32)",
+    "bits": "causal & strided(7, block=1)",
+    "nothing": "causal & ~causal",
+}
+LENGTHS = (300, 0, 1, 127, 128, 129)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
+
+
+def kept_by_definition(pattern, mask, length: int, q_len: int, capacity: int) -> torch.Tensor:
+    """(q_len, length) bool, or (heads, q_len, length) for masks of heads."""
+    positions, keys = torch.arange(length - q_len, length), torch.arange(length)
+    exists = (positions >= 0)[:, None].expand(-1, length)
+    if mask is not None:
+        return mask.to_dense().cpu()[..., positions.clamp(min=0), :length].reshape(-1, q_len, length) & exists
+    if pattern is None:
+        return exists
+    pattern = sf.parse(pattern) if isinstance(pattern, str) else pattern
+    kept = torch.from_numpy(pattern.token_rule(positions.numpy()[:, None], keys.numpy()[None]).copy())
+    return kept.expand(q_len, length) & exists
+
+
+def in_pages(cache, page_size: int, generator):
+    """(batch, kv_heads, capacity, head_dim) -> (pages, kv_heads, page_size, head_dim) in any order, and the block table."""
+    batch, pages = cache.shape[0], cache.shape[2] // page_size
+    order = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages].to(cache.device)
+    stored = torch.full((batch * pages + 3, page_size, cache.shape[1], cache.shape[3]), float("nan"), dtype=cache.dtype)
+    stored = stored.to(cache.device).transpose(1, 2)  # as other libraries keep them
+    stored[order] = cache.unflatten(2, (pages, page_size)).transpose(1, 2).flatten(0, 1)
+    return stored, order.view(batch, pages).to(torch.int32)
+
+
+def compare(
+    backend,
+    pattern,
+    q_len,
+    *,
+    lengths=LENGTHS,
+    capacity=320,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    dtype=torch.float32,
+    page_size=None,
+    layout="heads first",
+    given=True,
+):
+    """Asserts that a back end gives what the definition does. The cache holds NaN past each length.
+
+    pattern: spec text, a square BlockMask or None. given: pass kv_lens, of which ``lengths`` are all the capacity if not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batch = len(lengths)
+    q = tensor((batch, heads, q_len, head_dim), layout, dtype=dtype, generator=generator)
+    k, v = (tensor((batch, kv_heads, capacity, head_dim), layout, dtype=dtype, generator=generator) for _ in range(2))
+    mask = pattern if isinstance(pattern, sf.BlockMask) else None
+    skip_if_it_cannot(backend, backends.Call.of(q, k, None if pattern is None else mask.block_size if mask else 128))
+    for sequence, length in enumerate(lengths):
+        k[sequence, :, length:] = v[sequence, :, length:] = float("nan")
+    options = {"kv_lens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE)} if given else {}
+    cache = k, v
+    if page_size:
+        pages, table = zip(*(in_pages(t, page_size, torch.Generator().manual_seed(1)) for t in (k, v)), strict=True)
+        cache = pages
+        options["block_table"] = table[0].clone()
+        for sequence, length in enumerate(lengths):
+            options["block_table"][sequence, -(-length // page_size) :] = -1
+    out, lse = sf.attention_decode(q, *cache, pattern, return_lse=True, backend=backend, **options)
+    assert out.dtype == dtype and out.shape == q.shape
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert out.stride() == torch.empty_like(q, device="meta").stride(), "out does not keep q's memory order"
+    for sequence, length in enumerate(lengths):
+        kept = kept_by_definition(pattern, mask, length, q_len, capacity).to(DEVICE)
+        if length == 0:
+            assert not out[sequence].any() and lse[sequence].isneginf().all()
+            continue
+        one = (t[sequence : sequence + 1].double() for t in (q, k[:, :, :length], v[:, :, :length]))
+        wanted, wanted_lse = (t[0] for t in dense_attention(*one, kept, head_dim**-0.5))
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out[sequence].double(), wanted, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[sequence].double(), wanted_lse, atol=max(tolerance / 10, 3e-6), rtol=1e-5)
+
+
+@parametrize("q_len", [1, 3])
+@parametrize("name", PATTERNS)
+@parametrize("backend", BACKENDS)
+def test_every_pattern_and_length_is_that_of_the_definition(backend, name, q_len):
+    compare(backend, PATTERNS[name], q_len)
+
+
+@parametrize("q_len", [16, 64])
+@parametrize("name", ["dense", "causal", "window and sinks", "two-sided window", "bits"])
+@parametrize("backend", ["torch", "triton"])
+def test_queries_that_straddle_blocks_and_sequences_shorter_than_the_queries_are_right(backend, name, q_len):
+    compare(backend, PATTERNS[name], q_len, lengths=(290, 5, 128, 129 + q_len // 2))
+
+
+@parametrize("page_size", [1, 16, 32, 64, 128, 256])
+@parametrize("backend", ["torch", "triton"])
+def test_pages_in_any_order_are_read_by_the_block_table_alone(backend, page_size):
+    pattern = "causal & (strided(3, block=32) | local(20))"
+    compare(backend, pattern, 1, page_size=page_size, capacity=512, lengths=(300, 0, 257, 511))
+    compare(backend, None, 3, page_size=page_size, capacity=512, lengths=(300, 1, 512), dtype=torch.float16)
+
+
+@parametrize("backend", ["reference"])
+def test_the_reference_reads_pages(backend):
+    compare(backend, "causal & local(20)", 2, page_size=16, lengths=(100, 33))
+
+
+@parametrize("heads, kv_heads", [(1, 1), (6, 6), (6, 2), (8, 1), (40, 1)])
+@parametrize("backend", ["torch", "triton"])
+def test_grouped_heads_share_their_keys(backend, heads, kv_heads):
+    compare(backend, "causal & local(90)", 2, heads=heads, kv_heads=kv_heads, lengths=(250, 131))
+
+
+@parametrize("head_dim", [16, 20, 64, 80])
+@parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16, torch.float64], ids=str)
+@parametrize("backend", ["torch", "triton"])
+def test_every_dtype_and_head_dim_is_right(backend, dtype, head_dim):
+    compare(backend, "causal & (local(50) | sinks(16))", 2, dtype=dtype, head_dim=head_dim, lengths=(290, 40))
+
+
+@parametrize("layout", ["tokens first", "sliced", "head_dim first"])
+@parametrize("backend", ["torch", "triton"])
+def test_every_memory_order_is_right(backend, layout):
+    compare(backend, "causal & local(50)", 2, layout=layout, lengths=(290, 40))
+
+
+@parametrize("block_size", [16, 64, 256])
+@parametrize("backend", ["torch", "triton"])
+def test_masks_of_heads_and_of_other_blocks_are_walked_head_by_head(backend, block_size):
+    names = ["causal", "window and sinks", "bits", "nothing"]
+    mask = sf.BlockMask.per_head([sf.compile_mask(PATTERNS[n], 320, block_size=block_size) for n in names]).to(DEVICE)
+    compare(backend, mask, 20, lengths=(290, 129))
+
+
+@parametrize("backend", ["torch", "triton"])
+def test_without_lengths_the_cache_is_full(backend):
+    compare(backend, "causal & local(50)", 2, capacity=199, lengths=(199, 199), given=False)
+
+
+@parametrize("splits", [1, 2, 23])
+@parametrize("name", ["dense", "window and sinks", "bits"])
+def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
+    kernels = pytest.importorskip("sparse_flash.kernels.decode")
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
+    compare("triton", PATTERNS[name], 3, lengths=(300, 77), heads=2, kv_heads=1)
+
+
+def test_the_counters_are_left_as_zeros_and_results_repeat_bit_for_bit():
+    launch = pytest.importorskip("sparse_flash.kernels.launch")
+    q, k = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(2, 2, 300, 32, device=DEVICE)
+    kept, run = {}, launch.arrival_counters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparse_flash.kernels.decode.arrival_counters", lambda *a: kept.setdefault("it", run(*a)))
+        first = sf.attention_decode(q, k, k, "causal & local(200)", backend="triton")
+        assert not kept["it"].any()
+        assert torch.equal(first, sf.attention_decode(q, k, k, "causal & local(200)", backend="triton"))
+
+
+def test_a_growing_cache_compiles_its_pattern_once():
+    decode._compiled.cache_clear()
+    q, k = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 2, 4096, 16, device=DEVICE)
+    for length in (1, 700, 4096):
+        lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        sf.attention_decode(q, k, k, "causal & local(64)", kv_lens=lens, backend="torch")
+    assert decode._compiled.cache_info().misses == 1
+    for tokens in range(3600, 4096):  # a cache that is a tensor more with every token
+        decode._resolved("causal & local(64)", tokens, q)
+    assert decode._compiled.cache_info().misses <= 3
+    assert all(n <= decode._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))
+
+
+def test_a_layer_with_a_cache_compiles_nothing_with_each_token():
+    layer = sf.SparseAttention(32, 2, "causal & local(9)").to(DEVICE)
+    cache = layer.new_cache(1, 200)
+    with torch.no_grad():
+        layer(torch.randn(1, 100, 32, device=DEVICE), cache)
+        layer(torch.randn(1, 1, 32, device=DEVICE), cache)
+        before = decode._compiled.cache_info().misses, _cached_mask.cache_info().misses
+        for _ in range(20):
+            layer(torch.randn(1, 1, 32, device=DEVICE), cache)
+    assert (decode._compiled.cache_info().misses, _cached_mask.cache_info().misses) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
+    q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
+    lens = torch.tensor([4096, 1000], dtype=torch.int32, device="cuda")
+
+    def step():
+        return sf.attention_decode(q, k, k, "causal & (local(500) | sinks(4))", kv_lens=lens)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [step() for _ in range(3)]
+    for new in ([4096, 1000], [1, 0], [700, 4095]):
+        lens.copy_(torch.tensor(new, dtype=torch.int32))
+        for _ in range(20):
+            graph.replay()
+        assert all(torch.equal(one, step()) for one in out)
+
+
+def test_the_table_holds_no_keys_after_the_queries():
+    mask, _ = decode._compiled("strided(4, block=128)", 4096, torch.device("cpu"))
+    rows, cols, *_ = mask.entries()
+    assert (cols <= rows + 1).all()
+    assert decode._compiled("causal", 4096, torch.device("cpu")) == (None, True)
+    assert decode._compiled("full", 4096, torch.device("cpu")) == (None, False)
+
+
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_the_operator_is_what_a_compiler_sees(backend):
+    q, k = torch.randn(2, 4, 2, 32, device=DEVICE), torch.randn(2, 2, 300, 32, device=DEVICE)
+    lens = torch.tensor([300, 77], dtype=torch.int32, device=DEVICE)
+
+    def step(q, k, lens):
+        return sf.attention_decode(q, k, k, "causal & local(40)", kv_lens=lens, backend=backend)
+
+    skip_if_it_cannot(backend, backends.Call.of(q, k, 128))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
+
+
+@parametrize("block_table", [None, torch.tensor([[1, 0, 3], [4, 2, 5]], dtype=torch.int32, device=DEVICE)], ids=["", "pages"])
+def test_opcheck_passes(block_table):
+    q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2 if block_table is None else 6, 2, 64, 16, device=DEVICE)
+    mask = sf.compile_mask("causal & local(40)", 192).to(DEVICE)
+    lens = torch.tensor([60, 3], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(ops._decode, (q, k, k, mask.tensors(), 192, 128, lens, block_table, False, 0.25, "torch"))
+
+
+@parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])
+@parametrize("q_len", [1, 33])
+def test_attention_itself_shares_few_queries_among_programs_and_is_differentiable(q_len, spec):
+    triton = backends.backend("triton")
+    q, k = torch.empty(1, 2, q_len, 32, device=DEVICE), torch.empty(1, 1, 2100, 32, device=DEVICE)
+    assert triton.available() or triton.few_queries(q, k)
+    check("triton", spec, q_len, 2100, block_size=128, heads=2, kv_heads=1)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 256, 32)
+    lens, table = torch.tensor([3, 4], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+
+    def refused(error, message, *tensors, **options):
+        with pytest.raises(error, match=message):
+            sf.attention_decode(*tensors, **options)
+
+    refused(ValueError, "gives no gradients.*sparse_flash.attention", q.clone().requires_grad_(), k, k)
+    refused(ValueError, r"up to 64 queries of a sequence; got 65", torch.randn(2, 4, 65, 32), k, k)
+    refused(ValueError, r"\(batch, heads, q_len, head_dim\)", q[0], k, k)
+    refused(ValueError, r"k must have shape \(pages, kv_heads, page_size, head_dim\)", q, k[0], k[0], block_table=table)
+    refused(ValueError, "agree in batch.*block_table", q, k[:1], k[:1])
+    refused(ValueError, "one shape", q, k, k[:, :, :5])
+    refused(ValueError, "number of key heads", q[:, :3], k, k)
+    refused(ValueError, "one floating-point dtype", q, k.half(), k.half())
+    refused(ValueError, "scale must be positive", q, k, k, scale=0.0)
+    refused(TypeError, "kv_lens must be an int32 tensor", q, k, k, kv_lens=[3, 4])
+    refused(ValueError, "kv_lens must be int32 on cpu; got torch.int64", q, k, k, kv_lens=lens.long())
+    refused(ValueError, r"kv_lens must have shape \(2,\)", q, k, k, kv_lens=lens[:1])
+    refused(ValueError, r"block_table must have shape \(2, pages of a sequence\)", q, k, k, block_table=table[0])
+    refused(ValueError, "power of two; got 48", q, k[:, :, :48], k[:, :, :48], block_table=table)
+    refused(ValueError, "square and cover the cache's capacity of 256", q, k, k, mask=sf.compile_mask("causal", 1, 256))
+    refused(ValueError, "capacity of 256", q, k, k, mask=sf.compile_mask("causal", 255))
+    refused(ValueError, "the mask has heads 3", q, k, k, mask=sf.BlockMask.per_head(["causal", "full", "local(9)"], q_len=256))
+    refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
+    refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
+    refused(ValueError, "backend must be", q, k, k, backend="quick")
