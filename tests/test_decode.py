@@ -6,7 +6,7 @@ from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, 
 
 import sparse_flash as sf
 from sparse_flash import backends, decode, ops
-from sparse_flash.attention import _cached_mask
+from sparse_flash.block_mask import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
