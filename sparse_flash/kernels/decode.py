@@ -19,7 +19,7 @@ import triton.language as tl
 from .common import BITS, FULL, LN_2, LOG2_E, kept_pairs, row_bounds, step_position
 from .configs import decode_config, padded_head_dim
 from .forward import FLOOR
-from .launch import arrival_counters, launch, multiprocessors, table_arguments
+from .launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 
 
 @triton.jit
@@ -373,19 +373,24 @@ def attention_decode(
     table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
     pages = None if block_table is None else tuple(block_table.shape)
     layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.stride()
-    plan = _plan(q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits)
+    shape = q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits
+    plan = _plan(*shape)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shares = arrived = lse
     if plan.shares:
         shares = torch.empty(plan.shares, dtype=torch.float32, device=q.device)
         arrived = arrival_counters(plan.grid[0], q.device)
-    index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
     lens = lse if kv_lens is None else kv_lens
     where = lse if block_table is None else block_table
-    arguments = [q, k, v, out, lse, shares, arrived, lens, where, index, row_ptr, row_split, *entries, *plan.numbers]
-    arguments.append(scale * LOG2_E.value)
-    launch(decode_kernel, plan.grid, arguments, plan.constants, plan.options)
+    tensors = q, k, v, out, lse, shares, arrived, lens, where
+
+    def prepared():
+        index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
+        arguments = [*tensors, index, row_ptr, row_split, *entries, *plan.numbers, scale * LOG2_E.value]
+        return plan.grid, arguments, plan.constants, plan.options
+
+    launch_or_repeat(decode_kernel, mask, (*shape, scale), tensors, prepared)
     return out, lse
 
 

@@ -45,16 +45,26 @@ def remember(mask, key: tuple, tensors: tuple[torch.Tensor, ...], compiled, grid
             memory.clear()
         memory[key] = None
         return
-    inner = getattr(getattr(compiled, "run", None), "launch", None)
-    names = inner.__code__.co_freevars if hasattr(inner, "__code__") else ()
-    if set(names) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or _hooked():
+    known = _launcher(compiled)
+    if known is None or _hooked():
         return
-    held = {name: cell.cell_contents for name, cell in zip(names, inner.__closure__, strict=True)}
-    launcher, metas = held["launcher"], held["tensordesc_meta"]
+    launcher, metas = known
     scratch = compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size
     if scratch or None in metas or any(t.data_ptr() % 16 for t in tensors):
         return
     memory[key] = _Launch(launcher, metas, compiled, grid, arguments, tensors)
+
+
+def _launcher(compiled):
+    """(what Triton's launcher calls at last, what it knows of each descriptor), or None where this is not 3.6's."""
+    inner = getattr(getattr(compiled, "run", None), "launch", None)
+    if getattr(inner, "__module__", None) == "__triton_launcher":  # of a kernel without descriptors
+        return inner, ()
+    names = inner.__code__.co_freevars if hasattr(inner, "__code__") else ()
+    if set(names) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+        return None
+    held = {name: cell.cell_contents for name, cell in zip(names, inner.__closure__, strict=True)}
+    return held["launcher"], held["tensordesc_meta"]
 
 
 def _memory(mask) -> dict:
