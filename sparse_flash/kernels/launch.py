@@ -69,7 +69,7 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
         _arrivals_taken[device] = taken + triton.cdiv(count, 4) * 4  # the next begins on 16 bytes
         return _arrivals[for_graphs][taken : taken + count]
-    stream = device, torch.cuda.current_stream(device).cuda_stream
+    stream = device, torch._C._cuda_getCurrentRawStream(device.index)
     if stream not in _arrivals or _arrivals[stream].shape[0] < count:
         _arrivals[stream] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
         _arrivals.setdefault(for_graphs, torch.zeros(_ARRIVALS_OF_GRAPHS, dtype=torch.int32, device=device))
