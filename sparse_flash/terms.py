@@ -172,7 +172,8 @@ def terms_of(
         _check_tensor("rel_bias", rel_bias, q)
         if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
             raise ValueError(
-                f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got {tuple(rel_bias.shape)}"
+                f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got "
+                f"{tuple(rel_bias.shape)}"
             )
         if not rel_bias.is_floating_point():
             raise ValueError(f"rel_bias must be of a floating-point type; got {rel_bias.dtype}")
@@ -209,7 +210,8 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{name} must be int32 or int64 of shape (batch,), here ({q.shape[0]},); got {value.dtype} of shape {tuple(value.shape)}"
+            f"{name} must be int32 or int64 of shape (batch,), here ({q.shape[0]},); got {value.dtype} of shape "
+            f"{tuple(value.shape)}"
         )
     _check_tensor(name, value, q)
     return value.to(torch.int32).contiguous()

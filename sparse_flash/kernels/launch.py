@@ -41,6 +41,14 @@ def row_count(table, length: int, tile: int, block_size: int | None) -> int:
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
 
 
+def _pointers(arguments) -> list[int]:
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    for held in arguments:
+        if isinstance(held, tuple) and held:
+            pointers += _pointers(held)
+    return pointers
+
+
 _launched: dict[tuple, CompiledKernel] = {}
 
 
@@ -48,11 +56,11 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
     the compiled code, which takes the host as long as all else.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``. variant: what
-    else Triton compiles differently for.
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; tensors may also lie
+    in a tuple among them. variant: what else Triton compiles differently for.
     """
     first = arguments[0].base  # a descriptor, whose dtype the other types follow from
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    pointers = _pointers(arguments)
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:

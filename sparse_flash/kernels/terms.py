@@ -1,0 +1,59 @@
+"""Terms as the portable kernels take them: one tuple of pointers and numbers, None where there is nothing, and the switches
+that they are compiled for."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class KernelTerms(NamedTuple):
+    """Which fields are None is fixed at compile time.
+
+    seed: int64, with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE.
+    """
+
+    seed: Any = None
+    dropout_p: Any = None
+    q_starts: Any = None
+    q_lens: Any = None
+    kv_starts: Any = None
+    kv_lens: Any = None
+    alibi_slopes: Any = None
+    softcap: Any = None
+    rel_bias: Any = None
+    rel_bias_gradient: Any = None
+    params: tuple = ()
+
+
+NO_TERMS = KernelTerms()
+# SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own
+# function of scores and its derivative.
+NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
+
+
+def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelTerms, dict, tuple]:
+    """(what a kernel gets, its switches, what Triton compiles differently for)."""
+    if terms is None:
+        return NO_TERMS, NO_SWITCHES, ()
+    given = KernelTerms(
+        terms.seed,
+        None if terms.seed is None else terms.dropout_p,
+        terms.q_starts,
+        terms.q_lens,
+        terms.kv_starts,
+        terms.kv_lens,
+        terms.alibi_slopes,
+        terms.softcap or None,
+        terms.rel_bias,
+        rel_bias_gradient,
+        terms.score_params,
+    )
+    switches = {
+        "SCORED": terms.scored,
+        "REACH": 0 if terms.rel_bias is None else terms.rel_bias.shape[1] // 2,
+        "SCORE": terms.score_mod and terms.score_mod.triton,
+        "DERIVATIVE": terms.score_mod and terms.score_mod.derivative,
+    }
+    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in given.params))
+    return given, switches, kinds
