@@ -21,6 +21,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms
 
 KERNELS = {
     "forward": (forward.attention_forward_kernel, configs._FORWARD),
@@ -35,15 +36,20 @@ INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
-    constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse}
+def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES):
+    """terms: the types of its fields, None for those that there are none of."""
+    constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse, **switches}
     constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
     tensors = {
         name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{dim}]>"
         for name in kernel.arg_names
         if name.endswith("_tensor")
     }
-    source = ASTSource(kernel, *arguments(kernel, tensors, constants))
+    signature, constants, attributes = arguments(kernel, tensors, constants)
+    place = kernel.arg_names.index("terms")
+    signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
+    constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
+    source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGET, options=config.options)
 
 

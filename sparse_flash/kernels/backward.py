@@ -29,7 +29,7 @@ from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 from .lengths import existing_entries, existing_tokens
 from .scores import add_bias_gradient, dscored, scored
-from .terms import kernel_terms
+from .terms import kernel_terms, launch_options
 
 
 @triton.jit
@@ -198,11 +198,11 @@ def grad_q_kernel(
         if Q_CUT or KV_CUT:
             low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
                                                      TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
-        if KIND == FULL:
+        if KIND == FULL:  # noqa: SIM114
             dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
                             q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
                             SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
-        elif begin < end:  # noqa: SIM114
+        elif begin < end:
             dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
                             q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
                             SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
@@ -211,8 +211,8 @@ def grad_q_kernel(
                 cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
                 if cut_begin < cut_end:
                     dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, cut_begin,
-                                    cut_end, first_query, q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N,
-                                    TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
+                                    cut_end, first_query, q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M,
+                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
     # fmt: on
     store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
 
@@ -367,32 +367,33 @@ def grad_kv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = batch * heads + head
-        lse_base, delta_base = lse_ptr + line.to(tl.int64) * q_len, delta_ptr + line.to(tl.int64) * q_len
+        rows = line.to(tl.int64) * q_len
         if SPARSE:
             mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
             bounds = row_bounds(col_ptr, col_split, mask, first_key // TABLE_BLOCK, kv_blocks)
         else:
             bounds = dense_bounds(q_len, TILE_M)
+        lse, delta = lse_ptr + rows, delta_ptr + rows
         # fmt: off
         for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
             begin, end = bounds[KIND], bounds[KIND + 1]
             if Q_CUT or KV_CUT:
                 low, begin, end, high = existing_entries(row_idx, begin, end, first_query, last_query, q_len,
                                                          TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
-            if KIND == FULL:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_base, delta_base, batch, head, line, table, begin,
-                                       end, first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
+            if KIND == FULL:  # noqa: SIM114
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
+                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
                                        DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
-            elif begin < end:  # noqa: SIM114
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_base, delta_base, batch, head, line, table, begin,
-                                       end, first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
+            elif begin < end:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
+                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
                                        DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
             if Q_CUT or (KV_CUT and not SPARSE):
                 for side in range(2):
                     cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
                     if cut_begin < cut_end:
-                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_base, delta_base, batch, head, line, table,
-                                               cut_begin, cut_end, first_key, q_len, kv_len, (first_query, last_query),
+                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, cut_begin,
+                                               cut_end, first_key, q_len, kv_len, (first_query, last_query),
                                                score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
                                                SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
         # fmt: on
@@ -444,7 +445,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(grad_q_kernel, grid, arguments, constants, config.options, (*length_variant(q_len), *kinds))
+    launch(grad_q_kernel, grid, arguments, constants, launch_options(config, given, dim), (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     given, switches, kinds = kernel_terms(terms)
@@ -471,5 +472,5 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    launch(grad_kv_kernel, grid, arguments, constants, config.options, (*length_variant(q_len), *kinds))
+    launch(grad_kv_kernel, grid, arguments, constants, launch_options(config, given, dim), (*length_variant(q_len), *kinds))
     return dq, dk, dv, drel_bias

@@ -10,7 +10,7 @@ def kept_by_dropout(terms, line, first_query, first_key, TILE_M: tl.constexpr, T
 
     line: batch * heads + head. first_key: a multiple of 4, as four neighbouring keys share a counter.
     """
-    threshold = (tl.to_tensor(terms.dropout_p) * 4294967296.0).to(tl.uint32)
+    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query = (first_query + tl.arange(0, TILE_M)).to(tl.uint32)
     four = (first_key // 4 + tl.arange(0, TILE_N // 4)).to(tl.uint32)
     query, four = (query[None, :], four[:, None]) if BY_KEY else (query[:, None], four[None, :])

@@ -26,7 +26,7 @@ from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 from .lengths import existing_entries, existing_tokens
 from .scores import scored
-from .terms import kernel_terms
+from .terms import kernel_terms, launch_options
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -84,8 +84,6 @@ def _walk(
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])
         else:
-            if not SCORED:
-                scores *= score_scale
             if KIND != FULL:
                 block_start = position - (step % STEPS) * TILE_N
                 row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
@@ -93,6 +91,9 @@ def _walk(
                 kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
                 left = (q_len - row_start, kv_len - block_start)
                 kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
+            if not SCORED:
+                scores *= score_scale
+            if KIND != FULL:
                 scores = tl.where(kept, scores, -float("inf"))
             if CUT:
                 scores = tl.where(exists[None, :], scores, -float("inf"))
@@ -180,11 +181,11 @@ def attention_forward_kernel(
         if Q_CUT or KV_CUT:
             low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
                                                      TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
-        if KIND == FULL:
+        if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
                           (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
                           SCORED, REACH, SCORE, KIND, False)
-        elif begin < end:  # noqa: SIM114 (a walk of no steps is not free: it fills and drains a pipeline)
+        elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
                           (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
                           SCORED, REACH, SCORE, KIND, False)
@@ -197,10 +198,9 @@ def attention_forward_kernel(
                                   SPARSE, SCORED, REACH, SCORE, KIND, True)
     # fmt: on
     accumulator, running_max, running_sum = state
-    query = first_query + tl.arange(0, TILE_M)
     keeps_nothing = running_sum == 0.0
     if Q_CUT:
-        exists = (query >= first) & (query < last)
+        exists = (first_query + tl.arange(0, TILE_M) >= first) & (first_query + tl.arange(0, TILE_M) < last)
         keeps_nothing |= ~exists
         accumulator = tl.where(exists[:, None], accumulator, 0.0)
     total = tl.where(keeps_nothing, 1.0, running_sum)
@@ -208,6 +208,7 @@ def attention_forward_kernel(
     if terms.seed is not None:
         result /= 1.0 - terms.dropout_p
     store_tile(out_tensor, result, batch, head, first_query, TILE_M, DIM)
+    query = first_query + tl.arange(0, TILE_M)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
@@ -242,5 +243,7 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(attention_forward_kernel, grid, arguments, constants, config.options, (*length_variant(q_len), *kinds))
+    launch(
+        attention_forward_kernel, grid, arguments, constants, launch_options(config, given, dim), (*length_variant(q_len), *kinds)
+    )
     return out, lse

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .configs import Config
+
 
 class KernelTerms(NamedTuple):
     """Which fields are None is fixed at compile time.
@@ -23,7 +25,7 @@ class KernelTerms(NamedTuple):
     softcap: Any = None
     rel_bias: Any = None
     rel_bias_gradient: Any = None
-    params: tuple = ()
+    params: Any = None
 
 
 NO_TERMS = KernelTerms()
@@ -47,7 +49,7 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
         terms.softcap or None,
         terms.rel_bias,
         rel_bias_gradient,
-        terms.score_params,
+        terms.score_params or None,
     )
     switches = {
         "SCORED": terms.scored,
@@ -55,5 +57,13 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
         "SCORE": terms.score_mod and terms.score_mod.triton,
         "DERIVATIVE": terms.score_mod and terms.score_mod.derivative,
     }
-    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in given.params))
+    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in terms.score_params))
     return given, switches, kinds
+
+
+def launch_options(config: Config, given: KernelTerms, dim: int) -> dict[str, int]:
+    """Triton loads a step's biases ahead through shared memory, as it does keys and values, and dropout's mask goes through it:
+    stages less leave the room."""
+    biased, dropped = given.rel_bias is not None, given.seed is not None
+    fewer = biased + (dropped and (biased or dim > 128))
+    return {**config.options, "num_stages": max(1, config.num_stages - fewer)} if fewer else config.options
