@@ -8,6 +8,7 @@ from .layer import KeyValueCache, SparseAttention
 from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .terms import ScoreFunction
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CheckError",
     "KeyValueCache",
     "Pattern",
+    "ScoreFunction",
     "SparseAttention",
     "attention",
     "check",

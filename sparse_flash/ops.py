@@ -10,7 +10,7 @@ import torch
 
 from . import backends
 from .block_mask import BlockMask
-from .terms import Terms
+from .terms import NO_TERMS, Terms
 
 
 def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str, terms: Terms | None = None):
@@ -22,7 +22,7 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
             return _Direct.apply(q, k, v, mask, scale, deterministic, backend, terms, *more)
         return backends.backend(backend).forward(q, k, v, mask, scale, terms)
     tables, block_size = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    packed = ([], "", []) if terms is None else terms.packed()
+    packed = NO_TERMS if terms is None else terms.packed()
     return _forward(q, k, v, tables, block_size, scale, deterministic, backend, *packed)
 
 
@@ -83,9 +83,10 @@ def _forward(
     backend: str,
     term_tensors: list[torch.Tensor],
     term_names: str,
-    term_numbers: list[float],
+    dropout_p: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    terms = Terms.unpacked(term_tensors, term_names, term_numbers)
+    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
     return backends.backend(backend).forward(q, k, v, _mask(q, k, tables, block_size), scale, terms)
 
 
@@ -111,10 +112,11 @@ def _backward(
     backend: str,
     term_tensors: list[torch.Tensor],
     term_names: str,
-    term_numbers: list[float],
+    dropout_p: float,
+    softcap: float,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
-    mask, terms = _mask(q, k, tables, block_size), Terms.unpacked(term_tensors, term_names, term_numbers)
+    mask, terms = _mask(q, k, tables, block_size), Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
     grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
     return [grad for grad in grads if grad is not None]
 
@@ -143,7 +145,7 @@ def _gradients(ctx, dout, dlse):
         call = tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed
         *grads, drel_bias = (*_backward(dout, dlse, q, k, v, out, lse, *call), None)[:4]
     of_terms = [] if terms is None else terms.gradients(drel_bias)
-    return (*grads, [None] * len(tables), None, None, None, None, of_terms, None, None)
+    return (*grads, [None] * len(tables), None, None, None, None, of_terms, None, None, None)
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

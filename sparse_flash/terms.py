@@ -94,38 +94,36 @@ class Terms:
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> Terms:
-        """The same terms with others in place of ``tensors()``."""
-        return Terms.unpacked(tensors, *self.packed()[1:])
-
-    def packed(self) -> tuple[list[torch.Tensor], str, list[float]]:
-        """As an operator takes it: ``tensors()``, the names of what there is, the numbers."""
+    def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
+        """As an operator takes it: ``tensors()``, the names of what there is, dropout_p, softcap."""
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         names += [LEARNED] if self.learned else []
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
-        return self.tensors(), " ".join(names), [self.dropout_p, self.softcap]
+        return self.tensors(), " ".join(names), self.dropout_p, self.softcap
 
     @classmethod
-    def unpacked(cls, tensors: list[torch.Tensor], text: str, numbers: list[float]) -> Terms | None:
-        """The reverse of ``packed()``; None for no terms."""
+    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Terms | None:
+        """The reverse of ``packed()``; None for ``NO_TERMS``."""
+        if not text and not softcap:
+            return None
         flags, _, score_mod = text.partition("=")
         names = [name for name in _TENSORS if name in flags.split()]
-        terms = cls(
+        return cls(
             **dict(zip(names, tensors, strict=False)),
             score_params=tuple(tensors[len(names) :]),
             score_mod=_score_functions[score_mod] if score_mod else None,
-            dropout_p=numbers[0] if numbers else 0.0,
-            softcap=numbers[1] if numbers else 0.0,
+            dropout_p=dropout_p,
+            softcap=softcap,
             learned=LEARNED in flags,
         )
-        return terms if text or terms.softcap else None
 
     def gradients(self, rel_bias_gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
         """For each of ``tensors()``; only rel_bias has one."""
         return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
 
 
+NO_TERMS = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 
 
