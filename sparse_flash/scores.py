@@ -147,8 +147,8 @@ def with_sinks(out, lse, sinks, terms: Terms | None):
     sinks = sinks.to(lse.dtype)[:, None]
     out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
     total = torch.logaddexp(lse, sinks.expand_as(lse))
-    if terms is not None and (terms.q_starts is not None or terms.q_lens is not None):
-        batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
-        exist = existing(terms.q_starts, terms.q_lens, batch, torch.arange(lse.shape[2], device=lse.device)[None])
-        total = total.masked_fill(~exist[:, None], float("-inf"))
-    return out, total
+    if terms is None or (terms.q_starts is None and terms.q_lens is None):
+        return out, total
+    batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
+    exist = existing(terms.q_starts, terms.q_lens, batch, torch.arange(lse.shape[2], device=lse.device)[None])[:, None]
+    return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))

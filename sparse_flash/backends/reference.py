@@ -29,11 +29,14 @@ def forward(q, k, v, mask, scale, terms):
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     """Gradients of a forward pass computed again in float64; ``out`` and ``lse`` are not used."""
     matrix = _Matrix(q, k, v, mask, scale, terms)
-    dout = dout.double() if terms is None else cleared(dout.double(), terms.q_starts, terms.q_lens)
+    dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
+    if terms is not None:
+        dout = cleared(dout, terms.q_starts, terms.q_lens)
+        dlse = dlse if dlse is None else cleared(dlse, terms.q_starts, terms.q_lens)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:
-        delta = delta - dlse.double()[..., None]
+        delta = delta - dlse
     dbiased = matrix.probabilities * (dprobabilities - delta) * matrix.outer
     drel_bias = None
     if terms is not None and terms.learned:

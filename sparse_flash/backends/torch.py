@@ -64,6 +64,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     # A query that keeps nothing has lse -inf; with +inf its probabilities come out as 0 and not NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
+    if terms is not None:
+        dlse = cleared(dlse[..., None], terms.q_starts, terms.q_lens)[..., 0]
     grads = None
     for part in (parts := _parts(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None], dlse[..., None])]
