@@ -295,7 +295,9 @@ def test_a_named_back_end_raises_its_reason_and_never_gives_way():
 def test_where_no_back_end_can_run_the_error_gives_every_reason(monkeypatch):
     monkeypatch.setattr(backends.backend("torch"), "supports", lambda call: "not today")
     q, k, v = inputs(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: not today\); .*'reference'"):
+    with pytest.raises(
+        ValueError, match=r"no back end can run this call \(hopper: .*; triton: .*; torch: not today\); .*'reference'"
+    ):
         sf.attention(q, k, v)
 
 
