@@ -48,7 +48,7 @@ def attention(
     torch.compile, PyTorch before 2.13 takes spec text and BlockMasks, not Pattern objects.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
-    What tensors exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
+    Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
     kv_lens, q_lens: tokens at or past these numbers do not exist. kv_starts, q_starts: nor do tokens before these numbers.
     A query that does not exist has out 0, lse -inf and no gradient; blocks that hold no existing token are not visited. Positions
     stay those of the padded lengths.

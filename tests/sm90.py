@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,7 +22,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
-from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms
+from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
 
 KERNELS = {
     "forward": (forward.attention_forward_kernel, configs._FORWARD),
@@ -34,6 +35,20 @@ FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue"}
 TARGET = GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def doubled(score, batch, head, q_pos, k_pos, params):
+    return score * 2.0 + tl.load(params[0] + head)
+
+
+@triton.jit
+def derivative_of_doubled(score, batch, head, q_pos, k_pos, params):
+    return 2.0
+
+
+EVERY_TERM = KernelTerms("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
+EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
 
 
 def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES):
@@ -50,7 +65,7 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
     constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options=config.options)
+    return triton.compile(source, target=TARGET, options=launch_options(config, terms, dim))
 
 
 def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False):
@@ -117,3 +132,5 @@ if __name__ == "__main__":
                 report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
                 details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+    for name, (kernel, table) in KERNELS.items():
+        report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
