@@ -14,8 +14,9 @@ def kept_by_dropout(terms, line, first_query, first_key, TILE_M: tl.constexpr, T
     query = (first_query + tl.arange(0, TILE_M)).to(tl.uint32)
     four = (first_key // 4 + tl.arange(0, TILE_N // 4)).to(tl.uint32)
     query, four = (query[None, :], four[:, None]) if BY_KEY else (query[:, None], four[None, :])
-    zero = query * 0
-    w0, w1, w2, w3 = tl.philox(tl.load(terms.seed), four + zero, query + four * 0, zero + line.to(tl.uint32), zero)
+    # Not broadcast before they must be: the first rounds are then of rows and columns.
+    head = tl.full([1, 1], line, tl.uint32)
+    w0, w1, w2, w3 = tl.philox(tl.load(terms.seed), four, query, head, head * 0)
     even = tl.join(_above(w0, threshold), _above(w2, threshold))
     odd = tl.join(_above(w1, threshold), _above(w3, threshold))
     kept = tl.join(even, odd)  # [..., key // 2 % 2, key % 2]
