@@ -65,7 +65,8 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
     constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options=launch_options(config, terms, dim))
+    options = launch_options(config, terms, switches, dim, kernel is not forward.attention_forward_kernel)
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False):

@@ -61,9 +61,17 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
     return given, switches, kinds
 
 
-def launch_options(config: Config, given: KernelTerms, dim: int) -> dict[str, int]:
-    """Triton loads a step's biases ahead through shared memory, as it does keys and values, and dropout's mask goes through it:
-    stages less leave the room."""
+def launch_options(config: Config, given: KernelTerms, switches: dict, dim: int, backward: bool) -> dict[str, int]:
+    """Triton's options for a kernel of these terms; without any, those of the config.
+
+    Triton loads a step's biases ahead through shared memory, as it does keys and values, and dropout's mask goes through it:
+    stages less leave the room. A backward step of 64 x 64 holds more beside its sums than the registers of four warps: compiled
+    for sm_90 (triton 3.6) they spill 300 to 800 bytes with dropout or a soft cap, and those of eight next to none.
+    """
+    if given is NO_TERMS:
+        return config.options
     biased, dropped = given.rel_bias is not None, given.seed is not None
     fewer = biased + (dropped and (biased or dim > 128))
-    return {**config.options, "num_stages": max(1, config.num_stages - fewer)} if fewer else config.options
+    crowded = backward and (dropped or switches["SCORED"]) and config.tile_m * config.tile_n >= 64 * 64
+    warps = max(8, config.num_warps) if crowded else config.num_warps
+    return {"num_warps": warps, "num_stages": max(1, config.num_stages - fewer)}
