@@ -10,6 +10,7 @@ from .pattern import Pattern, list_patterns, parse, register_pattern
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
 from .selection import topk_blocks
+from .terms import ScoreFunction
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "CheckError",
     "KeyValueCache",
     "Pattern",
+    "ScoreFunction",
     "SparseAttention",
     "attention",
     "attention_decode",

@@ -9,6 +9,8 @@ import torch
 from . import backends, ops, watch
 from .block_mask import BlockMask, as_block_mask, compiled_once
 from .pattern import Pattern
+from .scores import with_sinks
+from .terms import ScoreFunction, check_sinks, terms_of
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -22,17 +24,46 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     kv_lens: torch.Tensor | None = None,
+    q_lens: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    rel_bias: torch.Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
+    score_params: tuple[torch.Tensor, ...] = (),
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
 ):
-    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps.
+    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps; with as much
+    of what else is done to scores and weights as is asked for.
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query
     attention). All of one dtype and device; any strides, of which an unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
     torch.compile, PyTorch before 2.13 takes spec text and BlockMasks, not Pattern objects.)
-    scale: positive; 1 / sqrt(head_dim) by default. dropout_p, kv_lens: refused by back ends that do not carry them.
+    scale: positive; 1 / sqrt(head_dim) by default.
+
+    Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
+    kv_lens, q_lens: tokens at or past these numbers do not exist. kv_starts, q_starts: nor do tokens before these numbers.
+    A query that does not exist has out 0, lse -inf and no gradient; blocks that hold no existing token are not visited. Positions
+    stay those of the padded lengths.
+
+    What is done to scores, in this order after scale; a query has position i + kv_len - q_len, a key its own number:
+    softcap: positive; score becomes softcap * tanh(score / softcap).
+    alibi_slopes: (heads,) or (batch, heads): adds -slope * |q_pos - k_pos|. (arXiv:2108.12409.)
+    rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], d being k_pos - q_pos held within
+    -max_distance .. max_distance. Differentiable. (arXiv:1910.10683.)
+    score_mod, score_params: your own ``ScoreFunction``, and the tensors that it reads, which get no gradient.
+    sinks: (heads,), a logit for each head that joins each query's softmax and takes its share of weight; lse includes it.
+    Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
+
+    dropout_p: the share of softmax weights that are set to 0, the others being divided by 1 - dropout_p; lse is that without
+    it. Drawn from PyTorch's generator: torch.manual_seed repeats it, checkpointed activations and replayed CUDA graphs get
+    theirs. The same seed drops the same pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
+
     return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
@@ -47,9 +78,29 @@ def attention(
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v)
     scale = checked_scale(scale, q.shape[3])
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
-    given = mask
+    given, terms = mask, None
+    if (
+        dropout_p
+        or softcap is not None
+        or score_params
+        or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
+    ):
+        terms = terms_of(
+            q,
+            k,
+            dropout_p=dropout_p,
+            kv_lens=kv_lens,
+            q_lens=q_lens,
+            kv_starts=kv_starts,
+            q_starts=q_starts,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            rel_bias=rel_bias,
+            score_mod=score_mod,
+            score_params=score_params,
+        )
+    if sinks is not None:
+        check_sinks(sinks, q)
     if mask is not None:
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
         mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q.shape[2], k.shape[2], q.device)
@@ -60,17 +111,18 @@ def attention(
         q,
         k,
         None if mask is None else mask.block_size,
-        dropout_p=dropout_p,
-        has_kv_lens=kv_lens is not None,
+        terms,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
     name = backends.choose(backend, call)
-    watched = watch.looked_at()
+    watched = terms is None and watch.looked_at()
     if watched:
         q, k, v = (t.view_as(t) for t in (q, k, v))
-    out, lse = ops.attention(q, k, v, mask, scale, call.deterministic, name)
+    out, lse = ops.attention(q, k, v, mask, scale, call.deterministic, name, terms)
     if watched:
         watch.saw(q, k, v, given, scale, out, lse)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks, terms)
     return (out, lse) if return_lse else out
 
 

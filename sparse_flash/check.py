@@ -137,8 +137,9 @@ def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | N
     its table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
     kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
 
-    A look costs some passes over the keys for each sampled row; other calls cost nothing. Calls inside torch.compile are not
-    seen, nor the gradients of layers whose activations are checkpointed.
+    A look costs some passes over the keys for each sampled row; other calls cost nothing. Not looked at: calls with lengths,
+    dropout or terms of scores (of sinks, what is before them is); calls inside torch.compile; the gradients of layers whose
+    activations are checkpointed.
     """
     return Check(target, every, rows, bound, seed)
 

@@ -1,6 +1,7 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention.
+A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; terms as
+their tensors, their names and their numbers (``Terms.packed()``).
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ import torch
 
 from . import backends
 from .block_mask import BlockMask
+from .terms import NO_TERMS, Terms
 
 
-def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str):
-    """(out, lse) of a back end that supports the call; differentiable in q, k and v through both."""
-    if nothing_looks_on(q, k, v):
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Direct.apply(q, k, v, mask, scale, deterministic, backend)
-        return backends.backend(backend).forward(q, k, v, mask, scale)
+def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str, terms: Terms | None = None):
+    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both."""
+    more = () if terms is None else terms.tensors()
+    if nothing_looks_on(q, k, v, *more):
+        learned = terms is not None and terms.learned
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
+            return _Direct.apply(q, k, v, mask, scale, deterministic, backend, terms, *more)
+        return backends.backend(backend).forward(q, k, v, mask, scale, terms)
     tables, block_size = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    return _forward(q, k, v, tables, block_size, scale, deterministic, backend)
+    packed = NO_TERMS if terms is None else terms.packed()
+    return _forward(q, k, v, tables, block_size, scale, deterministic, backend, *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
@@ -44,23 +49,25 @@ class _Direct(torch.autograd.Function):
     """The operator's autograd without its dispatch, which takes the host longer than a short call takes the GPU."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale, deterministic, backend):
-        out, lse = backends.backend(backend).forward(q, k, v, mask, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx, q, k, v, mask, scale, deterministic, backend, terms, *more):
+        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, terms)
+        ctx.save_for_backward(q, k, v, out, lse, *more)
         ctx.call = mask, scale, deterministic, backend
+        ctx.packed = None if terms is None else terms.packed()[1:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *more = ctx.saved_tensors
         mask, scale, deterministic, backend = ctx.call
         if dout is None and dlse is None:
-            return (None,) * 7
+            return (None,) * (8 + len(more))
+        terms = None if ctx.packed is None else Terms.unpacked(more, *ctx.packed)
         dout = _given(dout, out)
-        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
-        return (*grads, None, None, None, None)
+        *grads, drel_bias = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
+        return (*grads, None, None, None, None, None, *([] if terms is None else terms.gradients(drel_bias)))
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -82,12 +89,17 @@ def _forward(
     scale: float,
     deterministic: bool,
     backend: str,
+    term_tensors: list[torch.Tensor],
+    term_names: str,
+    dropout_p: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return backends.backend(backend).forward(q, k, v, _mask(q, k, tables, block_size), scale)
+    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
+    return backends.backend(backend).forward(q, k, v, _mask(q, k, tables, block_size), scale, terms)
 
 
 @_forward.register_fake
-def _(q, k, v, tables, block_size, scale, deterministic, backend):
+def _(q, k, v, *call):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
@@ -130,29 +142,42 @@ def _backward(
     scale: float,
     deterministic: bool,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mask = _mask(q, k, tables, block_size)
-    return backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic)
+    term_tensors: list[torch.Tensor],
+    term_names: str,
+    dropout_p: float,
+    softcap: float,
+) -> list[torch.Tensor]:
+    """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
+    mask, terms = _mask(q, k, tables, block_size), Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
+    grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
+    return [grad for grad in grads if grad is not None]
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, tables, block_size, scale, deterministic, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(dout, dlse, q, k, v, out, lse, tables, block_size, scale, deterministic, backend, *packed):
+    terms = Terms.unpacked(*packed)
+    learned = [terms.rel_bias] if terms is not None and terms.learned else []
+    return [torch.empty_like(t) for t in (q, k, v, *learned)]
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output, *tables)
+    q, k, v, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed = inputs
+    ctx.tables = len(tables)
+    ctx.save_for_backward(q, k, v, *output, *tables, *term_tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, *tables = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return None, None, None, [None] * len(tables), None, None, None, None
-    dout = _given(dout, out)
-    grads = _backward(dout, dlse, q, k, v, out, lse, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend)
-    return (*grads, [None] * len(tables), None, None, None, None)
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    tables, term_tensors = rest[: ctx.tables], rest[ctx.tables :]
+    terms = Terms.unpacked(term_tensors, *ctx.packed)
+    grads, drel_bias = [None, None, None], None
+    if dout is not None or dlse is not None:
+        dout = _given(dout, out)
+        call = tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed
+        *grads, drel_bias = (*_backward(dout, dlse, q, k, v, out, lse, *call), None)[:4]
+    of_terms = [] if terms is None else terms.gradients(drel_bias)
+    return (*grads, [None] * len(tables), None, None, None, None, of_terms, None, None, None)
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

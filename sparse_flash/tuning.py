@@ -131,10 +131,11 @@ def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
     forward = cache(lambda: attention_forward(q, k, v, mask, scale))
 
     def backward(**chosen):
-        return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen))
+        *grads, _ = attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen)
+        return _named("dq dk dv", grads)
 
     runs = {
-        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config)),
+        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
         "grad_q": lambda config: backward(q_config=config),
         "grad_kv": lambda config: backward(kv_config=config),
     }

@@ -12,6 +12,7 @@ import tempfile
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,6 +23,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
 
 KERNELS = {
     "forward": (forward.attention_forward_kernel, configs._FORWARD),
@@ -37,16 +39,36 @@ HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
 
-def compiled(kernel, config, dim: int, sparse: bool, block: int = 128):
-    constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse}
+@triton.jit
+def doubled(score, batch, head, q_pos, k_pos, params):
+    return score * 2.0 + tl.load(params[0] + head)
+
+
+@triton.jit
+def derivative_of_doubled(score, batch, head, q_pos, k_pos, params):
+    return 2.0
+
+
+EVERY_TERM = KernelTerms("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
+EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
+
+
+def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES):
+    """terms: the types of its fields, None for those that there are none of."""
+    constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse, **switches}
     constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
     tensors = {
         name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{dim}]>"
         for name in kernel.arg_names
         if name.endswith("_tensor")
     }
-    source = ASTSource(kernel, *arguments(kernel, tensors, constants))
-    return triton.compile(source, target=TARGET, options=config.options)
+    signature, constants, attributes = arguments(kernel, tensors, constants)
+    place = kernel.arg_names.index("terms")
+    signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
+    constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = launch_options(config, terms, switches, dim, kernel is not forward.attention_forward_kernel)
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False, fixed: bool = False):
@@ -132,3 +154,5 @@ if __name__ == "__main__":
             for split, fixed in ((False, False), (True, False), (False, True)):
                 details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+    for name, (kernel, table) in KERNELS.items():
+        report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)

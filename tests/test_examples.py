@@ -71,6 +71,17 @@ def test_decoding_in_pages_equals_attention_over_the_whole_sequences():
     assert load("decoding").main(lengths=(40, 1), steps=20, heads=2, kv_heads=1, head_dim=16).shape == (2, 2, 20, 16)
 
 
+def test_every_score_term_changes_the_result_and_padding_gives_zero():
+    outs = load("score_terms").main(tokens=300)
+    plain = outs.pop("plain")
+    unchanged = {name for name, out in outs.items() if torch.equal(out, plain)}
+    # A cap of 20 is above most scores, and a bias of zeros is none.
+    assert unchanged <= {"rel_bias"} and len(outs) == 6
+    torch.testing.assert_close(outs["rel_bias"], plain)
+    torch.testing.assert_close(outs["softcap"], plain, rtol=0.1, atol=0.1)
+    assert (outs["lengths and dropout"][1, :, 100:] == 0).all() and (outs["lengths and dropout"][0] != 0).any()
+
+
 def test_long_context_reports_every_length(capsys):
     seconds = load("long_context").main(pattern="causal & local(64)", longest=2048, rows=3, heads=1, head_dim=16)
     assert len(seconds) == 3

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash import ops
+from sparse_flash.terms import NO_TERMS
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -58,7 +59,7 @@ def test_opcheck_passes(backend, pattern):
     skip_if_it_cannot(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
     tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    options = (*tables, 0.25, False, backend)
+    options = (*tables, 0.25, False, backend, *NO_TERMS)
     torch.library.opcheck(ops._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = ops._forward(q, k, v, *options)
@@ -69,7 +70,7 @@ def test_opcheck_passes(backend, pattern):
 @parametrize("layout", ["heads first", "tokens first", "sliced", "head_dim first"])
 def test_fake_tensors_have_the_strides_of_real_ones(layout):
     q, k, v = inputs(layout=layout)
-    torch.library.opcheck(ops._forward, (q, k, v, [], 0, 0.25, False, BACKEND), test_utils="test_faketensor")
+    torch.library.opcheck(ops._forward, (q, k, v, [], 0, 0.25, False, BACKEND, *NO_TERMS), test_utils="test_faketensor")
 
 
 def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():

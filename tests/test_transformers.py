@@ -116,10 +116,10 @@ def test_what_a_pattern_cannot_say_is_refused_with_the_way_out():
     model, dense = twins("llama")
     use_sparse_flash(model, PATTERN)
     x = words()
-    padded = torch.ones_like(x)
-    padded[0, :5] = 0
-    with pytest.raises(ValueError, match="pads 5 positions"):
-        model(x, attention_mask=padded)
+    holes = torch.ones_like(x)
+    holes[0, 5:9] = 0
+    with pytest.raises(ValueError, match="has zeros between its ones"):
+        model(x, attention_mask=holes)
     with pytest.raises(ValueError, match="shape \\(2, 1, 150, 150\\)"):
         model(x, attention_mask=pairs("causal", *x.shape))
     with pytest.raises(ValueError, match="packed_sequence"):
@@ -131,13 +131,58 @@ def test_what_a_pattern_cannot_say_is_refused_with_the_way_out():
         dense(x)
 
 
-def test_attention_dropout_is_refused_rather_than_ignored():
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "gpt2"])
+def test_padded_batches_give_what_dense_attention_gives(name, side):
+    model, dense = twins(name)
+    use_sparse_flash(model, PATTERN).train()
+    dense.train()
+    x = words()
+    padding = torch.ones_like(x)
+    if side == "left":
+        padding[0, :40] = 0
+    else:
+        padding[0, 110:] = 0
+    # Nothing that exists foretells the first token.
+    labels = x.masked_fill(padding.cumsum(1) * padding <= 1, -100)
+    # A row that keeps nothing keeps itself, where PyTorch would give NaN.
+    kept = pairs(within(name, PATTERN), *x.shape) & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    ours = model(x, attention_mask=padding, labels=labels, position_ids=positions)
+    theirs = dense(x, attention_mask=kept, labels=labels, position_ids=positions)
+    exist = padding.bool()
+    torch.testing.assert_close(ours.logits[exist], theirs.logits[exist], atol=1e-5, rtol=1e-4)
+    ours.loss.backward()
+    theirs.loss.backward()
+    for (key, a), b in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_left_padded_batch_generates_what_each_of_its_sequences_does(name):
+    model, _ = twins(name)
+    use_sparse_flash(model, "causal & local(20)").eval()
+    x = words(tokens=40)
+    padding = torch.ones_like(x)
+    padding[0, :13] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(x, attention_mask=padding, **options)[0, 40:]
+    alone = x[:1, 13:]
+    assert torch.equal(together, model.generate(alone, attention_mask=torch.ones_like(alone), **options)[0, 27:])
+
+
+def test_attention_dropout_is_carried_in_training_alone():
     config = copy.deepcopy(CONFIGS["gpt2"])
-    config.attn_pdrop = 0.1
+    config.attn_pdrop = 0.3
+    torch.manual_seed(0)
     model = use_sparse_flash(transformers.AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ValueError, match="dropout_p"):
-        model.train()(words())
-    model.eval()(words())
+    x = words()
+    logits = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        logits.append(model.train()(x).logits)
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
+    assert torch.equal(model.eval()(x).logits, model(x).logits)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
     available() -> str | None             why it cannot run anything on this machine, or None
-    forward(q, k, v, mask, scale) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic) -> (dq, dk, dv)
+    forward(q, k, v, mask, scale, terms) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv, drel_bias)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
 q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. mask: a BlockMask,
-or None for dense attention. out: like q, in q's memory order. lse: (batch, heads, q_len) float32 (float64 for float64
-inputs), natural logarithm, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None where nothing
-depends on lse. Arguments are checked before a back end sees them.
+or None for dense attention. terms: ``Terms``, or None for none. out: like q, in q's memory order. lse: (batch, heads, q_len)
+float32 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0.
+dlse: like lse, or None where nothing depends on lse. drel_bias: like terms.rel_bias, None unless that is learned. Arguments
+are checked before a back end sees them.
 
 decode: the queries are the last of each sequence, mask is square and covers the cache's capacity. kv_lens: (batch,) int32,
 how many keys of each sequence exist, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
@@ -26,6 +27,8 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+
+from ..terms import LEARNED, ScoreFunction, Terms
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
 # nobody should get without asking for it.
@@ -46,16 +49,19 @@ class Call:
     kv_len: int
     head_dim: int
     block_size: int | None  # None: dense
-    dropout_p: float = 0.0
-    has_kv_lens: bool = False
     deterministic: bool = False
+    features: tuple[str, ...] = ()  # ``Terms.features()``
+    score_mod: ScoreFunction | None = None
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, block_size: int | None, **fields) -> Call:
-        """The call on these tensors. fields: what follows block_size."""
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, block_size: int | None, terms: Terms | None = None, deterministic: bool = False
+    ) -> Call:
+        """The call on these tensors."""
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
-        return cls(q.device, q.dtype, batch, heads, kv_heads, q_len, kv_len, head_dim, block_size, **fields)
+        more = () if terms is None else (terms.features(), terms.score_mod)
+        return cls(q.device, q.dtype, batch, heads, kv_heads, q_len, kv_len, head_dim, block_size, deterministic, *more)
 
 
 def backend(name: str) -> ModuleType:
@@ -65,13 +71,10 @@ def backend(name: str) -> ModuleType:
     return _MODULES[name]
 
 
-def missing_feature(call: Call) -> str | None:
-    """The reason of a back end that carries neither dropout nor key lengths."""
-    if call.dropout_p:
-        return "it does not carry dropout_p"
-    if call.has_kv_lens:
-        return "it does not carry kv_lens"
-    return None
+def plain_only(call: Call) -> str | None:
+    """The reason of a back end that computes attention under a mask and nothing more."""
+    features = [name for name in call.features if name != LEARNED]
+    return f"it does not carry {' and '.join(features)}" if features else None
 
 
 def choose(name: str, call: Call) -> str:

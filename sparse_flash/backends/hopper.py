@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from . import Call, missing_feature
+from . import Call, plain_only
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -45,7 +45,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def supports(call: Call) -> str | None:
-    reason = missing_feature(call) or available()
+    reason = plain_only(call) or available()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
@@ -61,9 +61,9 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale):
+def forward(q, k, v, mask, scale, terms):
     if portable.few_queries(q, k):
-        return portable.forward(q, k, v, mask, scale)
+        return portable.forward(q, k, v, mask, scale, terms)
     from ..kernels.hopper.forward import attention_forward
 
     ready = [portable.addressable(t) for t in (q, k, v)]
@@ -72,13 +72,13 @@ def forward(q, k, v, mask, scale):
     return portable.restored(out, ready[0], q), lse
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     from ..kernels.hopper.backward import attention_backward
 
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, deterministic)
-    return tuple(map(portable.restored, grads, ready, (q, k, v)))
+    return *map(portable.restored, grads, ready, (q, k, v)), None
 
 
 decode = portable.decode

@@ -8,35 +8,78 @@ from __future__ import annotations
 
 import torch
 
-from . import missing_feature
+from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
 
-supports = missing_feature
+
+def supports(call) -> str | None:
+    return None
 
 
 def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale):
+def forward(q, k, v, mask, scale, terms):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
-    probabilities, lse = _softmax(q, k, mask, scale)
-    out = torch.empty_like(q).copy_(probabilities @ _per_query_head(v, q))
-    return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    matrix = _Matrix(q, k, v, mask, scale, terms)
+    out = torch.empty_like(q).copy_(matrix.weights @ matrix.values)
+    return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
-    """(dq, dk, dv) of a forward pass computed again in float64; ``out`` and ``lse`` are not used."""
-    probabilities, _ = _softmax(q, k, mask, scale)
-    keys, values, dout = _per_query_head(k, q), _per_query_head(v, q), dout.double()
-    dprobabilities = dout @ values.mT
-    delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+    """Gradients of a forward pass computed again in float64; ``out`` and ``lse`` are not used."""
+    matrix = _Matrix(q, k, v, mask, scale, terms)
+    dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
+    if terms is not None:
+        dout = cleared(dout, terms.q_starts, terms.q_lens)
+        dlse = dlse if dlse is None else cleared(dlse, terms.q_starts, terms.q_lens)
+    dprobabilities = dout @ matrix.values.mT * matrix.dropout
+    delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:
-        delta = delta - dlse.double()[..., None]
-    dscores = probabilities * (dprobabilities - delta) * scale
-    grads = dscores @ keys, dscores.mT @ q.double(), probabilities.mT @ dout
+        delta = delta - dlse
+    dbiased = matrix.probabilities * (dprobabilities - delta) * matrix.outer
+    drel_bias = None
+    if terms is not None and terms.learned:
+        drel_bias = torch.zeros_like(terms.rel_bias, dtype=torch.float64)
+        add_bias_gradient(drel_bias, terms, dbiased, matrix.pairs)
+        drel_bias = drel_bias.to(terms.rel_bias.dtype)
+    dproducts = dbiased * matrix.inner * scale
+    grads = dproducts @ matrix.keys, dproducts.mT @ matrix.queries, matrix.weights.mT @ dout
     # The gradient of a key head is the sum over the query heads that share it.
     sums = [grads[0], *(grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads[1:])]
-    return tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
+    return *(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True)), drel_bias
+
+
+class _Matrix:
+    """The whole matrix in float64.
+
+    queries, keys, values: (batch, heads, tokens, head_dim), of tokens that exist. probabilities: (batch, heads, q_len,
+    kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, else 0. weights: the
+    product of the two. outer, inner: derivatives of the scores, see ``differentiated``.
+    """
+
+    def __init__(self, q, k, v, mask, scale, terms):
+        if terms is not None:
+            q = cleared(q, terms.q_starts, terms.q_lens)
+            k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
+        self.queries, self.keys, self.values = q.double(), _per_query_head(k, q), _per_query_head(v, q)
+        scores = self.queries @ self.keys.mT * scale
+        self.outer = self.inner = self.dropout = 1.0
+        kept = None if mask is None else mask.to_dense()
+        if terms is not None:
+            self.pairs = Pairs.all(q, k)
+            if terms.scored:
+                scores, self.outer, self.inner = differentiated(terms, scores, self.pairs)
+            exist = existing_pairs(terms, self.pairs)
+            kept = kept if exist is None else exist if kept is None else kept & exist
+            if terms.seed is not None:
+                self.dropout = kept_by_dropout(terms, self.pairs).double() / (1 - terms.dropout_p)
+        if kept is not None:
+            scores = scores.masked_fill(~kept, float("-inf"))
+        self.lse = scores.logsumexp(-1)
+        # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
+        self.probabilities = (scores - torch.where(self.lse == float("-inf"), float("inf"), self.lse)[..., None]).exp()
+        self.weights = self.probabilities * self.dropout
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
@@ -72,13 +115,3 @@ def _sequence(cache, block_table, sequence: int):
 def _per_query_head(x, q):
     """(batch, kv_heads, tokens, head_dim) -> float64, a copy for each query head."""
     return x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def _softmax(q, k, mask, scale):
-    """The probabilities (batch, heads, q_len, kv_len), all zero for a query that keeps nothing, and lse, both float64."""
-    scores = q.double() @ _per_query_head(k, q).mT * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask.to_dense(), float("-inf"))
-    lse = scores.logsumexp(-1)
-    # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
-    return (scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None]).exp(), lse

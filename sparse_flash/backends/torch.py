@@ -14,10 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..tiles import pack_runs
-from . import missing_feature
-
-supports = missing_feature
 
 # Scores computed at a time. On a CPU, where this is for each thread, they should stay in its cache: each is touched about
 # five times. Half as many take a fifth more time on two cores, where every operation waits for its slowest thread.
@@ -29,16 +27,24 @@ _LN_2 = 0.6931471805599453
 _TILE_PAIRS = 1 << 23  # pairs of mask tiles that are kept decoded; more are decoded as they are used
 
 
+def supports(call) -> str | None:
+    return None
+
+
 def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale):
+def forward(q, k, v, mask, scale, terms):
     """(out, lse). See the package's docstring."""
     results = None
+    if terms is not None:
+        q = cleared(q, terms.q_starts, terms.q_lens)
+        k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
     for part in (parts := _parts(q, k, mask)):
         with _own_precision(q):
-            packed = _forward(part.pack_queries(q), part.pack_keys(k), part.pack_keys(v), part.walk, scale)
+            rule = _Scores(part, q, k, scale, terms)
+            packed = _forward(part.pack_queries(q), part.pack_keys(k), part.pack_keys(v), part.walk, rule)
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -48,16 +54,24 @@ def forward(q, k, v, mask, scale):
     return _like(q, results[0]), results[1][..., 0].contiguous()
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
-    """(dq, dk, dv). See the package's docstring."""
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+    """(dq, dk, dv, drel_bias). See the package's docstring."""
+    drel_bias = None
+    if terms is not None:
+        q, dout = (cleared(t, terms.q_starts, terms.q_lens) for t in (q, dout))
+        k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
+        drel_bias = torch.zeros_like(terms.rel_bias) if terms.learned else None
     # A query that keeps nothing has lse -inf; with +inf its probabilities come out as 0 and not NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
+    if terms is not None:
+        dlse = cleared(dlse[..., None], terms.q_starts, terms.q_lens)[..., 0]
     grads = None
     for part in (parts := _parts(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None], dlse[..., None])]
         with _own_precision(q):
-            packed = _backward(*queries, part.pack_keys(k), part.pack_keys(v), part.walk, scale, deterministic)
+            keys, rule = (part.pack_keys(k), part.pack_keys(v)), _Scores(part, q, k, scale, terms)
+            packed = _backward(*queries, *keys, part.walk, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
         else:
@@ -68,7 +82,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
                 # A part has each key head once, so that this adds in a fixed order.
                 grad[part.units] += x
     dk, dv = (grad.flatten(1, 2)[:, : k.shape[2]].unflatten(0, k.shape[:2]) for grad in grads[1:])
-    return _like(q, grads[0]), _like(k, dk), _like(v, dv)
+    return _like(q, grads[0]), _like(k, dk), _like(v, dv), drel_bias
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
@@ -157,7 +171,73 @@ def _compute_dtype(tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _forward(q, k, v, walk, scale):
+class _Scores:
+    """From products to scores in base 2 and to weights: the pairs that terms, if there are any, drop or change.
+
+    Of one part, for a chunk at a time: see ``_Walk.chunks``.
+    """
+
+    def __init__(self, part, q, k, scale: float, terms):
+        self.part, self.scale, self.terms = part, scale, terms
+        self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
+        self.lines = None if terms is None else part.lines(q)
+        self.scored = terms is not None and terms.scored
+        self.dropped = terms is not None and terms.seed is not None
+        # What products are multiplied with: natural scores are for terms to change.
+        self.factor = scale if self.scored else scale * _LOG2_E
+        # What dropout makes up for; the sums are divided by it once.
+        self.share = 1.0 - terms.dropout_p if self.dropped else 1.0
+
+    def pairs(self, units: slice, rows, cols) -> Pairs | None:
+        """Of (units, rows, members, queries, entries, keys), as ``view`` has them."""
+        if self.terms is None:
+            return None
+        block, device = self.part.walk.block, self.lines.device
+        lines = self.lines[units][:, None, :, None, None, None]
+        tokens = torch.arange(block, device=device)
+        rows, cols = (torch.arange(i.start, i.stop, device=device) if isinstance(i, slice) else i for i in (rows, cols))
+        queries = rows[:, None] * block + tokens
+        keys = cols.view(len(rows), -1, 1) * block + tokens
+        return Pairs(
+            lines // self.heads,
+            lines % self.heads,
+            queries[None, :, None, :, None, None],
+            keys[None, :, None, None],
+            self.heads,
+            self.q_len,
+            self.kv_len,
+        )
+
+    def view(self, scores, pairs: Pairs):
+        """(units * rows, members * queries, entries * keys) as (units, rows, members, queries, entries, keys)."""
+        return scores.view(len(pairs.batch), pairs.key.shape[1], pairs.head.shape[2], -1, *pairs.key.shape[4:])
+
+    def change(self, scores, pairs: Pairs) -> None:
+        """Turns products, scaled by ``factor``, into scores in base 2, in place."""
+        if self.scored:
+            view = self.view(scores, pairs)
+            view.copy_(scored(self.terms, view, pairs)).mul_(_LOG2_E)
+
+    def differentiate(self, scores, pairs: Pairs) -> tuple:
+        """The same; returns the derivatives, see ``scores.differentiated``."""
+        view = self.view(scores, pairs)
+        changed, outer, inner = differentiated(self.terms, view, pairs)
+        view.copy_(changed).mul_(_LOG2_E)
+        return outer, inner
+
+    def drop(self, scores, pairs: Pairs | None) -> None:
+        """-inf in place of the scores of tokens that do not exist."""
+        exist = None if pairs is None else existing_pairs(self.terms, pairs)
+        if exist is not None:
+            self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
+
+    def drop_out(self, weights, pairs: Pairs | None) -> None:
+        """Zeros in place of what dropout drops."""
+        if self.dropped:
+            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.terms, pairs), 0.0)
+
+
+def _forward(q, k, v, walk, rule):
     """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q,
     lse (units, q_blocks, rows, 1)."""
     out, lse = torch.zeros_like(q), q.new_full((*q.shape[:3], 1), float("-inf"))
@@ -168,8 +248,11 @@ def _forward(q, k, v, walk, scale):
         for piece in pieces:
             keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
             scores = walk.scratch(0, q_rows, keys)
-            torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=scale * _LOG2_E, out=scores)
+            torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
+            pairs = rule.pairs(units, rows, piece.cols)
+            rule.change(scores, pairs)
             walk.drop(scores, piece)
+            rule.drop(scores, pairs)
             # Not -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
             if running_max is None:
@@ -182,19 +265,22 @@ def _forward(q, k, v, walk, scale):
                 accumulator *= rescale
             # exp2, because exp of float32 on a CPU is MKL's: 4 times slower, and 50 times where it underflows.
             scores.sub_(running_max).exp2_()
+            piece_sum = scores.sum(-1, keepdim=True)
+            rule.drop_out(scores, pairs)
             if running_sum is None:
-                running_sum, accumulator = scores.sum(-1, keepdim=True), torch.bmm(scores, values)
+                running_sum, accumulator = piece_sum, torch.bmm(scores, values)
             else:
-                running_sum += scores.sum(-1, keepdim=True)
+                running_sum += piece_sum
                 accumulator.baddbmm_(scores, values)
         _put(lse[units], rows, (running_max + running_sum.log2()).mul_(_LN_2))
         # The sum is 0 where a row keeps nothing; else its largest term is 1.
-        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5)))
+        _put(out[units], rows, accumulator.div_(running_sum.clamp_(min=0.5).mul_(rule.share)))
     return out, lse
 
 
-def _backward(q, dout, out, lse, dlse, k, v, walk, scale, deterministic):
-    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq like q, dk and dv like k."""
+def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bias):
+    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq like q, dk and dv like k. Adds to drel_bias."""
+    scale = rule.scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
         chunk = (_take(x[units], rows).reshape(-1, *x.shape[2:]) for x in (q, dout, out, lse, dlse))
@@ -205,12 +291,34 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, scale, deterministic):
             keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
             shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
             probabilities, dscores = walk.scratch(0, q_rows, keys), walk.scratch(1, q_rows, keys)
-            torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=scale * _LOG2_E, out=probabilities)
+            pairs = rule.pairs(units, rows, piece.cols)
+            if rule.scored:
+                torch.baddbmm(probabilities, q_rows, keys.mT, beta=0, alpha=rule.factor, out=probabilities)
+                outer, inner = rule.differentiate(probabilities, pairs)
+                probabilities.add_(bias)
+            else:
+                torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
             walk.drop(probabilities, piece)
+            rule.drop(probabilities, pairs)
             probabilities.exp2_()
-            _add_product(dv[units], piece.cols, probabilities.mT, dout_rows, 1.0, deterministic)
-            torch.baddbmm(minus_delta.expand(shape), dout_rows, values.mT, out=dscores)
+            if rule.dropped:
+                weights = probabilities.clone()
+                rule.drop_out(weights, pairs)
+                torch.bmm(dout_rows, values.mT, out=dscores)
+                rule.drop_out(dscores, pairs)
+                dscores.div_(rule.share).add_(minus_delta)
+            else:
+                weights = probabilities
+                torch.baddbmm(minus_delta.expand(shape), dout_rows, values.mT, out=dscores)
+            _add_product(dv[units], piece.cols, weights.mT, dout_rows, 1.0 / rule.share, deterministic)
             dscores.mul_(probabilities)
+            if rule.scored:
+                dscores_view = rule.view(dscores, pairs)
+                dscores_view.mul_(outer)
+                if drel_bias is not None:
+                    with _repeatable(drel_bias, deterministic):
+                        add_bias_gradient(drel_bias, rule.terms, dscores_view, pairs)
+                dscores_view.mul_(inner)
             _add_product(dk[units], piece.cols, dscores.mT, q_rows, scale, deterministic)
             _add_product(dq[units], rows, dscores, keys, scale, deterministic)
     return dq, dk, dv
@@ -239,8 +347,12 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
     if isinstance(index, slice):
         blocks[:, index].add_(product, alpha=alpha)
         return
-    with _Repeatable() if deterministic and blocks.is_cuda else nullcontext():
+    with _repeatable(blocks, deterministic):
         blocks.index_add_(1, index, product, alpha=alpha)
+
+
+def _repeatable(target, deterministic):
+    return _Repeatable() if deterministic and target.is_cuda else nullcontext()
 
 
 class _Repeatable:
@@ -263,6 +375,11 @@ class _Part:
 
     def __init__(self, walk: _Walk, units, members: slice, kv_heads: int):
         self.walk, self.units, self.members, self.kv_heads = walk, units, members, kv_heads
+
+    def lines(self, q):
+        """(units, members) int64: batch * heads + head of the query heads of each unit."""
+        lines = torch.arange(q.shape[0] * q.shape[1], device=q.device).view(-1, q.shape[1] // self.kv_heads)
+        return lines[:, self.members][self.units]
 
     def pack_queries(self, x):
         """(batch, heads, q_len, d) -> (units, q_blocks, members * block, d) in the dtype of computation."""

@@ -8,7 +8,8 @@ from functools import cache
 
 import torch
 
-from . import Call, missing_feature
+from ..terms import LEARNED
+from . import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -46,7 +47,7 @@ def _interpreted() -> bool:
 
 
 def supports(call: Call) -> str | None:
-    reason = missing_feature(call) or available()
+    reason = available()
     if reason:
         return reason
     if call.dtype not in DTYPES:
@@ -59,28 +60,32 @@ def supports(call: Call) -> str | None:
         return f"it runs on a GPU; q is on {call.device}"
     if interpreted() and call.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"
+    if call.score_mod is not None and call.score_mod.triton is None:
+        return f"it does not carry the score_mod {call.score_mod.name}, which has no function for triton"
+    if call.deterministic and LEARNED in call.features:
+        return "it adds up the gradient of rel_bias in an order that varies, and this call is deterministic"
     return None
 
 
-def forward(q, k, v, mask, scale):
-    if few_queries(q, k):
+def forward(q, k, v, mask, scale, terms):
+    if terms is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.forward import attention_forward
 
     ready = [addressable(t) for t in (q, k, v)]
     with current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale)
+        out, lse = attention_forward(*ready, mask, scale, terms)
     return restored(out, ready[0], q), lse
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic):
-    # Two passes without atomics: repeatable whether asked to be or not.
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+    # Two passes without atomics, but for the gradient of rel_bias: repeatable whether asked to be or not.
     from ..kernels.backward import attention_backward
 
     dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
     with current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale)
-    return tuple(map(restored, grads, ready, (q, k, v)))
+        *grads, drel_bias = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)
+    return *map(restored, grads, ready, (q, k, v)), drel_bias
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

@@ -35,7 +35,9 @@ def scaled_dot_product_attention(
     ``BlockMask.from_dense`` where it stays the same. Or a mask of this library, aligned as ``attention`` says.
     is_causal: each query sees the keys up to its own number, counted from the first, as in PyTorch; for as many queries as keys.
 
-    Raises ValueError for what it does not carry: masks of numbers, dropout, causal calls of unequal lengths.
+    dropout_p: as there, of other pairs for the same seed.
+
+    Raises ValueError for what it does not carry: masks of numbers, causal calls of unequal lengths.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal were both given; say 'causal & ...' in the mask")

@@ -5,8 +5,9 @@
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
 The model's projections, rotary positions, key-value cache and ``generate()`` stay its own. A sliding window of the model's
-own is kept: its layers attend where both keep a pair. What this cannot carry is refused: padded batches, packed sequences,
-caches of fixed length, attention dropout.
+own is kept: its layers attend where both keep a pair. Padded batches are carried, padded on either side; distances in a pattern
+are then those of the padded positions, and so are those of global tokens and sinks. What this cannot carry is refused: packed
+sequences, caches of fixed length.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -112,7 +113,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ValueError(
             f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it"
         )
-    if attention_mask is not None:
+    lengths = {}
+    if attention_mask is not None and _is_padding(attention_mask):
+        # The last query is at the last key.
+        (starts, stops), earlier = attention_mask.unbind(1), key.shape[2] - query.shape[2]
+        lengths = {"kv_starts": starts, "kv_lens": stops, "q_starts": starts - earlier, "q_lens": stops - earlier}
+    elif attention_mask is not None:
         raise ValueError(
             f"the model passes an attention mask of shape {tuple(attention_mask.shape)}, which {NAME!r} cannot follow; say what it "
             "keeps as a pattern in use_sparse_flash(model, mask)"
@@ -120,7 +126,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if kwargs.get("position_bias") is not None:
         raise ValueError(f"the model adds a position bias to its scores, which {NAME!r} does not carry; use another implementation")
     mask = settings.mask if sliding_window is None else _within(settings.mask, sliding_window, key.shape[2])
-    if not dropout and decodes(query, key, mask):
+    if not dropout and not lengths and decodes(query, key, mask):
         out = attention_decode(query, key, value, mask, scale=scaling, backend=settings.backend)
     else:
         out = attention(
@@ -130,6 +136,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
             mask,
             scale=scaling,
             dropout_p=dropout,
+            **lengths,
             deterministic=settings.deterministic,
             backend=settings.backend,
         )
@@ -154,13 +161,11 @@ def _windowed(mask: Pattern | None, window: int) -> Pattern:
 
 
 @torch.compiler.disable  # it looks at values; a compiled model has one graph more for it
-def _no_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs) -> None:
-    """In place of a mask of all pairs, none: refuses what such a mask would have said beyond the layers' patterns."""
-    if attention_mask is not None and not attention_mask.all():
-        raise ValueError(
-            f"attention_mask pads {int((~attention_mask.bool()).sum())} positions, and {NAME!r} does not carry padding; batch "
-            "sequences of one length, or call the model for each sequence"
-        )
+def _no_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs
+) -> torch.Tensor | None:
+    """In place of a mask of all pairs, none, or for a padded batch its tokens: see ``_tokens``. Refuses what such a mask would
+    have said beyond that and the layers' patterns."""
     if isinstance(q_offset, torch.Tensor) or kv_offset or q_offset + q_length != kv_length:
         raise ValueError(
             f"the cache holds {kv_length} positions for {q_length} queries from {q_offset} on; {NAME!r} needs all keys up to the "
@@ -174,6 +179,26 @@ def _no_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_func
             f"the model masks by {', '.join(unknown)} (packed sequences, chunks or the like), which {NAME!r} cannot follow; say "
             "what is kept as a pattern, such as documents(...), and call the model without position_ids"
         )
+    return None if attention_mask is None or attention_mask.all() else _tokens(attention_mask.bool(), kv_length)
+
+
+def _tokens(exist: torch.Tensor, kv_length: int) -> torch.Tensor:
+    """(batch, 2) int32: the first token of each batch entry, and where its tokens end. Raises ValueError where they are not
+    successive."""
+    count = exist.sum(1, keepdim=True)
+    first = exist.int().argmax(1, keepdim=True)
+    token = torch.arange(exist.shape[1], device=exist.device)
+    if exist.shape[1] != kv_length or not torch.equal(exist, (token >= first) & (token < first + count)):
+        raise ValueError(
+            f"attention_mask, of shape {tuple(exist.shape)} for {kv_length} keys, has zeros between its ones, or another length; "
+            f"{NAME!r} carries padding before and after a sequence; pad on the left to generate from a batch"
+        )
+    return torch.cat([first, first + count], 1).to(torch.int32)
+
+
+def _is_padding(attention_mask: torch.Tensor) -> bool:
+    """Whether it is what ``_tokens`` makes, and no mask of pairs."""
+    return attention_mask.dim() == 2 and attention_mask.shape[1] == 2 and attention_mask.dtype == torch.int32
 
 
 def _parts(function) -> list:

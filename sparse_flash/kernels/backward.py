@@ -1,8 +1,8 @@
-"""The portable backward kernels: two passes that recompute the attention weights from lse, without atomics.
+"""The portable backward kernels: two passes that recompute the attention weights from lse.
 
 One pass walks the keys of each query tile and computes dQ; the other then walks the queries of each key tile, through the
 transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients
-repeat bit for bit.
+repeat bit for bit. The gradient of a relative bias alone is added up by atomic additions, in the first pass.
 
 Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention.
 """
@@ -25,7 +25,11 @@ from .common import (
     store_tile,
 )
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
+from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
+from .lengths import existing_entries, existing_tokens
+from .scores import add_bias_gradient, dscored, scored
+from .terms import kernel_terms, launch_options
 
 
 @triton.jit
@@ -38,6 +42,8 @@ def _walk_keys(
     k_tensor,
     v_tensor,
     batch,
+    head,
+    line,
     kv_head,
     table,
     begin,
@@ -45,15 +51,23 @@ def _walk_keys(
     first_query,
     q_len,
     kv_len,
+    existing_keys,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
     KIND: tl.constexpr,
+    CUT: tl.constexpr,
 ):
-    """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile. lse: (TILE_M,) in base 2."""
+    """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile. lse: (TILE_M,) in base 2. CUT: some of
+    their keys do not exist, and may hold anything."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
@@ -61,8 +75,17 @@ def _walk_keys(
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
+        key = position + tl.arange(0, TILE_N)
+        if CUT:
+            exists = (key >= existing_keys[0]) & (key < existing_keys[1])
+            k, v = tl.where(exists[:, None], k, 0.0), tl.where(exists[:, None], v, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        weights = tl.math.exp2(scores * score_scale - lse[:, None])
+        if SCORED:
+            q_pos = (first_query + (kv_len - q_len) + tl.arange(0, TILE_M))[:, None]
+            changed = scored(scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, SCORE)
+            weights = tl.math.exp2(changed - lse[:, None])
+        else:
+            weights = tl.math.exp2(scores * score_scale - lse[:, None])
         if KIND != FULL:
             block_start = position - (step % STEPS) * TILE_N
             row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
@@ -71,8 +94,20 @@ def _walk_keys(
             left = (q_len - row_start, kv_len - block_start)
             kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             weights = tl.where(kept, weights, 0.0)
+        if CUT:
+            weights = tl.where(exists[None, :], weights, 0.0)
         dweights = tl.dot(dout, v.T, input_precision="ieee")
+        if terms.seed is not None:
+            survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
+            dweights = tl.where(survives, dweights / (1.0 - terms.dropout_p), 0.0)
         dscores = weights * (dweights - delta[:, None])
+        if SCORED:
+            dbiased, dscores = dscored(
+                dscores, scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, DERIVATIVE
+            )
+            if terms.rel_bias_gradient is not None:
+                first_distance = position - (first_query + (kv_len - q_len))
+                add_bias_gradient(dbiased, head, first_distance, terms, REACH, TILE_M, TILE_N)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
     return dq
@@ -106,11 +141,16 @@ def grad_q_kernel(
     q_blocks,
     scale,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
     """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP
@@ -130,21 +170,49 @@ def grad_q_kernel(
     q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
     dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
-    line = tl.program_id(1).to(tl.int64) * q_len + query
-    lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0) * LOG2_E
+    row_line = tl.program_id(1).to(tl.int64) * q_len + query
+    lse = tl.load(lse_ptr + row_line, mask=query < q_len, other=0.0) * LOG2_E
     out = load_tile(out_tensor, batch, head, first_query, TILE_M, DIM)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
-    tl.store(delta_ptr + line, delta, mask=query < q_len)
+        delta -= tl.load(dlse_ptr + row_line, mask=query < q_len, other=0.0)
+    first, last = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    first_key, last_key = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
+    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
+    if Q_CUT:  # a tile of no existing query has no keys
+        last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
+        exists = (query >= first) & (query < last)
+        delta = tl.where(exists, delta, 0.0)
+        # What does not exist may hold anything, and takes part in sums for rel_bias.
+        q = tl.where(exists[:, None], q, 0.0)
+        dout = tl.where(exists[:, None], dout, 0.0)
+    if Q_CUT or KV_CUT or SCORED:
+        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
+    tl.store(delta_ptr + row_line, delta, mask=query < q_len)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
+    line = tl.program_id(1)
     # fmt: off
-    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bounds[0], bounds[1], first_query, q_len,
-                    kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-    for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
-        if bounds[KIND] < bounds[KIND + 1]:
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, kv_head, table, bounds[KIND], bounds[KIND + 1],
-                            first_query, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
+    for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
+        begin, end = bounds[KIND], bounds[KIND + 1]
+        if Q_CUT or KV_CUT:
+            low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
+                                                     TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        if KIND == FULL:  # noqa: SIM114
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
+                            q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
+                            SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+        elif begin < end:
+            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
+                            q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
+                            SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+        if KV_CUT or (Q_CUT and not SPARSE):
+            for side in range(2):
+                cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
+                if cut_begin < cut_end:
+                    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, cut_begin,
+                                    cut_end, first_query, q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M,
+                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
     # fmt: on
     store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
 
@@ -161,21 +229,30 @@ def _walk_queries(
     delta_base,
     batch,
     head,
+    line,
     table,
     begin,
     end,
     first_key,
     q_len,
     kv_len,
+    existing_queries,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
     KIND: tl.constexpr,
+    CUT: tl.constexpr,
 ):
-    """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile."""
+    """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; dV before what
+    dropout divides by. CUT: some of their queries do not exist, and may hold anything."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
     last = end * STEPS
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
@@ -183,9 +260,18 @@ def _walk_queries(
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
         query = position + tl.arange(0, TILE_M)
         q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
-        lse = tl.load(lse_base + query) if KIND == FULL else tl.load(lse_base + query, mask=query < q_len, other=0.0)
+        lse = tl.load(lse_base + query) if KIND == FULL and not CUT else tl.load(lse_base + query, mask=query < q_len, other=0.0)
+        if CUT:
+            exists = (query >= existing_queries[0]) & (query < existing_queries[1])
+            q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
-        weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
+        if SCORED:
+            lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
+            q_pos, k_pos = (query + (kv_len - q_len))[None, :], (first_key + tl.arange(0, TILE_N))[:, None]
+            changed = scored(scores, score_scale, batch, head, line, q_pos, k_pos, terms, REACH, SCORE)
+            weights = tl.math.exp2(changed - (lse * LOG2_E)[None, :])
+        else:
+            weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
         if KIND != FULL:
             block_start = position - (step % STEPS) * TILE_M
             col_start = first_key // TABLE_BLOCK * TABLE_BLOCK
@@ -194,12 +280,26 @@ def _walk_queries(
             left = (q_len - block_start, kv_len - col_start)
             kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             weights = tl.where(kept, weights, 0.0)
+        if CUT:
+            weights = tl.where(exists[None, :], weights, 0.0)
         dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM)
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        if CUT:
+            dout = tl.where(exists[:, None], dout, 0.0)
+        if terms.seed is not None:
+            survives = kept_by_dropout(terms, line, position, first_key, TILE_M, TILE_N, True)
+            dv = tl.dot(tl.where(survives, weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
+        else:
+            dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         dweights = tl.dot(v, dout.T, input_precision="ieee")
+        if terms.seed is not None:
+            dweights = tl.where(survives, dweights / (1.0 - terms.dropout_p), 0.0)
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
-        delta = tl.load(delta_base + query) if KIND == FULL else tl.load(delta_base + query, mask=query < q_len, other=0.0)
+        delta = (
+            tl.load(delta_base + query) if KIND == FULL and not CUT else tl.load(delta_base + query, mask=query < q_len, other=0.0)
+        )
         dscores = weights * (dweights - delta[None, :])
+        if SCORED:
+            _, dscores = dscored(dscores, scores, score_scale, batch, head, line, q_pos, k_pos, terms, REACH, DERIVATIVE)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming
     return dk, dv
@@ -232,11 +332,16 @@ def grad_kv_kernel(
     kv_blocks,
     scale,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
 ):
     """dK and dV: one program a key tile and key head, over the ``group`` query heads that share it."""
     slot = tl.program_id(0)
@@ -253,38 +358,68 @@ def grad_kv_kernel(
     v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM)
     dk = tl.zeros([TILE_N, DIM], tl.float32)
     dv = tl.zeros([TILE_N, DIM], tl.float32)
+    first, last = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    first_query, last_query = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
+    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
+    if KV_CUT:  # a tile of no existing key has no queries
+        last_query = tl.where((first_key < last) & (first_key + TILE_N > first), last_query, first_query)
     for member in range(group):
         head = kv_head * group + member
-        line = (batch * heads + head).to(tl.int64) * q_len
+        line = batch * heads + head
+        rows = line.to(tl.int64) * q_len
         if SPARSE:
             mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
             bounds = row_bounds(col_ptr, col_split, mask, first_key // TABLE_BLOCK, kv_blocks)
         else:
             bounds = dense_bounds(q_len, TILE_M)
+        lse, delta = lse_ptr + rows, delta_ptr + rows
         # fmt: off
-        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table, bounds[0],
-                               bounds[1], first_key, q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-        for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
-            if bounds[KIND] < bounds[KIND + 1]:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse_ptr + line, delta_ptr + line, batch, head, table,
-                                       bounds[KIND], bounds[KIND + 1], first_key, q_len, kv_len, score_scale,
-                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
+        for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
+            begin, end = bounds[KIND], bounds[KIND + 1]
+            if Q_CUT or KV_CUT:
+                low, begin, end, high = existing_entries(row_idx, begin, end, first_query, last_query, q_len,
+                                                         TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
+            if KIND == FULL:  # noqa: SIM114
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
+                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
+                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+            elif begin < end:
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
+                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
+                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+            if Q_CUT or (KV_CUT and not SPARSE):
+                for side in range(2):
+                    cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
+                    if cut_begin < cut_end:
+                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, cut_begin,
+                                               cut_end, first_key, q_len, kv_len, (first_query, last_query),
+                                               score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
+                                               SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
         # fmt: on
+    if KV_CUT:
+        key = first_key + tl.arange(0, TILE_N)
+        exists = (key >= first) & (key < last)
+        dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
+    if terms.seed is not None:
+        dv /= 1.0 - terms.dropout_p
     store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
     store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v. dlse may be None.
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q_config=None, kv_config=None):
+    """dq, dk, dv like q, k, v, and drel_bias like terms.rel_bias, None unless it is learned. dlse may be None.
 
     The others: unbroken rows, base and strides multiples of 16 bytes.
     """
+    drel_bias = torch.zeros_like(terms.rel_bias) if terms is not None and terms.learned else None
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, block_size = padded_head_dim(head_dim), mask.block_size if mask else None
 
     delta = torch.empty_like(lse)
     dq = torch.empty_like(q)
+    given, switches, kinds = kernel_terms(terms, drel_bias)
     config = q_config or grad_q_config(q.dtype, head_dim, block_size, q.device)
     m, n = config.tile_m, config.tile_n
     arguments = [
@@ -305,13 +440,16 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         mask.by_query.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
+        given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(grad_q_kernel, grid, arguments, constants, config.options, length_variant(q_len))
+    options = launch_options(config, given, switches, dim, backward=True)
+    launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
+    given, switches, kinds = kernel_terms(terms)
     config = kv_config or grad_kv_config(q.dtype, head_dim, block_size, q.device)
     m, n = config.tile_m, config.tile_n
     arguments = [
@@ -331,8 +469,10 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, q_config=None
         mask.by_key.row_order.shape[1] if mask else 0,
         scale,
         scale * LOG2_E.value,
+        given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None}
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    launch(grad_kv_kernel, grid, arguments, constants, config.options, length_variant(q_len))
-    return dq, dk, dv
+    options = launch_options(config, given, switches, dim, backward=True)
+    launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+    return dq, dk, dv, drel_bias

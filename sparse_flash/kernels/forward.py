@@ -22,7 +22,11 @@ from .common import (
     store_tile,
 )
 from .configs import forward_config, padded_head_dim
+from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
+from .lengths import existing_entries, existing_tokens
+from .scores import scored
+from .terms import kernel_terms, launch_options
 
 # Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
@@ -35,6 +39,8 @@ def _walk(
     k_tensor,
     v_tensor,
     batch,
+    head,
+    line,
     kv_head,
     table,
     begin,
@@ -42,15 +48,22 @@ def _walk(
     first_query,
     q_len,
     kv_len,
+    existing_keys,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
     KIND: tl.constexpr,
+    CUT: tl.constexpr,
 ):
-    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile."""
+    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. CUT: some of their keys do not
+    exist, and may hold anything."""
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
@@ -59,24 +72,42 @@ def _walk(
         # The table is read one step ahead, so that no load of keys waits for it.
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
+        key = position + tl.arange(0, TILE_N)
+        if CUT:
+            exists = (key >= existing_keys[0]) & (key < existing_keys[1])
+            k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        if KIND == FULL:
+        if SCORED:
+            q_pos = (first_query + (kv_len - q_len) + tl.arange(0, TILE_M))[:, None]
+            scores = scored(scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, SCORE)
+        if KIND == FULL and not SCORED and not CUT:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])
         else:
-            block_start = position - (step % STEPS) * TILE_N
-            row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
-            q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
-            kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
-            left = (q_len - row_start, kv_len - block_start)
-            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-            scores = tl.where(kept, scores * score_scale, -float("inf"))
+            if KIND != FULL:
+                block_start = position - (step % STEPS) * TILE_N
+                row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
+                q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
+                kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
+                left = (q_len - row_start, kv_len - block_start)
+                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
+            if not SCORED:
+                scores *= score_scale
+            if KIND != FULL:
+                scores = tl.where(kept, scores, -float("inf"))
+            if CUT:
+                scores = tl.where(exists[None, :], scores, -float("inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
+        if terms.seed is not None:
+            survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
+            weights = tl.where(survives, weights, 0.0)
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
+        if CUT:
+            v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
         running_max = new_max
         position = upcoming
@@ -106,13 +137,19 @@ def attention_forward_kernel(
     kv_len,
     q_blocks,
     score_scale,
+    terms,
     DIM: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
 ):
-    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head."""
+    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. terms, SCORED,
+    REACH, SCORE, DERIVATIVE: see ``terms.py``."""
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -131,29 +168,57 @@ def attention_forward_kernel(
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
+    first, last = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    first_key, last_key = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
+    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
+    if Q_CUT:  # a tile of no existing query has no keys
+        last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
+    line = tl.program_id(1)
     # fmt: off
-    state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bounds[0], bounds[1], first_query, q_len, kv_len,
-                  score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, FULL)
-    for KIND in tl.static_range(RUNS, BITS + 1 if SPARSE else BITS):
-        # A walk of no steps is not free: it fills and drains a pipeline.
-        if bounds[KIND] < bounds[KIND + 1]:
-            state = _walk(state, q, k_tensor, v_tensor, batch, kv_head, table, bounds[KIND], bounds[KIND + 1], first_query,
-                          q_len, kv_len, score_scale, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, KIND)
+    for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
+        begin, end = bounds[KIND], bounds[KIND + 1]
+        if Q_CUT or KV_CUT:
+            low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
+                                                     TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
+            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
+                          (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
+                          SCORED, REACH, SCORE, KIND, False)
+        elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
+            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
+                          (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
+                          SCORED, REACH, SCORE, KIND, False)
+        if KV_CUT or (Q_CUT and not SPARSE):
+            for side in range(2):
+                cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
+                if cut_begin < cut_end:
+                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, cut_begin, cut_end, first_query,
+                                  q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
+                                  SPARSE, SCORED, REACH, SCORE, KIND, True)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
+    if Q_CUT:
+        exists = (first_query + tl.arange(0, TILE_M) >= first) & (first_query + tl.arange(0, TILE_M) < last)
+        keeps_nothing |= ~exists
+        accumulator = tl.where(exists[:, None], accumulator, 0.0)
     total = tl.where(keeps_nothing, 1.0, running_sum)
-    store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, TILE_M, DIM)
+    result = accumulator / total[:, None]
+    if terms.seed is not None:
+        result /= 1.0 - terms.dropout_p
+    store_tile(out_tensor, result, batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, config=None):
+def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     """out like q, lse (batch, heads, q_len) float32.
 
     q, k, v: unbroken rows, base and strides multiples of 16 bytes.
     """
+    given, switches, kinds = kernel_terms(terms)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty_like(q)
@@ -174,8 +239,10 @@ def attention_forward(q, k, v, mask, scale, config=None):
         kv_len,
         mask.by_query.row_order.shape[1] if mask else 0,
         scale * LOG2_E.value,
+        given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None}
+    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    launch(attention_forward_kernel, grid, arguments, constants, config.options, length_variant(q_len))
+    options = launch_options(config, given, switches, dim, backward=False)
+    launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return out, lse

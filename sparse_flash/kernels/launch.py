@@ -76,6 +76,14 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
     return _arrivals[stream]
 
 
+def _pointers(arguments) -> list[int]:
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    for held in arguments:
+        if isinstance(held, tuple) and held:
+            pointers += _pointers(held)
+    return pointers
+
+
 _launched: dict[tuple, CompiledKernel] = {}
 
 
@@ -83,12 +91,12 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
     the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``. variant: what
-    else Triton compiles differently for.
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; tensors may also lie
+    in a tuple among them. variant: what else Triton compiles differently for.
     """
     # A tensor or its descriptor, whose dtype the other types follow from.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    pointers = _pointers(arguments)
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:

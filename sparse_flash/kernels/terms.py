@@ -1,0 +1,77 @@
+"""Terms as the portable kernels take them: one tuple of pointers and numbers, None where there is nothing, and the switches
+that they are compiled for."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .configs import Config
+
+
+class KernelTerms(NamedTuple):
+    """Which fields are None is fixed at compile time.
+
+    seed: int64, with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE.
+    """
+
+    seed: Any = None
+    dropout_p: Any = None
+    q_starts: Any = None
+    q_lens: Any = None
+    kv_starts: Any = None
+    kv_lens: Any = None
+    alibi_slopes: Any = None
+    softcap: Any = None
+    rel_bias: Any = None
+    rel_bias_gradient: Any = None
+    params: Any = None
+
+
+NO_TERMS = KernelTerms()
+# SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own
+# function of scores and its derivative.
+NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
+
+
+def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelTerms, dict, tuple]:
+    """(what a kernel gets, its switches, what Triton compiles differently for)."""
+    if terms is None:
+        return NO_TERMS, NO_SWITCHES, ()
+    given = KernelTerms(
+        terms.seed,
+        None if terms.seed is None else terms.dropout_p,
+        terms.q_starts,
+        terms.q_lens,
+        terms.kv_starts,
+        terms.kv_lens,
+        terms.alibi_slopes,
+        terms.softcap or None,
+        terms.rel_bias,
+        rel_bias_gradient,
+        terms.score_params or None,
+    )
+    switches = {
+        "SCORED": terms.scored,
+        "REACH": 0 if terms.rel_bias is None else terms.rel_bias.shape[1] // 2,
+        "SCORE": terms.score_mod and terms.score_mod.triton,
+        "DERIVATIVE": terms.score_mod and terms.score_mod.derivative,
+    }
+    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in terms.score_params))
+    return given, switches, kinds
+
+
+def launch_options(config: Config, given: KernelTerms, switches: dict, dim: int, backward: bool) -> dict[str, int]:
+    """Triton's options for a kernel of these terms; without any, those of the config.
+
+    Triton loads a step's biases ahead through shared memory, as it does keys and values, and dropout's mask goes through it:
+    stages less leave the room. A backward step of 64 x 64 holds more beside its sums than the registers of four warps: compiled
+    for sm_90 (triton 3.6) they spill 300 to 800 bytes with dropout or a soft cap, and those of eight next to none.
+    """
+    if given is NO_TERMS:
+        return config.options
+    biased, dropped = given.rel_bias is not None, given.seed is not None
+    fewer = biased + (dropped and (biased or dim > 128))
+    crowded = backward and (dropped or switches["SCORED"]) and config.tile_m * config.tile_n >= 64 * 64
+    warps = max(8, config.num_warps) if crowded else config.num_warps
+    return {"num_warps": warps, "num_stages": max(1, config.num_stages - fewer)}

@@ -1,0 +1,225 @@
+"""Terms: what a call of attention does beside its mask, in one value that goes from the call to the kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
+# In the order in which they cross an operator's border.
+_TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
+_DROPOUT_STEPS = 1 << 24  # exact in float32, so that every back end draws the line at the same word
+_score_functions: dict[str, ScoreFunction] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreFunction:
+    """A user's own function of scores, once for PyTorch and once for Triton.
+
+    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations, each result depending on its own
+    score alone. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the
+    tuple of tensors that the call was given. Its derivative is taken by ``torch.func``.
+    triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos
+    int32 tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for back ends of PyTorch
+    operations alone.
+    derivative: under ``@triton.jit``, of the same arguments: the derivative of the result by score, finite everywhere.
+
+    Make it once, not in each call: each object is compiled anew. Query i has position i + kv_len - q_len, key j position j.
+    A result of -inf drops the pair; blocks are skipped by the mask alone.
+    """
+
+    torch: Callable
+    triton: Callable | None = None
+    derivative: Callable | None = None
+
+    def __post_init__(self):
+        for name in ("torch", "triton", "derivative"):
+            value = getattr(self, name)
+            if not callable(value) and (name == "torch" or value is not None):
+                raise TypeError(f"ScoreFunction needs a function as {name}; got {type(value).__name__}")
+        if (self.triton is None) != (self.derivative is None):
+            raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
+        # Operators know it by name: PyTorch's take tensors, numbers and text.
+        name = f"{self.torch.__module__}.{self.torch.__qualname__}"
+        same = sum(known.partition("#")[0] == name for known in _score_functions)
+        object.__setattr__(self, "name", f"{name}#{same}" if same else name)
+        _score_functions[self.name] = self
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What a call does beside its mask. Checked: make it with ``terms_of``.
+
+    seed: (1,) int64, of dropout; dropout_p: a multiple of 2^-24, 0 without dropout.
+    q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; those tokens exist that are not before the start and before the length.
+    alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
+    learned: the gradient of rel_bias is wanted. softcap: 0 without. score_mod, score_params: the user's own function and its
+    tensors.
+    """
+
+    seed: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
+    q_lens: torch.Tensor | None = None
+    kv_starts: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    rel_bias: torch.Tensor | None = None
+    score_params: tuple[torch.Tensor, ...] = ()
+    score_mod: ScoreFunction | None = None
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    learned: bool = False
+
+    @property
+    def lengths(self) -> bool:
+        """Whether some tokens may not exist."""
+        return any(getattr(self, name) is not None for name in LENGTHS)
+
+    @property
+    def scored(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return bool(self.softcap) or any(t is not None for t in (self.alibi_slopes, self.rel_bias, self.score_mod))
+
+    def features(self) -> tuple[str, ...]:
+        """The arguments of ``attention`` that a back end must carry for this call."""
+        used = [name for name in _TENSORS[1:] if getattr(self, name) is not None]
+        used += ["dropout_p"] if self.seed is not None else []
+        used += ["softcap"] if self.softcap else []
+        used += ["score_mod"] if self.score_mod is not None else []
+        return (*used, LEARNED) if self.learned else tuple(used)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
+
+    def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
+        """As an operator takes it: ``tensors()``, the names of what there is, dropout_p, softcap."""
+        names = [name for name in _TENSORS if getattr(self, name) is not None]
+        names += [LEARNED] if self.learned else []
+        if self.score_mod is not None:
+            names.append(f"={self.score_mod.name}")
+        return self.tensors(), " ".join(names), self.dropout_p, self.softcap
+
+    @classmethod
+    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Terms | None:
+        """The reverse of ``packed()``; None for ``NO_TERMS``."""
+        if not text and not softcap:
+            return None
+        flags, _, score_mod = text.partition("=")
+        names = [name for name in _TENSORS if name in flags.split()]
+        return cls(
+            **dict(zip(names, tensors, strict=False)),
+            score_params=tuple(tensors[len(names) :]),
+            score_mod=_score_functions[score_mod] if score_mod else None,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            learned=LEARNED in flags,
+        )
+
+    def gradients(self, rel_bias_gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """For each of ``tensors()``; only rel_bias has one."""
+        return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
+
+
+NO_TERMS = [], "", 0.0, 0.0  # as ``packed()``
+LEARNED = "gradient-of-rel_bias"
+
+
+def terms_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    softcap: float | None = None,
+    rel_bias: torch.Tensor | None = None,
+    score_mod: ScoreFunction | None = None,
+    score_params: tuple[torch.Tensor, ...] = (),
+    **lengths: torch.Tensor | None,
+) -> Terms | None:
+    """The terms of a call, its arguments checked; None where there are none. lengths: those of ``LENGTHS``.
+
+    Raises ValueError or TypeError. Draws the seed of dropout from PyTorch's generator, on q's device: nothing waits for it.
+    """
+    batch, heads = q.shape[:2]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    terms = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+    share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
+    if share:
+        terms["dropout_p"] = share / _DROPOUT_STEPS
+        terms["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    if softcap is not None:
+        if not (softcap > 0 and math.isfinite(softcap)):
+            raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
+        terms["softcap"] = float(softcap)
+    if alibi_slopes is not None:
+        _check_tensor("alibi_slopes", alibi_slopes, q, "detach them; a bias that is learned is rel_bias")
+        if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
+                f"{tuple(alibi_slopes.shape)}"
+            )
+        if not alibi_slopes.is_floating_point():
+            raise ValueError(f"alibi_slopes must be of a floating-point type; got {alibi_slopes.dtype}")
+        terms["alibi_slopes"] = alibi_slopes.to(exact).expand(batch, heads).contiguous()
+    if rel_bias is not None:
+        _check_tensor("rel_bias", rel_bias, q)
+        if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
+            raise ValueError(
+                f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got "
+                f"{tuple(rel_bias.shape)}"
+            )
+        if not rel_bias.is_floating_point():
+            raise ValueError(f"rel_bias must be of a floating-point type; got {rel_bias.dtype}")
+        terms["rel_bias"] = rel_bias.to(exact).contiguous()
+        terms["learned"] = rel_bias.requires_grad
+    if score_mod is not None:
+        if not isinstance(score_mod, ScoreFunction):
+            raise TypeError(
+                f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
+                "once, outside the call"
+            )
+        terms["score_mod"] = score_mod
+    if score_params:
+        if score_mod is None:
+            raise ValueError("score_params are the tensors of a score_mod; pass that too")
+        for number, tensor in enumerate(score_params):
+            _check_tensor(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
+        terms["score_params"] = tuple(t.contiguous() for t in score_params)
+    return Terms(**terms) if terms else None
+
+
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """Raises ValueError or TypeError for sinks that do not fit."""
+    _check_tensor("sinks", sinks, q)
+    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
+            f"{tuple(sinks.shape)}"
+        )
+
+
+def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
+    if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be int32 or int64 of shape (batch,), here ({q.shape[0]},); got {value.dtype} of shape "
+            f"{tuple(value.shape)}"
+        )
+    _check_tensor(name, value, q)
+    return value.to(torch.int32).contiguous()
+
+
+def _check_tensor(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
+    """constant: the way out for a tensor that asks for a gradient that there is none of."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
+    if value.device != q.device:
+        raise ValueError(f"{name} must be on q's device; q is on {q.device}, {name} on {value.device}")
+    if constant and value.requires_grad:
+        raise ValueError(f"{name} requires a gradient, and has none; {constant}")

@@ -1,0 +1,646 @@
+"""Lengths, dropout and score terms: each as its definition says, on every back end, and all together."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import BACKENDS, DEVICE, make_call
+from torch.utils.checkpoint import checkpoint
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.scores import Pairs, kept_by_dropout, philox
+from sparse_flash.terms import terms_of
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+every_backend = parametrize("backend", BACKENDS)
+HEADS, KV_HEADS, REACH = 2, 1, 20
+MASKS = {"dense": None, "causal": "causal", "local": "local(30)", "bits": "causal & strided(7, block=1)"}
+# Largest difference from the float64 definition, relative to the largest number.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+if triton:
+
+    @triton.jit
+    def own_in_triton(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * 2 + head)
+        return tl.where(k_pos % 5 == 0, -float("inf"), score + weight * score * score)
+
+    @triton.jit
+    def own_derivative(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * 2 + head)
+        return tl.where(k_pos % 5 == 0, 0.0, 1.0 + 2.0 * weight * score)
+
+else:
+    own_in_triton = own_derivative = None
+
+
+def own_in_torch(score, batch, head, q_pos, k_pos, params):
+    return torch.where(k_pos % 5 == 0, -float("inf"), score + params[0][batch, head] * score * score)
+
+
+OWN = sf.ScoreFunction(own_in_torch, own_in_triton, own_derivative)
+
+
+def terms(name: str, device=DEVICE) -> dict:
+    """Arguments of ``attention`` for two batch entries of 70 queries and 90 keys."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    def lens(*values):
+        return torch.tensor(values, device=device)
+
+    every = {
+        "kv_lens": {"kv_lens": lens(41, 90)},
+        "kv_lens of nothing": {"kv_lens": lens(0, 1000)},
+        "q_lens": {"q_lens": lens(70, 33).int()},
+        "starts": {"kv_starts": lens(50, -3), "q_starts": lens(33, 64).int()},
+        "lengths": {"kv_starts": lens(10, 64), "kv_lens": lens(20, 75), "q_starts": lens(9, 0), "q_lens": lens(40, 0)},
+        "dropout": {"dropout_p": 0.25},
+        "softcap": {"softcap": 0.7},
+        "alibi": {"alibi_slopes": normal(HEADS).abs()},
+        "alibi of batch": {"alibi_slopes": normal(2, HEADS).abs()},
+        "bias": {"rel_bias": normal(HEADS, 2 * REACH + 1).requires_grad_()},
+        "short bias": {"rel_bias": normal(HEADS, 3).requires_grad_()},
+        "own": {"score_mod": OWN, "score_params": (0.1 * normal(2, HEADS),)},
+        "sinks": {"sinks": normal(HEADS).requires_grad_()},
+    }
+    every["all"] = {
+        **every["q_lens"],
+        **every["kv_lens"],
+        **every["dropout"],
+        "softcap": 3.0,
+        "alibi_slopes": 0.01 * normal(HEADS).abs(),
+        **every["bias"],
+        **every["own"],
+        **every["sinks"],
+    }
+    return every[name]
+
+
+TERMS = ["kv_lens", "kv_lens of nothing", "q_lens", "starts", "lengths", "dropout", "softcap", "alibi", "alibi of batch"]
+TERMS += ["bias", "short bias", "own", "sinks", "all"]
+
+
+def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len), (HEADS, q_len)
+    return [torch.randn(batch, heads, n, head_dim, generator=generator).to(DEVICE, dtype) for heads, n in sizes]
+
+
+def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
+    """(batch, tokens) bool."""
+    token = torch.arange(tokens, device=DEVICE)
+    exist = torch.ones(batch, tokens, dtype=torch.bool, device=DEVICE)
+    exist &= True if starts is None else token >= starts[:, None]
+    return exist & (True if lens is None else token < lens[:, None])
+
+
+def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
+    """What dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
+    torch.manual_seed(seed)
+    return kept_by_dropout(terms_of(q, k, dropout_p=dropout_p), Pairs.all(q, k))
+
+
+def definition(q, k, v, kept, given: dict, survives):
+    """(out, lse) of float64 inputs: the formulas of ``attention``'s docstring on whole matrices, differentiable."""
+    given = SimpleNamespace(**given)
+    (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    q_pos, k_pos = torch.arange(q_len, device=DEVICE)[:, None] + kv_len - q_len, torch.arange(kv_len, device=DEVICE)
+    queries, keys = (
+        existing(getattr(given, f"{side}_starts", None), getattr(given, f"{side}_lens", None), batch, tokens)[:, None]
+        for side, tokens in (("q", q_len), ("kv", kv_len))
+    )
+    scores = head_dim**-0.5 * q @ k.mT
+    if hasattr(given, "softcap"):
+        scores = given.softcap * torch.tanh(scores / given.softcap)
+    if hasattr(given, "alibi_slopes"):
+        scores = scores - given.alibi_slopes.double().expand(batch, heads)[:, :, None, None] * (q_pos - k_pos).abs()
+    if hasattr(given, "rel_bias"):
+        reach = given.rel_bias.shape[1] // 2
+        scores = scores + given.rel_bias[:, (k_pos - q_pos).clamp(-reach, reach) + reach]
+    if hasattr(given, "score_mod"):
+        scores = scores + given.score_params[0].double()[:, :, None, None] * scores**2
+        kept = kept & (k_pos % 5 != 0)
+    kept = kept & keys[:, :, None] & queries[..., None]
+    some = kept.any(-1)
+    # Finite where a row keeps nothing, for the sake of gradients.
+    scores = scores.masked_fill(~kept & some[..., None], -float("inf"))
+    lse = torch.where(some, scores.logsumexp(-1), -float("inf"))
+    weights = torch.where(some[..., None], scores.softmax(-1), 0.0)
+    if hasattr(given, "sinks"):
+        sinks = given.sinks[:, None].expand(batch, heads, q_len)
+        total = torch.where(some, torch.logaddexp(torch.where(some, lse, 0.0), sinks), sinks)
+        weights = weights * torch.where(some, (torch.where(some, lse, 0.0) - total).exp(), 0.0)[..., None]
+        lse = torch.where(queries, total, -float("inf"))
+    if survives is not None:
+        weights = torch.where(survives, weights / (1 - given.dropout_p), 0.0)
+    return weights @ v, lse
+
+
+def results(attend, tensors, given: dict, dout):
+    """[out, lse, dq, dk, dv, gradients of what else is learned]; lse has a gradient as well."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    learned = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    out, lse = attend(*leaves)
+    finite = lse.masked_fill(lse.isneginf(), 0.0)
+    dlse = torch.linspace(-1, 1, lse.numel(), device=DEVICE, dtype=lse.dtype).view_as(lse)
+    grads = torch.autograd.grad((out * dout.to(out.dtype)).sum() + (finite * dlse).sum(), [*leaves, *learned])
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def usable(backend: str, call) -> None:
+    reason = backends.backend(backend).supports(call)
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+
+
+def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed=5, **shape):
+    q, k, v, dout = inputs(dtype, **shape)
+    given = terms(name)
+    usable(backend, make_call(q, k))
+    if backend == "hopper" and set(given) - {"sinks"}:
+        pytest.skip("hopper refuses them")
+    table = mask and sf.compile_mask(mask, q.shape[2], k.shape[2], block_size, device=DEVICE)
+    kept = table.to_dense() if table else torch.ones((), dtype=torch.bool, device=DEVICE)
+    survives = surviving(q, k, given["dropout_p"], seed) if "dropout_p" in given else None
+    torch.manual_seed(seed)
+    ours = results(lambda *t: sf.attention(*t, table, return_lse=True, backend=backend, **given), (q, k, v), given, dout)
+    exact = [t.double() for t in (q, k, v)]
+    wanted = results(lambda *t: definition(*t, kept, given, survives), exact, given, dout.double())
+    for label, mine, right in zip(("out", "lse", "dq", "dk", "dv", "learned", "learned"), ours, wanted, strict=False):
+        assert not mine.isnan().any(), label
+        assert torch.equal(mine.isneginf(), right.isneginf()), label
+        dtypes = {"lse": torch.promote_types(dtype, torch.float32), "learned": torch.float32}
+        assert mine.dtype == dtypes.get(label, dtype), label
+        finite = ~right.isneginf()
+        error = (mine[finite].double() - right[finite]).abs().max().item() if finite.any() else 0.0
+        size = max(1.0, right[finite].abs().max().item()) if finite.any() else 1.0
+        assert error <= max(TOLERANCE[dtype], TOLERANCE[mine.dtype]) * size, f"{label} is off by {error:.2g} of {size:.2g}"
+
+
+# Each term, and all of them.
+
+
+@every_backend
+@parametrize("name", TERMS)
+def test_each_term_is_as_it_is_defined(backend, name):
+    check(backend, name)
+
+
+@every_backend
+@parametrize("mask, name", [("dense", "lengths"), ("local", "all"), ("bits", "lengths"), ("bits", "all")])
+def test_terms_are_right_under_any_kind_of_mask(backend, mask, name):
+    check(backend, name, MASKS[mask])
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("mask", MASKS)
+@parametrize("name", TERMS)
+def test_terms_are_right_in_float64(backend, name, mask):
+    check(backend, name, MASKS[mask], torch.float64)
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize("name", ["lengths", "all"])
+def test_terms_are_right_in_16_bits(name, dtype):
+    check("triton", name, dtype=dtype)
+
+
+# Some seconds of compiling each, so not all with all.
+ON_GPU = [(name, "causal", torch.bfloat16, 64) for name in TERMS]
+ON_GPU += [
+    (name, mask, dtype, head_dim)
+    for name in ("lengths", "dropout", "bias", "all")
+    for mask, dtype, head_dim in (("bits", torch.bfloat16, 128), ("local", torch.float16, 256), ("dense", torch.float32, 64))
+]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("name, mask, dtype, head_dim", ON_GPU)
+def test_terms_are_right_at_the_tile_sizes_of_a_gpu(name, mask, dtype, head_dim):
+    check("triton", name, MASKS[mask], dtype, block_size=128, head_dim=head_dim, q_len=700, kv_len=900)
+
+
+@parametrize("mask", ["causal", None])
+def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, mask):
+    from sparse_flash.backends import torch as torch_backend
+
+    for name in ("_CHUNK_CPU", "_CHUNK_GPU"):
+        monkeypatch.setattr(torch_backend, name, 3 * 16 * 16)
+    monkeypatch.setattr(torch_backend, "_DENSE_BLOCK", 32)
+    check("torch", "all", mask, torch.float64, block_size=16)
+
+
+@parametrize("name", ["bias", "own", "all"])
+def test_terms_are_right_where_heads_have_masks_of_their_own(name):
+    q, k, v, _ = inputs(torch.float64)
+    given = terms(name)
+    mask = sf.BlockMask.per_head(["causal", "local(9)"], q_len=70, kv_len=90, block_size=16).to(DEVICE)
+    outs = []
+    for backend in ("torch", "reference"):
+        torch.manual_seed(0)
+        outs.append(sf.attention(q, k, v, mask, backend=backend, **given))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+
+
+def test_gradients_agree_with_differences():
+    q, k, v, _ = inputs(torch.float64, 9, 11, 3)
+    given = terms("all")
+    given["q_lens"], given["kv_lens"] = (torch.tensor(lens, device=DEVICE) for lens in ([9, 5], [7, 11]))
+    leaves = [t.requires_grad_() for t in (q, k, v)] + [
+        given[name].detach().double().requires_grad_() for name in ("rel_bias", "sinks")
+    ]
+
+    def attend(q, k, v, rel_bias, sinks):
+        torch.manual_seed(0)
+        learned = {"rel_bias": rel_bias, "sinks": sinks}
+        out, lse = sf.attention(q, k, v, "causal", return_lse=True, backend="torch", **{**given, **learned})
+        return out, lse.masked_fill(lse.isneginf(), 0.0)
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+# Lengths.
+
+
+@every_backend
+@parametrize("name", ["kv_lens", "q_lens", "starts", "lengths", "all"])
+@parametrize("mask", ["causal", None, "local(9)"])
+def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, mask):
+    q, k, v, dout = inputs()
+    given = terms(name)
+    usable(backend, make_call(q, k, terms=terms_of(q, k, **{n: t for n, t in given.items() if n != "sinks"})))
+    if (
+        backend == "triton"
+        and DEVICE == "cpu"
+        and (name, mask) not in (("lengths", None), ("lengths", "local(9)"), ("all", "causal"))
+    ):
+        pytest.skip("Triton's interpreter is slow")
+    queries = existing(given.get("q_starts"), given.get("q_lens"), 2, 70)[:, None, :, None]
+    keys = existing(given.get("kv_starts"), given.get("kv_lens"), 2, 90)[:, None, :, None]
+
+    def run(filling):
+        spoiled = [torch.where(exist, t, filling) for t, exist in ((q, queries), (k, keys), (v, keys))]
+        leaves = [t.requires_grad_() for t in spoiled]
+        torch.manual_seed(0)
+        out, lse = sf.attention(*leaves, mask, return_lse=True, backend=backend, **given)
+        learned = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+        return [out, lse, *torch.autograd.grad(out, [*leaves, *learned], torch.where(queries, dout, filling))]
+
+    clean, spoiled = run(1.0), run(float("nan"))
+    for a, b in zip(clean, spoiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    out, lse, dq, dk, dv = spoiled[:5]
+    assert (out.masked_select(~queries) == 0).all() and lse.masked_select(~queries[..., 0]).isneginf().all()
+    assert (dq.masked_select(~queries) == 0).all()
+    assert all((grad.masked_select(~keys) == 0).all() for grad in (dk, dv))
+
+
+@every_backend
+def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
+    q, k, v, _ = inputs(q_len=90)
+    usable(backend, make_call(q, k, terms=terms_of(q, k, kv_lens=torch.tensor([1, 1], device=DEVICE))))
+    for begin, end in ((0, 37), (53, 90)):
+        side = {"lens": end} if begin == 0 else {"starts": begin}
+        given = {f"{of}_{name}": torch.tensor([n, n], device=DEVICE) for name, n in side.items() for of in ("q", "kv")}
+        out = sf.attention(q, k, v, "causal & local(20)", backend=backend, **given)[:, :, begin:end]
+        alone = sf.attention(*(t[:, :, begin:end] for t in (q, k, v)), "causal & local(20)", backend=backend)
+        torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
+
+
+if triton:
+    from sparse_flash.kernels.lengths import existing_entries
+
+    @triton.jit
+    def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+        low, whole_begin, whole_end, high = existing_entries(index, begin, end, first, last, length, BLOCK, SPARSE)
+        tl.store(found, low)
+        tl.store(found + 1, whole_begin)
+        tl.store(found + 2, whole_end)
+        tl.store(found + 3, high)
+
+
+@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@parametrize("sparse", [True, False])
+def test_entries_beyond_a_length_are_not_visited_and_cut_ones_are_known(sparse):
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 1, 5, 40, 300, 600):
+        blocks = torch.randperm(700, generator=generator)[:count].sort().values if sparse else torch.arange(count)
+        begin = 3 if sparse else 0
+        index = torch.cat([torch.full((begin,), 999), blocks, torch.full((5,), -1)]).int().to(DEVICE)
+        length = 700 * 16 - 5 if sparse else count * 16 - 5
+        for _ in range(6):
+            first, last = sorted(torch.randint(-1, max(2, length), (2,), generator=generator).clamp(0, max(length, 0)).tolist())
+            found = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+            entries_kernel[(1,)](index, found, begin, begin + count, first, last, max(length, 0), BLOCK=16, SPARSE=sparse)
+            low, whole_begin, whole_end, high = found.tolist()
+            starts = blocks * 16
+            held = ((starts < last) & (starts + 16 > first)).nonzero().flatten().tolist() if first < last else []
+            whole = [e for e in held if starts[e] >= first and min(int(starts[e]) + 16, max(length, 0)) <= last]
+            assert list(range(low - begin, high - begin)) == held
+            visited_whole = list(range(whole_begin - begin, whole_end - begin))
+            assert set(visited_whole) <= set(whole)
+            assert low <= whole_begin <= whole_end <= high or not held
+            # A dense walk masks its ragged end; nothing else that is whole is masked.
+            assert set(whole) - set(visited_whole) <= (set() if sparse else {count - 1})
+
+
+# Dropout.
+
+
+def revealed(backend, dropout_p=0.4, *, block_size=32, seed=3, mask=None, tokens=64, dtype=torch.float32):
+    """Which pairs a back end's dropout keeps, (batch, heads, tokens, tokens) bool, shown by values that name their keys."""
+    q, k, _, _ = inputs(dtype, tokens, tokens, tokens)
+    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=dropout_p)))
+    v = torch.eye(tokens, device=DEVICE, dtype=dtype).expand(*k.shape).contiguous()
+    torch.manual_seed(seed)
+    mask = mask and sf.compile_mask(mask, tokens, block_size=block_size, device=DEVICE)
+    return sf.attention(q, k, v, mask, dropout_p=dropout_p, backend=backend) != 0
+
+
+@every_backend
+@parametrize("block_size", [16, 32, 64])
+def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size):
+    q, k, _, _ = inputs(torch.float32, 64, 64, 64)
+    kept = surviving(q, k, 0.4, 3)
+    assert torch.equal(revealed(backend), kept)
+    mask = "causal & local(40)"
+    assert torch.equal(revealed(backend, block_size=block_size, mask=mask), kept & sf.compile_mask(mask, 64).to_dense().to(DEVICE))
+
+
+@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
+def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
+    from sparse_flash.kernels.backward import attention_backward
+    from sparse_flash.kernels.configs import Config
+    from sparse_flash.kernels.forward import attention_forward
+
+    q, k, v, dout = inputs(torch.float32, 64, 64, 64)
+    torch.manual_seed(1)
+    given = terms_of(q, k, dropout_p=0.25)
+    config = Config(*tiles, 1, 2)
+    out, lse = attention_forward(q, k, v, None, 0.125, given, config)
+    grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
+    reference = backends.backend("reference")
+    wanted = reference.forward(q, k, v, None, 0.125, given)
+    torch.testing.assert_close((out, lse), wanted, rtol=1e-4, atol=1e-4)
+    right = reference.backward(dout, None, q, k, v, *wanted, None, 0.125, False, given)[:3]
+    torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
+
+
+def test_philox_gives_the_words_that_its_authors_give():
+    def words(counter, key):
+        return [int(word) for word in philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
+
+    ones = 0xFFFFFFFF
+    assert words([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert words([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    digits_of_pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
+    assert words(*digits_of_pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@parametrize("dropout_p", [0.001, 0.1, 0.5, 0.9])
+def test_dropout_drops_its_share(dropout_p):
+    q = torch.zeros(2, 8, 400, 1, device=DEVICE)
+    kept = surviving(q, q, dropout_p, 0)
+    pairs = kept.numel()
+    assert abs(kept.sum().item() - pairs * (1 - dropout_p)) < 5 * (pairs * dropout_p * (1 - dropout_p)) ** 0.5
+    # No two heads, and no two neighbouring keys or queries, agree more often than by chance.
+    agree = dropout_p**2 + (1 - dropout_p) ** 2
+    for a, b in ((kept[0, 0], kept[1, 1]), (kept[..., 1:], kept[..., :-1]), (kept[..., 1:, :], kept[..., :-1, :])):
+        assert (a == b).float().mean().item() == pytest.approx(agree, abs=5 * (0.25 / a.numel()) ** 0.5)
+
+
+def test_dropout_follows_manual_seed():
+    q, k, v, _ = inputs()
+
+    def run():
+        return sf.attention(q, k, v, "causal", dropout_p=0.2)
+
+    torch.manual_seed(1)
+    first, second = run(), run()
+    torch.manual_seed(1)
+    assert torch.equal(run(), first) and torch.equal(run(), second)
+    assert not torch.equal(first, second)
+
+
+def test_without_dropout_the_generator_is_left_alone():
+    q, k, v, _ = inputs()
+    before = torch.get_rng_state() if DEVICE == "cpu" else torch.cuda.get_rng_state()
+    sf.attention(q, k, v, "causal", dropout_p=0.0, softcap=1.0)
+    assert torch.equal(before, torch.get_rng_state() if DEVICE == "cpu" else torch.cuda.get_rng_state())
+
+
+@every_backend
+def test_dropped_pairs_are_the_same_under_activation_checkpointing(backend):
+    q, k, v, _ = (t.requires_grad_() for t in inputs())
+    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.3)))
+
+    def attend(*qkv):
+        return sf.attention(*qkv, "causal", dropout_p=0.3, backend=backend).square().sum()
+
+    torch.manual_seed(0)
+    plain = torch.autograd.grad(attend(q, k, v), (q, k, v))
+    torch.manual_seed(0)
+    again = torch.autograd.grad(checkpoint(attend, q, k, v, use_reentrant=False), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_terms_wait_for_nothing_and_each_replay_of_a_graph_drops_other_pairs():
+    q, k, v, _ = inputs(torch.float16, head_dim=64)
+    given = terms("all")
+    mask = sf.compile_mask("causal", 70, 90, device=DEVICE)
+    sf.attention(q, k, v, mask, **given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sf.attention(q, k, v, mask, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sf.attention(q, k, v, mask, **given)
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append(out.clone())
+    assert not torch.equal(*replays)
+    given["kv_lens"].fill_(0)
+    graph.replay()
+    assert (out == 0).all()
+
+
+# Sinks.
+
+
+@every_backend
+def test_a_query_that_keeps_nothing_leaves_all_weight_to_its_sink(backend):
+    q, k, v, _ = inputs(kv_len=40)
+    sinks = torch.randn(HEADS, device=DEVICE).requires_grad_()
+    usable(backend, make_call(q, k))
+    q.requires_grad_()
+    out, lse = sf.attention(q, k, v, "causal", sinks=sinks, return_lse=True, backend=backend)
+    assert (out[:, :, :30] == 0).all() and torch.equal(lse[:, :, :30], sinks[:, None].expand(2, HEADS, 30))
+    dq, dsinks = torch.autograd.grad(out.sum() + lse.sum(), (q, sinks))
+    assert (dq[:, :, :30] == 0).all() and dq.isfinite().all() and dsinks.isfinite().all()
+
+
+# Functions of scores.
+
+
+def test_a_score_function_needs_its_parts():
+    with pytest.raises(TypeError, match="needs a function as torch; got int"):
+        sf.ScoreFunction(3)
+    with pytest.raises(ValueError, match="triton and derivative both, or neither"):
+        sf.ScoreFunction(own_in_torch, triton=own_in_torch)
+
+
+def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere():
+    plain = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: score * 2)
+    q, k, v, _ = inputs()
+    out = sf.attention(q, k, v, score_mod=plain, backend="torch")
+    torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
+    call = make_call(q, k, terms=terms_of(q, k, score_mod=plain))
+    if backends.backend("triton").available() is None:
+        assert "has no function for triton" in backends.backend("triton").supports(call)
+
+
+def test_functions_of_one_name_are_kept_apart_under_compile():
+    def made(factor):
+        def score_mod(score, batch, head, q_pos, k_pos, params):
+            return score * factor
+
+        return sf.ScoreFunction(score_mod)
+
+    q, k, v, _ = inputs()
+    two, three = made(2.0), made(3.0)
+    torch._dynamo.reset()
+    attend = torch.compile(lambda f: sf.attention(q, k, v, score_mod=f, backend="torch"), fullgraph=True, backend="aot_eager")
+    for function, factor in ((two, 2.0), (three, 3.0), (two, 2.0)):
+        torch.testing.assert_close(attend(function), sf.attention(q, k, v, scale=0.25 * factor, backend="torch"))
+
+
+# Compilers, and who looks on.
+
+
+@parametrize("name", ["lengths", "dropout", "softcap", "bias", "own", "sinks", "all"])
+def test_a_compiled_function_computes_terms_in_one_graph(name):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v, dout = inputs()
+    given = terms(name)
+
+    def attend(*tensors):
+        return sf.attention(*tensors, "causal", return_lse=True, **given)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        mine = results(compiled, (q, k, v), given, dout)
+        torch.manual_seed(seed)
+        for a, b in zip(mine, results(attend, (q, k, v), given, dout), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_fake_tensors_see_terms():
+    given = terms("all")
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        q = torch.empty(2, HEADS, 70, 16, requires_grad=True, device=DEVICE)
+        k = torch.empty(2, KV_HEADS, 90, 16, device=DEVICE)
+        out, lse = sf.attention(q, k, k, return_lse=True, **given)
+        (dq,) = torch.autograd.grad(out.sum(), q)
+    assert out.shape == q.shape == dq.shape and lse.shape == q.shape[:3]
+
+
+def test_the_shadow_check_looks_at_plain_calls_alone():
+    q, k, v, _ = inputs()
+    check = sf.check(lambda **given: sf.attention(q, k, v, "causal", **given), every=1)
+    for name in TERMS:
+        if name != "sinks":
+            check(**terms(name))
+    assert check.reports == []
+    check(**terms("sinks"))
+    assert len(check.reports) == 1 and check.reports[0].worst < 1e-5
+
+
+# What cannot be run, and what does not fit.
+
+
+@parametrize("name", [name for name in TERMS if name != "sinks"])
+def test_hopper_names_what_it_lacks(name):
+    q, k, *_ = inputs()
+    given = {n: t for n, t in terms(name).items() if n != "sinks"}
+    reason = backends.backend("hopper").supports(make_call(q, k, terms=terms_of(q, k, **given)))
+    assert reason.startswith("it does not carry") and all(part in reason for part in given if part != "score_params")
+
+
+@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
+    q, k, v, _ = inputs()
+    bias = terms("bias")["rel_bias"]
+    with pytest.raises(ValueError, match=r"'triton' cannot run this call: .*gradient of rel_bias.*deterministic"):
+        sf.attention(q, k, v, rel_bias=bias, deterministic=True, backend="triton")
+    sf.attention(q, k, v, rel_bias=bias.detach(), deterministic=True, backend="triton")
+    grads = [
+        torch.autograd.grad(sf.attention(q, k, v, rel_bias=bias, deterministic=True).square().sum(), bias)[0] for _ in range(2)
+    ]
+    assert torch.equal(*grads)
+
+
+def test_a_frozen_bias_gets_no_gradient():
+    q, k, v, _ = inputs()
+    q.requires_grad_()
+    bias = terms("bias")["rel_bias"].detach()
+    sf.attention(q, k, v, "causal", rel_bias=bias).sum().backward()
+    assert bias.grad is None and q.grad is not None
+
+
+def zeros(*shape, **kwargs):
+    return torch.zeros(shape, device=DEVICE, **kwargs)
+
+
+BAD = [
+    ({"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\); got -0.1"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\); got 1.0"),
+    ({"kv_lens": [3, 4]}, TypeError, r"kv_lens must be a tensor of shape \(batch,\) on q's device; got list"),
+    ({"kv_lens": zeros(3, dtype=torch.int32)}, ValueError, r"kv_lens must be int32 or int64 of shape \(batch,\), here \(2,\); got"),
+    ({"q_lens": zeros(2)}, ValueError, r"q_lens must be int32 or int64 .*; got torch.float32 of shape \(2,\)"),
+    ({"q_starts": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, r"q_starts must be on q's device; .* on meta"),
+    ({"softcap": 0.0}, ValueError, r"softcap must be positive and finite; got 0.0; None is for no cap"),
+    ({"softcap": float("inf")}, ValueError, r"softcap must be positive and finite; got inf"),
+    ({"alibi_slopes": zeros(3)}, ValueError, r"\(heads,\) or \(batch, heads\), here \(2,\) or \(2, 2\); got \(3,\)"),
+    ({"alibi_slopes": zeros(2).requires_grad_()}, ValueError, r"alibi_slopes requires a gradient, and has none; detach"),
+    ({"alibi_slopes": zeros(2, dtype=torch.int64)}, ValueError, r"alibi_slopes must be of a floating-point type; got torch.int64"),
+    ({"alibi_slopes": 0.5}, TypeError, r"alibi_slopes must be a tensor on q's device; got float"),
+    ({"rel_bias": zeros(2, 8)}, ValueError, r"\(heads, 2 \* max_distance \+ 1\), here \(2, an odd number\); got \(2, 8\)"),
+    ({"rel_bias": zeros(3, 9)}, ValueError, r"rel_bias must have shape .*; got \(3, 9\)"),
+    ({"score_mod": lambda score: score}, TypeError, r"score_mod must be a sparse_flash.ScoreFunction; got function; wrap"),
+    ({"score_params": (zeros(3),)}, ValueError, r"score_params are the tensors of a score_mod; pass that too"),
+    ({"score_mod": OWN, "score_params": (3,)}, TypeError, r"score_params\[0\] must be a tensor on q's device; got int"),
+    ({"score_mod": OWN, "score_params": (zeros(2, 2).requires_grad_(),)}, ValueError, r"score_params\[0\] requires a gradient"),
+    ({"sinks": zeros(3)}, ValueError, r"shape \(heads,\), here \(2,\); got torch.float32 of shape \(3,\)"),
+    ({"sinks": 1.0}, TypeError, r"sinks must be a tensor on q's device; got float"),
+]
+
+
+@parametrize("options, error, message", BAD)
+def test_terms_that_do_not_fit_are_one_clear_error(options, error, message):
+    q, k, v, _ = inputs()
+    with pytest.raises(error, match=message):
+        sf.attention(q, k, v, "causal", **options)
