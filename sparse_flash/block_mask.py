@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
@@ -548,8 +549,11 @@ def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: tor
 
 def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
     """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
-    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-    return mask.keeps_all, mask.tensors()
+    # Exporters show whatever is computed to their modes, and tables are made of plain tensors.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+        # As tensors of their own, whose lengths are not marked dynamic: nobody passes a constant another time.
+        return mask.keeps_all, [t.detach() for t in mask.tensors()]
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.

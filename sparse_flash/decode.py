@@ -111,7 +111,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
 def _constant_tables(pattern, length: int, device) -> tuple[bool, list[torch.Tensor]]:
     """As constants of a compiled graph; see attention.py."""
     mask, is_causal = _compiled(pattern, length, device)
-    return is_causal, [] if mask is None else mask.tensors()
+    return is_causal, [] if mask is None else [t.detach() for t in mask.tensors()]
 
 
 _constant_tables._dynamo_marked_constant = True

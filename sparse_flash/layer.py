@@ -100,6 +100,7 @@ class SparseAttention(nn.Module):
             )
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.mask = parse(mask) if isinstance(mask, str) else mask
+        self._written = _written(self.mask)
         self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, heads * head_dim, **made)
@@ -121,7 +122,8 @@ class SparseAttention(nn.Module):
         if cache is not None and decodes(q, k, self.mask):
             out = attention_decode(q, k, v, self.mask, backend=self.backend)
         else:
-            out = attention(q, k, v, self.mask, deterministic=self.deterministic, backend=self.backend)
+            mask = self._written if torch.compiler.is_compiling() else self.mask
+            out = attention(q, k, v, mask, deterministic=self.deterministic, backend=self.backend)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def new_cache(self, batch: int, length: int) -> KeyValueCache:
@@ -135,6 +137,14 @@ class SparseAttention(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _written(mask):
+    """What torch.compile gets in place of a mask: PyTorch before 2.13 takes spec text, not Pattern objects."""
+    try:
+        return mask.to_spec() if isinstance(mask, Pattern) else mask
+    except ValueError:  # some pattern of it is not registered
+        return mask
 
 
 def _rotation(first: int, tokens: int, head_dim: int, base: float, device) -> tuple[torch.Tensor, torch.Tensor]:

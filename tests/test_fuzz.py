@@ -80,7 +80,7 @@ def test_right_results_pass_and_wrong_ones_are_named(monkeypatch):
     wrong = SimpleNamespace(
         supports=right.supports,
         forward=right.forward,
-        backward=lambda *args: tuple(2 * grad for grad in right.backward(*args)),
+        backward=lambda *args: tuple(grad if grad is None else 2 * grad for grad in right.backward(*args)),
     )
     monkeypatch.setitem(backends._MODULES, "torch", wrong)
     found = fuzz_calls.failure(call)
