@@ -5,6 +5,8 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .terms import KernelTerms
+
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
@@ -41,14 +43,6 @@ def row_count(table, length: int, tile: int, block_size: int | None) -> int:
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
 
 
-def _pointers(arguments) -> list[int]:
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    for held in arguments:
-        if isinstance(held, tuple) and held:
-            pointers += _pointers(held)
-    return pointers
-
-
 _launched: dict[tuple, CompiledKernel] = {}
 
 
@@ -56,11 +50,13 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
     the compiled code, which takes the host as long as all else.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; tensors may also lie
-    in a tuple among them. variant: what else Triton compiles differently for.
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
+    be ``KernelTerms``. variant: what else Triton compiles differently for.
     """
     first = arguments[0].base  # a descriptor, whose dtype the other types follow from
-    pointers = _pointers(arguments)
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    if isinstance(arguments[-1], KernelTerms):
+        pointers += arguments[-1].pointers()
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:
