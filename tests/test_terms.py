@@ -555,7 +555,7 @@ def test_a_compiled_function_computes_terms_in_one_graph(name):
         mine = results(compiled, (q, k, v), given, dout)
         torch.manual_seed(seed)
         for a, b in zip(mine, results(attend, (q, k, v), given, dout), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 

@@ -107,6 +107,8 @@ def _walk_keys(
             )
             if terms.rel_bias_gradient is not None:
                 first_distance = position - (first_query + (kv_len - q_len))
+                # A query that does not exist may hold anything, and so may its row.
+                dbiased = tl.where((lse < float("inf"))[:, None], dbiased, 0.0)
                 add_bias_gradient(dbiased, head, first_distance, terms, REACH, TILE_M, TILE_N)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
@@ -184,9 +186,6 @@ def grad_q_kernel(
         last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
         exists = (query >= first) & (query < last)
         delta = tl.where(exists, delta, 0.0)
-        # What does not exist may hold anything, and takes part in sums for rel_bias.
-        q = tl.where(exists[:, None], q, 0.0)
-        dout = tl.where(exists[:, None], dout, 0.0)
     if Q_CUT or KV_CUT or SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
     tl.store(delta_ptr + row_line, delta, mask=query < q_len)
@@ -214,6 +213,8 @@ def grad_q_kernel(
                                     cut_end, first_query, q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M,
                                     TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
     # fmt: on
+    if Q_CUT:
+        dq = tl.where(exists[:, None], dq, 0.0)
     store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
 
 

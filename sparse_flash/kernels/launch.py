@@ -8,6 +8,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .repeat import remember, repeated
+from .terms import KernelTerms
 
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
 # shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
@@ -76,14 +77,6 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
     return _arrivals[stream]
 
 
-def _pointers(arguments) -> list[int]:
-    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    for held in arguments:
-        if isinstance(held, tuple) and held:
-            pointers += _pointers(held)
-    return pointers
-
-
 _launched: dict[tuple, CompiledKernel] = {}
 
 
@@ -91,12 +84,14 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
     the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; tensors may also lie
-    in a tuple among them. variant: what else Triton compiles differently for.
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
+    be ``KernelTerms``. variant: what else Triton compiles differently for.
     """
     # A tensor or its descriptor, whose dtype the other types follow from.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    pointers = _pointers(arguments)
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    if isinstance(arguments[-1], KernelTerms):
+        pointers += arguments[-1].pointers()
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:

@@ -27,6 +27,9 @@ class KernelTerms(NamedTuple):
     rel_bias_gradient: Any = None
     params: Any = None
 
+    def pointers(self) -> list[int]:
+        return [] if self is NO_TERMS else [t.data_ptr() for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
+
 
 NO_TERMS = KernelTerms()
 # SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own
