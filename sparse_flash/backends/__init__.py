@@ -5,13 +5,13 @@ A back end is a module of this package with four functions:
     supports(call) -> str | None          why it cannot run this call, or None if it can
     available() -> str | None             why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, terms) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv, drel_bias)
+    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv)
 
 q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. mask: a BlockMask,
 or None for dense attention. terms: ``Terms``, or None for none. out: like q, in q's memory order. lse: (batch, heads, q_len)
 float32 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0.
-dlse: like lse, or None where nothing depends on lse. drel_bias: like terms.rel_bias, None unless that is learned. Arguments
-are checked before a back end sees them.
+dlse: like lse, or None where nothing depends on lse. A fourth gradient, like terms.rel_bias, follows where that is learned.
+Arguments are checked before a back end sees them.
 """
 
 from __future__ import annotations
