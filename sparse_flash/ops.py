@@ -66,8 +66,9 @@ class _Direct(torch.autograd.Function):
             return (None,) * (8 + len(more))
         terms = None if ctx.packed is None else Terms.unpacked(more, *ctx.packed)
         dout = _given(dout, out)
-        *grads, drel_bias = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
-        return (*grads, None, None, None, None, None, *([] if terms is None else terms.gradients(drel_bias)))
+        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
+        of_terms = [] if terms is None else terms.gradients(*grads[3:])
+        return (*grads[:3], None, None, None, None, None, *of_terms)
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -149,8 +150,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
     mask, terms = _mask(q, k, tables, block_size), Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
-    grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
-    return [grad for grad in grads if grad is not None]
+    return list(backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms))
 
 
 @_backward.register_fake
@@ -171,13 +171,13 @@ def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, *rest = ctx.saved_tensors
     tables, term_tensors = rest[: ctx.tables], rest[ctx.tables :]
     terms = Terms.unpacked(term_tensors, *ctx.packed)
-    grads, drel_bias = [None, None, None], None
+    grads = [None, None, None]
     if dout is not None or dlse is not None:
         dout = _given(dout, out)
         call = tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed
-        *grads, drel_bias = (*_backward(dout, dlse, q, k, v, out, lse, *call), None)[:4]
-    of_terms = [] if terms is None else terms.gradients(drel_bias)
-    return (*grads, [None] * len(tables), None, None, None, None, of_terms, None, None, None)
+        grads = _backward(dout, dlse, q, k, v, out, lse, *call)
+    of_terms = [] if terms is None else terms.gradients(*grads[3:])
+    return (*grads[:3], [None] * len(tables), None, None, None, None, of_terms, None, None, None)
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

@@ -118,7 +118,7 @@ class Terms:
             learned=LEARNED in flags,
         )
 
-    def gradients(self, rel_bias_gradient: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def gradients(self, rel_bias_gradient: torch.Tensor | None = None) -> list[torch.Tensor | None]:
         """For each of ``tensors()``; only rel_bias has one."""
         return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
 

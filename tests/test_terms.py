@@ -8,7 +8,7 @@ from oracle import BACKENDS, DEVICE, make_call
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
-from sparse_flash import backends
+from sparse_flash import backends, ops
 from sparse_flash.scores import Pairs, kept_by_dropout, philox
 from sparse_flash.terms import terms_of
 
@@ -557,6 +557,19 @@ def test_a_compiled_function_computes_terms_in_one_graph(name):
         for a, b in zip(mine, results(attend, (q, k, v), given, dout), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
+
+
+@parametrize("name", ["lengths", "dropout", "bias"])  # its fake tensors do not go through torch.func, as a user's function does
+def test_opcheck_passes_with_terms(name):
+    q, k, v, _ = (t.requires_grad_() for t in inputs())
+    packed = terms_of(q, k, **{n: t for n, t in terms(name).items() if n != "sinks"}).packed()
+    options = ([], 0, 0.25, False, "torch", *packed)
+    torch.library.opcheck(ops._forward, (q, k, v, *options))
+    with torch.no_grad():
+        out, lse = ops._forward(q, k, v, *options)
+        torch.library.opcheck(
+            ops._backward, (torch.randn_like(out), None, q, k, v, out, lse, *options), test_utils="test_faketensor"
+        )
 
 
 def test_fake_tensors_see_terms():

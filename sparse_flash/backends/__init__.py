@@ -5,19 +5,19 @@ A back end is a module of this package with five functions:
     supports(call) -> str | None          why it cannot run this call, or None if it can
     available() -> str | None             why it cannot run anything on this machine, or None
     forward(q, k, v, mask, scale, terms) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv, drel_bias)
+    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
 q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. mask: a BlockMask,
 or None for dense attention. terms: ``Terms``, or None for none. out: like q, in q's memory order. lse: (batch, heads, q_len)
 float32 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0.
-dlse: like lse, or None where nothing depends on lse. drel_bias: like terms.rel_bias, None unless that is learned. Arguments
-are checked before a back end sees them.
+dlse: like lse, or None where nothing depends on lse. A fourth gradient, like terms.rel_bias, follows where that is learned.
+Arguments are checked before a back end sees them.
 
 decode: the queries are the last of each sequence, mask is square and covers the cache's capacity. kv_lens: (batch,) int32,
 how many keys of each sequence exist, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
 (pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a later key than its own.
-``decode_attention`` of ``decode.py`` says the rest.
+``attention_decode`` of ``decode.py`` says the rest.
 """
 
 from __future__ import annotations

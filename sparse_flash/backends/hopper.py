@@ -78,7 +78,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, deterministic)
-    return *map(portable.restored, grads, ready, (q, k, v)), None
+    return tuple(map(portable.restored, grads, ready, (q, k, v)))
 
 
 decode = portable.decode

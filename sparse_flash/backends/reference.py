@@ -38,16 +38,16 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     if dlse is not None:
         delta = delta - dlse
     dbiased = matrix.probabilities * (dprobabilities - delta) * matrix.outer
-    drel_bias = None
-    if terms is not None and terms.learned:
-        drel_bias = torch.zeros_like(terms.rel_bias, dtype=torch.float64)
-        add_bias_gradient(drel_bias, terms, dbiased, matrix.pairs)
-        drel_bias = drel_bias.to(terms.rel_bias.dtype)
     dproducts = dbiased * matrix.inner * scale
     grads = dproducts @ matrix.keys, dproducts.mT @ matrix.queries, matrix.weights.mT @ dout
     # The gradient of a key head is the sum over the query heads that share it.
     sums = [grads[0], *(grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads[1:])]
-    return *(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True)), drel_bias
+    results = tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
+    if terms is None or not terms.learned:
+        return results
+    drel_bias = torch.zeros_like(terms.rel_bias, dtype=torch.float64)
+    add_bias_gradient(drel_bias, terms, dbiased, matrix.pairs)
+    return *results, drel_bias.to(terms.rel_bias.dtype)
 
 
 class _Matrix:

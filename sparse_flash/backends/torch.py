@@ -55,7 +55,7 @@ def forward(q, k, v, mask, scale, terms):
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
-    """(dq, dk, dv, drel_bias). See the package's docstring."""
+    """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
     drel_bias = None
     if terms is not None:
         q, dout = (cleared(t, terms.q_starts, terms.q_lens) for t in (q, dout))
@@ -82,7 +82,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
                 # A part has each key head once, so that this adds in a fixed order.
                 grad[part.units] += x
     dk, dv = (grad.flatten(1, 2)[:, : k.shape[2]].unflatten(0, k.shape[:2]) for grad in grads[1:])
-    return _like(q, grads[0]), _like(k, dk), _like(v, dv), drel_bias
+    grads = _like(q, grads[0]), _like(k, dk), _like(v, dv)
+    return grads if drel_bias is None else (*grads, drel_bias)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

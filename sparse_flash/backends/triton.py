@@ -84,8 +84,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
 
     dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
     with current_device(q.device):
-        *grads, drel_bias = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)
-    return *map(restored, grads, ready, (q, k, v)), drel_bias
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)
+    return *map(restored, grads[:3], ready, (q, k, v)), *grads[3:]
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

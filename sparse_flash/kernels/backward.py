@@ -409,7 +409,7 @@ def grad_kv_kernel(
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v, and drel_bias like terms.rel_bias, None unless it is learned. dlse may be None.
+    """dq, dk, dv like q, k, v, and the gradient of terms.rel_bias where that is learned. dlse may be None.
 
     The others: unbroken rows, base and strides multiples of 16 bytes.
     """
@@ -476,4 +476,4 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
     options = launch_options(config, given, switches, dim, backward=True)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
-    return dq, dk, dv, drel_bias
+    return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)
