@@ -76,8 +76,6 @@ def attention(
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     q, k, v = autocast(q, k, v)
-    check_tensors(q, k, v)
-    scale = checked_scale(scale, q.shape[3])
     given, terms = mask, None
     if (
         dropout_p
@@ -85,6 +83,7 @@ def attention(
         or score_params
         or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
     ):
+        check_tensors(q, k, v)
         terms = terms_of(
             q,
             k,
@@ -100,30 +99,55 @@ def attention(
             score_params=score_params,
         )
     if sinks is not None:
+        check_tensors(q, k, v)
         check_sinks(sinks, q)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, BlockMask):
+        check_tensors(q, k, v)
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
-        mask = mask if isinstance(mask, BlockMask) else _compiled(mask, q.shape[2], k.shape[2], q.device)
-        _check_mask(mask, q, k)
-        mask = mask.wider if q.is_cuda and mask.wider is not None else mask
-        mask = None if mask.keeps_all else mask
-    call = backends.Call.of(
-        q,
-        k,
-        None if mask is None else mask.block_size,
-        terms,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-    )
-    name = backends.choose(backend, call)
+        mask = _compiled(mask, q.shape[2], k.shape[2], q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    walked = mask.wider if mask is not None and mask.wider is not None and q.is_cuda else mask
+    walked = None if walked is None or walked.keeps_all else walked
+    name = _settled(q, k, v, mask, walked, terms, deterministic, backend)
+    scale = checked_scale(scale, q.shape[3])
     watched = terms is None and watch.looked_at()
     if watched:
         q, k, v = (t.view_as(t) for t in (q, k, v))
-    out, lse = ops.attention(q, k, v, mask, scale, call.deterministic, name, terms)
+    out, lse = ops.attention(q, k, v, walked, scale, deterministic, name, terms)
     if watched:
         watch.saw(q, k, v, given, scale, out, lse)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, terms)
     return (out, lse) if return_lse else out
+
+
+_SETTLED_MOST = 4096
+_already_settled: dict[tuple, str] = {}
+
+
+def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, deterministic: bool, backend: str) -> str:
+    """The back end of a call, of which all is checked; a plain call like one before takes no second look.
+
+    walked: what of the mask the back end is given.
+    """
+    key = None
+    if terms is None and not torch.compiler.is_compiling():
+        fits = None if mask is None else (mask.fits, walked is None or walked.block_size)
+        shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        key = (*shapes, fits, deterministic, backend)
+        if key in _already_settled:
+            return _already_settled[key]
+    check_tensors(q, k, v)
+    if mask is not None:
+        _check_mask(mask, q, k)
+    block_size = None if walked is None else walked.block_size
+    name = backends.choose(backend, backends.Call.of(q, k, block_size, terms, deterministic=deterministic))
+    if key is not None:
+        if len(_already_settled) >= _SETTLED_MOST:
+            _already_settled.clear()
+        _already_settled[key] = name
+    return name
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

@@ -303,6 +303,11 @@ class BlockMask:
         return self.q_len, self.kv_len, self.block_size
 
     @cached_property
+    def fits(self) -> tuple:
+        """All that says which q and k the mask is for."""
+        return *self._shape_key, *self.mask_index.shape, self.device
+
+    @cached_property
     def _digest(self) -> bytes:
         """Equal for equal masks on the CPU (compiled tables are canonical)."""
         digest = hashlib.sha256(repr(self._shape_key).encode())

@@ -1,6 +1,7 @@
 """Settings of all tests. Property tests draw anew each time; a failure prints the lines that repeat it."""
 
 import os
+import sys
 
 # One thread for each test process, unless asked for more: tests are small, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,14 @@ if not torch.cuda.is_available():
 # The first call of anything loads scipy, torch or a compiled kernel, so time limits would fail by chance.
 settings.register_profile("sparse_flash", deadline=None, print_blob=True)
 settings.load_profile("sparse_flash")
+
+
+@pytest.fixture(autouse=True)
+def unsettled():
+    """A test that changes what back ends there are, or what they can do, is asked about no call before it."""
+    call = sys.modules.get("sparse_flash.attention")
+    if call is not None:
+        call._already_settled.clear()
 
 
 @pytest.fixture(scope="module")
