@@ -6,7 +6,6 @@ import hashlib
 import operator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, singledispatch
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,52 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
+from .listing import Listing, chosen, counted, listing_of, table_of_all
+from .table import WORK_FIELDS, Entries, Table, at_least_two, table_of, with_work
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 _CACHED_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
-WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
-PART_FIELDS = 4
-
-# A row comes in parts if it has more blocks than this, more than so many times the mean, and more than this share of all: one
-# program would still be at it when the others are done, unless there are many more heads than most models have. The parts are
-# of about so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
-_HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
-_PART_BLOCKS, _PART_RATIO = 32, 2
-
-
-class Entries(NamedTuple):
-    """The kept blocks of one mask, in any order: rows, cols (blocks) and tile numbers or FULL_TILE, each (entries,) int64."""
-
-    rows: np.ndarray
-    cols: np.ndarray
-    tiles: np.ndarray
-
-
-class Table(NamedTuple):
-    """The kept blocks row by row (or column by column: then read row as column). All int32.
-
-    row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
-    row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
-    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
-    col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
-    tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, items, 8)  all that a program needs to know of a row, in one piece, heaviest first: the row, then
-                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a part of
-                                  a row that is much heavier than others, the same within the part, then its number
-                                  from 1. Items of masks that have fewer than others name a row past the last.
-    parts:     (masks, parts, 4)  rows that come in parts: the row, its first part from 0, how many; then rows of zeros
-
-    ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
-    """
-
-    row_ptr: torch.Tensor
-    row_split: torch.Tensor
-    row_order: torch.Tensor
-    col_idx: torch.Tensor
-    tile_idx: torch.Tensor
-    work: torch.Tensor
-    parts: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +83,7 @@ class BlockMask:
             used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
             rank = np.argsort(np.argsort(first))
             index[segment == kind] = rank[inverse]
-            stacks.append(torch.from_numpy(_at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
+            stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
         keeps_all = len(tiles) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, rows, cols, tiles, pool)
         return cls(
             q_len=grid.q_len,
@@ -132,8 +91,8 @@ class BlockMask:
             block_size=grid.block_size,
             keeps_all=bool(keeps_all),
             mask_index=torch.zeros((1, 1), dtype=torch.int32),
-            by_query=_table(rows, cols, segment, index, grid.q_blocks, grid.kv_blocks),
-            by_key=_table(cols, rows, segment, index, grid.kv_blocks, grid.q_blocks),
+            by_query=table_of(rows, cols, segment, index, grid.q_blocks, grid.kv_blocks),
+            by_key=table_of(cols, rows, segment, index, grid.kv_blocks, grid.q_blocks),
             tile_runs=stacks[0],
             tile_bits=stacks[1],
         )
@@ -180,7 +139,7 @@ class BlockMask:
             raise ValueError(
                 f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^31 - 1; use a larger block_size"
             )
-        by_query, by_key = _chosen(blocks.reshape(batch * heads, -1), listings)
+        by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listings)
         return cls(
             q_len=grid.q_len,
             kv_len=grid.kv_len,
@@ -458,17 +417,17 @@ class BlockMask:
         """
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
-        row = torch.searchsorted(ends, _counted(len(cols), self.device), right=True)
+        row = torch.searchsorted(ends, counted(len(cols), self.device), right=True)
         # Entries past the last that row_ptr names come to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
         kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
-    def _listings(self) -> tuple[_Listing, _Listing]:
+    def _listings(self) -> tuple[Listing, Listing]:
         """The entries of by_query and by_key of one mask, to choose from; made once."""
         known = self.__dict__.get("_listed")
         if known is None:
-            known = _listing(self.by_query, self.grid.kv_blocks, 1), _listing(self.by_key, 1, self.grid.kv_blocks)
+            known = listing_of(self.by_query, self.grid.kv_blocks, 1), listing_of(self.by_key, 1, self.grid.kv_blocks)
             if not is_recorded(self.device):
                 self.__dict__["_listed"] = known
         return known
@@ -594,117 +553,9 @@ def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
     return grid.q_len, grid.kv_len, grid.block_size
 
 
-def _at_least_two(tiles: np.ndarray) -> np.ndarray:
-    # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
-    return np.pad(tiles, [(0, max(0, 2 - len(tiles)))] + [(0, 0)] * (tiles.ndim - 1))
-
-
 def _keeps_all(grid: BlockGrid, rows, cols, tiles, pool: TilePool) -> bool:
     kept = np.append(pool.kept, grid.block_size**2)
     return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
-
-
-def _table(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
-    order = np.argsort((rows * 3 + segment) * n_cols + cols, kind="stable")
-    rows, cols, segment, tile = rows[order], cols[order], segment[order], tile[order]
-    bounds = np.searchsorted(rows * 3 + segment, np.arange(n_rows * 3 + 1))
-    ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
-    heaviest = np.argsort(-np.diff(ptr), kind="stable")
-    arrays = ptr[None], split[None], heaviest[None], _at_least_two(cols), _at_least_two(tile)
-    return _with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
-
-
-def _with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
-    """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
-    items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
-    work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
-    work[..., 0] = row_ptr.shape[1] - 1
-    listed = np.zeros((len(parts), max(2, *map(_count_of_parts, parts)), PART_FIELDS), np.int32)
-    for mask, (rows, heavy) in enumerate(zip(items, parts, strict=True)):
-        work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
-    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
-
-
-def _count_of_parts(parts: np.ndarray) -> int:
-    return int(parts[:, 2].sum())
-
-
-def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The work items and the rows in parts of one mask: see ``Table``."""
-    count = np.diff(ptr).astype(np.int64)
-    mean = count.sum() / max(1, np.count_nonzero(count))
-    heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
-    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(_PART_RATIO * mean))), 1)
-    row = np.repeat(np.arange(len(count)), divisor)
-    first_item = np.cumsum(divisor) - divisor
-    number = np.arange(len(row)) - first_item[row]
-    begin, end = (ptr[row] + count[row] * n // divisor[row] for n in (number, number + 1))
-    part = np.cumsum(heavy[row]) * heavy[row]
-    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, part]
-    items = np.zeros((len(row), WORK_FIELDS), np.int32)
-    items[:, : len(fields)] = np.stack(fields, -1)[np.argsort(begin - end, kind="stable")]
-    first_part = np.cumsum(divisor * heavy) - divisor * heavy
-    parts = np.stack([np.arange(len(count)), first_part, divisor, 0 * divisor], -1)[heavy]
-    return items, parts.astype(np.int32)
-
-
-class _Listing(NamedTuple):
-    """The entries of one mask's table, to choose from at run time. All but ``exists`` are int32.
-
-    block: (n,) which block of the row-major grid each is; the first stands before all entries and for none, and so do those
-    past the last.
-    exists: (n,) bool, whether it is an entry.
-    col_tile: (2, 1, n) col_idx and tile_idx of the table. ptr: (rows + 1,) row_ptr of the table.
-    split: (rows * 2,) row_split of the table. bounds: (rows * 4,) row by row, where it begins, its run tiles begin, its bit
-    tiles begin, it ends.
-    """
-
-    block: torch.Tensor
-    exists: torch.Tensor
-    col_tile: torch.Tensor
-    ptr: torch.Tensor
-    split: torch.Tensor
-    bounds: torch.Tensor
-
-
-def _listing(table: Table, row_stride: int, col_stride: int) -> _Listing:
-    """The entries of a table of one mask, whose (row, col) is block row * row_stride + col * col_stride of the grid."""
-    ptr, split = table.row_ptr[0], table.row_split[0]
-    # So many that what follows col_idx in memory starts on 16 bytes, which kernels are compiled for.
-    past = -(len(table.col_idx) + 1) % 4
-    cols, tiles = (torch.nn.functional.pad(t, (1, past)) for t in (table.col_idx, table.tile_idx))
-    entry = _counted(len(cols), ptr.device) - 1
-    row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
-    exists = (entry >= 0) & (row < len(ptr) - 1)
-    block = torch.where(exists, row * row_stride + cols * col_stride, 0)
-    bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
-    return _Listing(block, exists, torch.stack([cols, tiles])[:, None], ptr, split.flatten(), bounds.flatten())
-
-
-def _chosen(maps: torch.Tensor, listings: tuple[_Listing, _Listing]) -> list[Table]:
-    """The tables of the entries that each map, a row of (masks, blocks) bool, keeps of the listings, by operations whose shapes
-    do not depend on the maps' contents. As the order stays that of the listing, a running count is all that it takes."""
-    masks, listed = len(maps), len(listings[0].block)
-    backwards = torch.arange(masks * listed - 1, -1, -1, device=maps.device).view(masks, listed)
-    parts = torch.zeros((masks, 2, PART_FIELDS), dtype=torch.int32, device=maps.device)
-    tables = []
-    for listing in listings:
-        kept = maps.index_select(1, listing.block) & listing.exists
-        count = kept.view(-1).cumsum(0, dtype=torch.int32).view(masks, listed)
-        # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out.
-        place = count + torch.where(kept, -1, backwards)
-        col_tile = torch.empty((2, masks * listed), dtype=torch.int32, device=maps.device)
-        col_tile[:, place] = listing.col_tile
-        # The count before an entry is that at the one before it, and the first of each mask is none.
-        ptr = count.index_select(1, listing.ptr)
-        split = count.index_select(1, listing.split).view(masks, -1, 2)
-        bounds = count.index_select(1, listing.bounds).view(masks, -1, 4)
-        order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
-        by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
-        order = order.to(torch.int32)
-        work = torch.cat([order[..., None], by_weight, by_weight.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
-        tables.append(Table(ptr, split, order, *col_tile, work, parts))
-    return tables
 
 
 def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
@@ -717,7 +568,7 @@ def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
         tile[-1, -1:] += cut_col > 0
     heights = [size, cut_row or size, cut_row or size]
     widths = [cut_col or size, size, cut_col or size]
-    token = _counted(size, device)
+    token = counted(size, device)
     runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
     return BlockMask(
         q_len=grid.q_len,
@@ -725,33 +576,14 @@ def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
         block_size=size,
         keeps_all=True,
         mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        by_query=_table_of_all(tile, cut_row > 0, cut_col > 0),
-        by_key=_table_of_all(tile.T, cut_col > 0, cut_row > 0),
+        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
+        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
         tile_runs=torch.stack(runs),
         tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
     )
 
 
 _cached_of_all_blocks = lru_cache(maxsize=16)(_of_all_blocks)
-
-
-def _table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:
-    """All blocks row by row. Cut ones are the last of their row, or all of the last row, so that they follow the full ones."""
-    rows, cols = tile.shape
-    ptr = _counted(rows + 1, tile.device) * cols
-    runs = ptr[1:] - int(cut_col)
-    if cut_row:
-        runs[-1] = ptr[-2]
-    order = _counted(rows, tile.device)
-    col_idx = _counted(cols, tile.device).repeat(rows)
-    work = torch.stack([order, ptr[:-1], runs, ptr[1:], ptr[1:], *[torch.zeros_like(order)] * (WORK_FIELDS - 5)], -1)
-    split = torch.stack([runs, ptr[1:]], -1)
-    parts = ptr.new_zeros((1, 2, PART_FIELDS))
-    return Table(ptr[None], split[None], order[None], col_idx, tile.reshape(-1), work[None], parts)
-
-
-def _counted(stop: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(stop, dtype=torch.int32, device=device)
 
 
 def is_recorded(device: torch.device) -> bool:
@@ -767,7 +599,7 @@ def _join(masks: list[BlockMask]) -> BlockMask:
     for kind in range(2):
         stacked = torch.cat([m.tiles[kind] for m in masks])
         pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
-        pools.append(torch.from_numpy(_at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
+        pools.append(torch.from_numpy(at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
         index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
     tables = []
     for name in ("by_query", "by_key"):
@@ -785,8 +617,8 @@ def _join(masks: list[BlockMask]) -> BlockMask:
             parts.append((ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
             base += count
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[3:] = [torch.from_numpy(_at_least_two(t.numpy())) for t in joined[3:]]
-        tables.append(_with_work(*joined))
+        joined[3:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[3:]]
+        tables.append(with_work(*joined))
     return replace(
         masks[0],
         keeps_all=all(m.keeps_all for m in masks),

@@ -14,10 +14,11 @@ from functools import reduce
 import numpy as np
 import scipy.sparse
 
-from .block_mask import BlockMask, Entries, as_block_mask
+from .block_mask import BlockMask, as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from .rules import BEYOND
+from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time

@@ -19,9 +19,10 @@ import torch
 
 from . import moves
 from .backends import triton as portable
-from .block_mask import PART_FIELDS, WORK_FIELDS, BlockMask, Entries, Table, as_block_mask
+from .block_mask import BlockMask, as_block_mask
 from .grid import BlockGrid
 from .ops import nothing_looks_on
+from .table import PART_FIELDS, WORK_FIELDS, Entries, Table
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 BLOCK = 128

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import sparse_flash as sf
-from sparse_flash import backends, block_mask
+from sparse_flash import backends, table
 from sparse_flash.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
@@ -48,7 +48,7 @@ def heavy_rows_in_parts():
     limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_HEAVY_SHARE": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
-            patch.setattr(block_mask, name, limit)
+            patch.setattr(table, name, limit)
         yield
 
 

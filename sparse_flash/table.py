@@ -1,0 +1,102 @@
+"""The lookup table: kept blocks row by row, and the work items that programs take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
+PART_FIELDS = 4
+
+# A row comes in parts if it has more blocks than this, more than so many times the mean, and more than this share of all: one
+# program would still be at it when the others are done, unless there are many more heads than most models have. The parts are
+# of about so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
+_HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
+_PART_BLOCKS, _PART_RATIO = 32, 2
+
+
+class Entries(NamedTuple):
+    """The kept blocks of one mask, in any order: rows, cols (blocks) and tile numbers or FULL_TILE, each (entries,) int64."""
+
+    rows: np.ndarray
+    cols: np.ndarray
+    tiles: np.ndarray
+
+
+class Table(NamedTuple):
+    """The kept blocks row by row (or column by column: then read row as column). All int32.
+
+    row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
+    row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
+    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
+    col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
+    tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
+    work:      (masks, items, 8)  all that a program needs to know of a row, in one piece, heaviest first: the row, then
+                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a part of
+                                  a row that is much heavier than others, the same within the part, then its number
+                                  from 1. Items of masks that have fewer than others name a row past the last.
+    parts:     (masks, parts, 4)  rows that come in parts: the row, its first part from 0, how many; then rows of zeros
+
+    ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
+    """
+
+    row_ptr: torch.Tensor
+    row_split: torch.Tensor
+    row_order: torch.Tensor
+    col_idx: torch.Tensor
+    tile_idx: torch.Tensor
+    work: torch.Tensor
+    parts: torch.Tensor
+
+
+def table_of(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
+    """The table of one mask's entries, (entries,) each, in any order. segment: 0 full, 1 run tile, 2 bit tile. tile: its number
+    among those of its kind."""
+    order = np.argsort((rows * 3 + segment) * n_cols + cols, kind="stable")
+    rows, cols, segment, tile = rows[order], cols[order], segment[order], tile[order]
+    bounds = np.searchsorted(rows * 3 + segment, np.arange(n_rows * 3 + 1))
+    ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
+    heaviest = np.argsort(-np.diff(ptr), kind="stable")
+    arrays = ptr[None], split[None], heaviest[None], at_least_two(cols), at_least_two(tile)
+    return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+
+
+def with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
+    """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
+    items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
+    work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
+    work[..., 0] = row_ptr.shape[1] - 1
+    listed = np.zeros((len(parts), max(2, *map(_count_of_parts, parts)), PART_FIELDS), np.int32)
+    for mask, (rows, heavy) in enumerate(zip(items, parts, strict=True)):
+        work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
+    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
+
+
+def _count_of_parts(parts: np.ndarray) -> int:
+    return int(parts[:, 2].sum())
+
+
+def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The work items and the rows in parts of one mask: see ``Table``."""
+    count = np.diff(ptr).astype(np.int64)
+    mean = count.sum() / max(1, np.count_nonzero(count))
+    heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
+    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(_PART_RATIO * mean))), 1)
+    row = np.repeat(np.arange(len(count)), divisor)
+    first_item = np.cumsum(divisor) - divisor
+    number = np.arange(len(row)) - first_item[row]
+    begin, end = (ptr[row] + count[row] * n // divisor[row] for n in (number, number + 1))
+    part = np.cumsum(heavy[row]) * heavy[row]
+    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, part]
+    items = np.zeros((len(row), WORK_FIELDS), np.int32)
+    items[:, : len(fields)] = np.stack(fields, -1)[np.argsort(begin - end, kind="stable")]
+    first_part = np.cumsum(divisor * heavy) - divisor * heavy
+    parts = np.stack([np.arange(len(count)), first_part, divisor, 0 * divisor], -1)[heavy]
+    return items, parts.astype(np.int32)
+
+
+def at_least_two(tiles: np.ndarray) -> np.ndarray:
+    # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
+    return np.pad(tiles, [(0, max(0, 2 - len(tiles)))] + [(0, 0)] * (tiles.ndim - 1))
