@@ -53,7 +53,7 @@ def chosen(maps: torch.Tensor, listings: tuple[Listing, Listing]) -> list[Table]
         kept = maps.index_select(1, listing.block) & listing.exists
         count = kept.view(-1).cumsum(0, dtype=torch.int32).view(masks, listed)
         # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out.
-        place = count + torch.where(kept, -1, backwards)
+        place = count + backwards.masked_fill(kept, -1)
         col_tile = torch.empty((2, masks * listed), dtype=torch.int32, device=maps.device)
         col_tile[:, place] = listing.col_tile
         # The count before an entry is that at the one before it, and the first of each mask is none.
