@@ -1,4 +1,5 @@
-"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis.
+"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis. For patterns that
+``runs.py`` does not take.
 
 Each document starts with a block of its own, so that the table of one long document, compiled once, holds the tables of all of
 them: a shorter one keeps the entries of its first rows and columns. Only its last block of keys, where its end cuts it, has

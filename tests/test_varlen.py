@@ -53,6 +53,9 @@ SINGLE_RUNS = {
 }
 
 
+BOTH_WAYS = parametrize("mask", ["causal & local(50)", "causal & (local(50) | sinks(3))"], ids=["in place", "moved"])
+
+
 def bounds(lengths) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
 
@@ -204,22 +207,24 @@ def test_long_documents_are_right_on_a_gpu(backend, name):
     check(backend, PATTERNS[name], lengths, lengths[::-1], heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
 
-def test_any_memory_order_will_do():
+@BOTH_WAYS
+def test_any_memory_order_will_do(mask):
     projected = torch.randn(150, 3, 2, 16, device=DEVICE, requires_grad=True)
     starts = cu_seqlens((100, 50))
-    out = sf.attention_varlen(*projected.unbind(1), starts, mask="causal")
-    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask="causal")
+    out = sf.attention_varlen(*projected.unbind(1), starts, mask=mask)
+    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask=mask)
     assert torch.equal(out, plain) and out.is_contiguous()
     grads = [torch.autograd.grad(o.square().sum(), projected)[0] for o in (out, plain)]
     torch.testing.assert_close(*grads)
 
 
-def test_maxima_bound_the_table_and_change_no_result():
+@BOTH_WAYS
+def test_maxima_bound_the_table_and_change_no_result(mask):
     q, k, v = (torch.randn(700, 1, 16, device=DEVICE) for _ in range(3))
     starts = cu_seqlens((200, 300, 100))
-    wanted = sf.attention_varlen(q, k, v, starts, mask="causal")
+    wanted = sf.attention_varlen(q, k, v, starts, mask=mask)
     for options in ({"max_seqlen_q": 300}, {"max_seqlen_q": 300, "max_seqlen_k": 10_000}, {"max_seqlen_k": 384}):
-        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask="causal", **options), wanted)
+        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask=mask, **options), wanted)
 
 
 def test_new_lengths_compile_no_new_table():
@@ -371,12 +376,13 @@ def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_fi
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
+@BOTH_WAYS
+def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph(mask):
     q, k, v = (torch.randn(2000, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     starts = cu_seqlens((700, 900, 400))
 
     def step():
-        out, lse = sf.attention_varlen(q, k, v, starts, mask="causal & local(300)", return_lse=True)
+        out, lse = sf.attention_varlen(q, k, v, starts, mask=mask, return_lse=True)
         return [out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))]
 
     step()
@@ -399,12 +405,13 @@ def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
         torch.testing.assert_close(captured, step())
 
 
-def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation():
+@BOTH_WAYS
+def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation(mask):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(q, k, v, starts):
-        return sf.attention_varlen(q, k, v, starts, mask="causal & local(50)", return_lse=True)
+        return sf.attention_varlen(q, k, v, starts, mask=mask, return_lse=True)
 
     def outcome(function, starts):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
