@@ -1,4 +1,5 @@
-"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis.
+"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis. For patterns that
+``runs.py`` does not take.
 
 Each document starts with a block of its own, so that the table of one long document, compiled once, holds the tables of all of
 them: a shorter one keeps the entries of its first rows and columns. Only its last block of keys, where its end cuts it, has
@@ -10,7 +11,7 @@ On a GPU nothing waits for the host, and shapes depend on the numbers of tokens 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import index
 from typing import NamedTuple
 
@@ -97,8 +98,8 @@ def _split(tensors: list[torch.Tensor]):
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a _Plan, the tensors of the long document's mask and the parts of a table that has none)."""
     # Powers of two, so that few lengths are compiled.
-    k_height, before = (_power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    document = _long_document(pattern, k_height, 0 if same else before, device)
+    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    document = long_document(pattern, k_height, 0 if same else before, device)
     q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
     k_blocks = _most_blocks(k_tokens, documents)
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
@@ -109,7 +110,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
 _planned._dynamo_marked_constant = True  # see attention.py
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -118,20 +119,24 @@ def _most_blocks(tokens: int, documents: int, skipped: int = 0) -> int:
     return max(1, (tokens + min(documents, tokens) * (BLOCK - 1 + skipped)) // BLOCK)
 
 
-class _LongDocument:
+class LongDocument:
     """The table of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key."""
 
     def __init__(self, pattern, k_blocks: int, before: int, device):
-        mask = as_block_mask(pattern, q_len=(before + k_blocks) * BLOCK, kv_len=k_blocks * BLOCK, block_size=BLOCK)
-        rows, cols, kinds, _ = mask.entries()
+        self.mask = as_block_mask(pattern, q_len=(before + k_blocks) * BLOCK, kv_len=k_blocks * BLOCK, block_size=BLOCK)
+        self.before = before
+        self._device = device
+        rows, cols, kinds, _ = self.mask.entries()
         # Of the entries of the first n rows and columns, how many there are for each of n.
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=k_blocks)[:k_blocks])
         self._densest = np.maximum.accumulate(entries / np.arange(1, k_blocks + 1))
         self._heaviest = [int(np.bincount(line, minlength=1).max()) for line in (rows, cols)]
-        self.before = before
         self.has_bits = bool((kinds == 2).any())
-        no_parts = torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
-        self.tables = [*mask.to(device).tensors(), no_parts]
+
+    @cached_property
+    def tables(self) -> list[torch.Tensor]:
+        """The mask's tensors on the device, and the parts of a table that has none."""
+        return [*self.mask.to(self._device).tensors(), no_parts(self._device)]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
@@ -141,8 +146,13 @@ class _LongDocument:
 
 
 @lru_cache(maxsize=64)
-def _long_document(pattern, k_blocks, before, device) -> _LongDocument:
-    return _LongDocument(pattern, k_blocks, before, device)
+def long_document(pattern, k_blocks, before, device) -> LongDocument:
+    return LongDocument(pattern, k_blocks, before, device)
+
+
+def no_parts(device) -> torch.Tensor:
+    """``parts`` of a table whose rows all come whole."""
+    return torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
@@ -155,11 +165,16 @@ def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Te
 def _pack_operator(
     tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:
-    known, results = set(map(id, tables)), []
-    for tensor in _pack(tables, q_starts, k_starts, plan):
-        results.append(tensor.clone() if id(tensor) in known else tensor)  # an operator's results are its own
+    return own_tensors(_pack(tables, q_starts, k_starts, plan), tables)
+
+
+def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``results``, as an operator's must be: each a tensor of its own, and none of those given."""
+    known, own = set(map(id, given)), []
+    for tensor in results:
+        own.append(tensor.clone() if id(tensor) in known else tensor)
         known.add(id(tensor))
-    return results
+    return own
 
 
 @_pack_operator.register_fake
@@ -167,26 +182,33 @@ def _(tables, q_starts, k_starts, plan):
     plan, by_kernels = _Plan(*plan), moves.by_kernels(q_starts.device)
 
     def size(known: int) -> int:
-        return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
-
-    def table(rows: int) -> list[tuple]:
-        entries = size(plan.entries)
-        work, parts = (1, size(rows), WORK_FIELDS), (1, size(2), PART_FIELDS)
-        return [(1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,), work, parts]
+        return fake_size(known, by_kernels)
 
     runs, bits = (t.shape for t in tables[-3:-1])
     shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
-    shapes += table(plan.q_blocks) + table(plan.k_blocks)
+    shapes += fake_table(plan.q_blocks, plan.entries, by_kernels) + fake_table(plan.k_blocks, plan.entries, by_kernels)
     shapes.append((size(runs[0] + plan.q_blocks), *runs[1:]))
     shapes.append((size(bits[0] + plan.q_blocks * plan.has_bits), *bits[1:]))
     return [tables[0].new_empty(shape) for shape in shapes]
+
+
+def fake_size(known: int, by_kernels: bool) -> int:
+    """A length that kernels make the room of, and that depends on the documents otherwise."""
+    return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
+
+
+def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
+    """The shapes of a ``Table`` of one mask."""
+    col_idx, tile_idx, items, parts = (fake_size(known, by_kernels) for known in (entries, entries, rows, 2))
+    work = [(1, items, WORK_FIELDS), (1, parts, PART_FIELDS)]
+    return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
 def _on_device(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
     """``_pack`` by kernels."""
     from .kernels.packed import fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles, no_parts = _long_tables(tables)
+    mask_index, by_query, by_key, tiles, parts = _long_tables(tables)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
     with portable.current_device(q_starts.device):
@@ -197,7 +219,7 @@ def _on_device(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
             filled += fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query)
-            filled.append(no_parts)
+            filled.append(parts)
     return [*axes[0], *axes[1], mask_index, *filled, *roomy]
 
 
@@ -220,8 +242,8 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
 
 def _on_host(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
     """``_pack`` by NumPy: the definition of what the kernels do."""
-    q_start, q_len = _documents(q_starts, plan.q_tokens, plan.q_longest)
-    k_start, k_len = (q_start, q_len) if plan.same else _documents(k_starts, plan.k_tokens, plan.k_longest)
+    q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
+    k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
     q_blocks, k_blocks = -(-(skipped + q_len) // BLOCK), -(-k_len // BLOCK)
     q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
@@ -237,7 +259,7 @@ def _on_host(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
     return [*q_axis, *k_axis, *mask.tensors()]
 
 
-def _documents(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """(first token, tokens) of each document, made such that they neither overlap nor leave the tokens."""
     bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
     return bounds[:-1], np.minimum(np.diff(bounds), longest)

@@ -11,6 +11,7 @@ from .block_mask import BlockMask
 from .moves import take_rows
 from .packing import Axis, Side, pack
 from .pattern import Pattern
+from .runs import mask_in_place
 
 
 def attention_varlen(
@@ -32,8 +33,9 @@ def attention_varlen(
 
     q: (tokens, heads, head_dim). k, v: (tokens_k, kv_heads, head_dim); kv_heads divides heads. Of one dtype and device.
     cu_seqlens_q: (documents + 1,) int32 or int64 on q's device, where each document starts, from 0, and where the last one
-    ends. Tokens past that end are of no document. cu_seqlens_k: the same for k and v, or None where it is cu_seqlens_q. Where a
-    document has not as many queries as keys, its last query has the position of its last key.
+    ends. Tokens past that end are of no document, and change nothing as long as they, their products and the gradients that
+    come back for them are finite. cu_seqlens_k: the same for k and v, or None where it is cu_seqlens_q. Where a document has
+    not as many queries as keys, its last query has the position of its last key.
     mask: a Pattern or its spec text, of rules that speak of positions; None for all pairs within a document.
     max_seqlen_q, max_seqlen_k: no document is longer; the token counts by default. They bound the table that is compiled, once
     for each power of two of 128-token blocks, and the memory of the table that is made from it at each call.
@@ -46,6 +48,11 @@ def attention_varlen(
     it once before capturing one, as the first call compiles). So they cannot be checked there: where cu_seqlens fall or end past
     the tokens, they are cut to what makes sense, and of a document longer than the maximum only the first tokens are used. On a
     CPU both raise ValueError, as do arguments that do not fit together anywhere; wrong types raise TypeError.
+
+    Where each query keeps one run of keys, and runs ascend (causal, local, prefix, full and what they have in common), documents
+    are attended to where they lie, in blocks that neighbours may share: a weight of 0 is multiplied by what is masked there, so
+    infinities and NaN in one, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of
+    their own and back, which takes a copy of q, k, v and the results.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
@@ -68,9 +75,16 @@ def attention_varlen(
         queries = keys
 
     q, k, v = autocast(q, k, v)
+    options = {"scale": scale, "return_lse": return_lse, "deterministic": deterministic, "backend": backend}
+    in_place = mask_in_place(mask, queries, None if same else keys)
+    if in_place is not None:
+        results = attention(*(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)), in_place, **options)
+        out, *lse = results if return_lse else (results,)
+        out = out.squeeze(0).transpose(0, 1)
+        return (out, lse[0].squeeze(0)) if return_lse else out
     packed = pack(mask, queries, None if same else keys)
     q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-    results = attention(q, k, v, packed.mask, scale=scale, return_lse=return_lse, deterministic=deterministic, backend=backend)
+    results = attention(q, k, v, packed.mask, **options)
     if not return_lse:
         return _off_blocks(results, packed.queries, 0.0)
     out, lse = results

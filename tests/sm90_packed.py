@@ -6,11 +6,11 @@ import triton
 from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
-from sparse_flash.kernels import packed
+from sparse_flash.kernels import packed, runs
 
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
 SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
-SCALARS |= {"q_tokens", "k_tokens", "q_longest", "k_longest"}
+SCALARS |= {"k_rows", "lines", "q_tokens", "k_tokens", "q_longest", "k_longest"}
 
 
 def report(kernel, warps: int, **constants) -> None:
@@ -36,3 +36,6 @@ if __name__ == "__main__":
         report(packed.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
     report(packed.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
     report(packed.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
+    report(runs.find_spans_kernel, 4, BLOCK=128)
+    report(runs.count_spans_kernel, 4, ROWS=512)
+    report(runs.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512)

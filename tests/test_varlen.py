@@ -13,7 +13,7 @@ from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import backends, moves, packing
+from sparse_flash import backends, moves, packing, runs
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -40,6 +40,20 @@ PATTERNS = {
     "random": "random(0.4, block=16)",
     "custom": EveryThird(),
 }
+# Whose queries each keep one run of keys, ascending: documents are attended to where they lie.
+SINGLE_RUNS = {
+    "none": None,
+    "causal": "causal",
+    "local": "local(30)",
+    "window": "causal & local(100)",
+    "prefix": "prefix(70)",
+    "sinks": "causal & sinks(3)",
+    "later": ~sf.causal(),
+    "long documents": "documents((0, 100, 150))",
+}
+
+
+BOTH_WAYS = parametrize("mask", ["causal & local(50)", "causal & (local(50) | sinks(3))"], ids=["in place", "moved"])
 
 
 def bounds(lengths) -> tuple[int, ...]:
@@ -98,10 +112,29 @@ def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(nam
 
 
 @pytest.mark.usefixtures("packer")
+@parametrize("name", ["causal", "window", "dense"])
+def test_documents_moved_onto_blocks_give_the_same(name, monkeypatch):
+    monkeypatch.setattr(runs, "single_runs", lambda mask: None)
+    runs._long_runs.cache_clear()
+    check("torch", PATTERNS[name], EDGES)
+    check("torch", PATTERNS[name], MORE, FEWER, beyond=30)
+    runs._long_runs.cache_clear()
+
+
+@pytest.mark.usefixtures("packer")
+@parametrize("name", SINGLE_RUNS)
+def test_documents_of_single_runs_are_attended_to_where_they_lie(name, monkeypatch):
+    monkeypatch.setattr(moves, "take_rows", None)
+    check("torch", SINGLE_RUNS[name], EDGES)
+    check("torch", SINGLE_RUNS[name], (290, 5), beyond=20)
+
+
+@pytest.mark.usefixtures("packer")
 @parametrize("q_lens, k_lens", [(FEWER, MORE), (MORE, FEWER)], ids=["fewer", "more"])
-@parametrize("name", ["both ways", "random"])
+@parametrize("name", ["both ways", "random", *(f"single run: {name}" for name in SINGLE_RUNS)])
 def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_ends(name, q_lens, k_lens):
-    check("torch", PATTERNS[name], q_lens, k_lens)
+    pattern = SINGLE_RUNS[name[12:]] if name.startswith("single run: ") else PATTERNS[name]
+    check("torch", pattern, q_lens, k_lens)
 
 
 @given(
@@ -123,11 +156,26 @@ def test_tokens_of_no_document_give_zero_and_no_gradient():
     check("torch", None, (0, 20), (5, 0), beyond=150)
 
 
-def test_what_lies_past_the_last_document_is_never_read():
-    leaves = [torch.randn(200, 2, 16, device=DEVICE) for _ in range(3)]
-    for t in leaves:
-        t[150:] = float("nan")
-    q, k, v = (t.requires_grad_() for t in leaves)
+@parametrize("name", ["causal", "both ways"])
+def test_finite_numbers_past_the_last_document_change_nothing(name):
+    outcomes = []
+    for beyond in (0.0, 1e15):
+        generator = torch.Generator().manual_seed(0)
+        leaves = [torch.randn(400, 2, 16, generator=generator).to(DEVICE) for _ in range(3)]
+        for t in leaves:
+            t[150:] = beyond
+        q, k, v = (t.requires_grad_() for t in leaves)
+        out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask=PATTERNS[name])
+        outcomes.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        assert all((t[150:] == 0).all() for t in outcomes[-1])
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+def test_what_lies_in_blocks_past_that_of_the_last_document_is_never_read():
+    q, k, v = (torch.randn(400, 2, 16, device=DEVICE) for _ in range(3))
+    for t in (q, k, v):
+        t[256:] = float("nan")
+        t.requires_grad_()
     out = sf.attention_varlen(q, k, v, cu_seqlens((70, 80)), mask="causal")
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert all(t.isfinite().all() and (t[150:] == 0).all() for t in (out, *grads))
@@ -159,39 +207,41 @@ def test_long_documents_are_right_on_a_gpu(backend, name):
     check(backend, PATTERNS[name], lengths, lengths[::-1], heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
 
-def test_any_memory_order_will_do():
+@BOTH_WAYS
+def test_any_memory_order_will_do(mask):
     projected = torch.randn(150, 3, 2, 16, device=DEVICE, requires_grad=True)
     starts = cu_seqlens((100, 50))
-    out = sf.attention_varlen(*projected.unbind(1), starts, mask="causal")
-    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask="causal")
+    out = sf.attention_varlen(*projected.unbind(1), starts, mask=mask)
+    plain = sf.attention_varlen(*(t.contiguous() for t in projected.unbind(1)), starts, mask=mask)
     assert torch.equal(out, plain) and out.is_contiguous()
     grads = [torch.autograd.grad(o.square().sum(), projected)[0] for o in (out, plain)]
     torch.testing.assert_close(*grads)
 
 
-def test_maxima_bound_the_table_and_change_no_result():
+@BOTH_WAYS
+def test_maxima_bound_the_table_and_change_no_result(mask):
     q, k, v = (torch.randn(700, 1, 16, device=DEVICE) for _ in range(3))
     starts = cu_seqlens((200, 300, 100))
-    wanted = sf.attention_varlen(q, k, v, starts, mask="causal")
+    wanted = sf.attention_varlen(q, k, v, starts, mask=mask)
     for options in ({"max_seqlen_q": 300}, {"max_seqlen_q": 300, "max_seqlen_k": 10_000}, {"max_seqlen_k": 384}):
-        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask="causal", **options), wanted)
+        assert torch.equal(sf.attention_varlen(q, k, v, starts, mask=mask, **options), wanted)
 
 
 def test_new_lengths_compile_no_new_table():
     q, k, v = (torch.randn(600, 1, 16, device=DEVICE) for _ in range(3))
     pattern = sf.causal() & sf.local(17)
     sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=pattern, max_seqlen_q=400)
-    misses = packing._long_document.cache_info().misses
+    misses = packing.long_document.cache_info().misses
     for lengths in ((10, 390, 200), (1, 2, 3), (400, 200)):
         for longest in (400, 512):
             sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=pattern, max_seqlen_q=longest)
-    assert packing._long_document.cache_info().misses == misses
+    assert packing.long_document.cache_info().misses == misses
 
 
 # The tables.
 
 
-def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400)):
+def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=packing.pack):
     if by_kernels and backends.backend("triton").available():
         pytest.skip(backends.backend("triton").available())
     sides = [
@@ -200,7 +250,7 @@ def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 100
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moves, "by_kernels", lambda device: by_kernels)
-        return packing.pack(pattern, *sides)
+        return way(pattern, *sides)
 
 
 STARTS = {
@@ -224,6 +274,58 @@ def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts):
         assert torch.equal(mine, theirs)
     assert torch.equal(device.mask.to_dense(), host.mask.to_dense())
     assert_well_formed(device.mask)
+
+
+@parametrize("name", SINGLE_RUNS)
+@parametrize("starts", STARTS)
+def test_the_table_in_place_by_kernels_equals_that_made_on_the_host(name, starts):
+    pattern = "full" if SINGLE_RUNS[name] is None else SINGLE_RUNS[name]
+    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=runs.mask_in_place) for by_kernels in (False, True))
+    assert torch.equal(device.to_dense(), host.to_dense())
+    assert_well_formed(device)
+    full = [mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in (host, device)]
+    assert torch.equal(*full)  # and no block that is full has a tile
+
+
+@given(
+    pattern=st.sampled_from(sorted(SINGLE_RUNS)),
+    lengths=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), min_size=1, max_size=12),
+    same=st.booleans(),
+    beyond=st.integers(1, 300),
+    slack=st.integers(0, 200),
+)
+@settings(max_examples=30)
+def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
+    q_lens, k_lens = zip(*lengths, strict=True)
+    k_lens = q_lens if same else k_lens
+    tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
+    longest = max(q_lens) + slack, max(k_lens) + slack
+    sides = [packing.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
+    sizes = sides[0][1:] + sides[1][1:]
+    plan, constants = runs._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
+    plan = runs._Plan(*plan)
+    first, stop = runs._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
+    blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
+    touched = full = 0
+    for block in blocks:
+        some = stop[block] > first[block]
+        if some.any():
+            touched += -(-stop[block].max() // 128) - first[block][some].min() // 128
+            if some.all() and len(some) == 128:
+                full += max(0, stop[block].min() // 128 + -first[block].max() // 128)
+    assert touched <= plan.entries and touched - full <= plan.tiles
+
+
+@parametrize(
+    "pattern", ["local(30) | global_tokens(5)", "random(0.4, block=16)", "causal & strided(7, block=1)", "causal | sinks(3)"]
+)
+def test_only_single_runs_that_ascend_are_taken_in_place(pattern):
+    kept = sf.compile_mask(pattern, 512).to_dense().numpy()
+    single = (np.diff(kept.astype(int), prepend=0, axis=1) == 1).sum(1).max() <= 1
+    first, stop = kept.argmax(1), kept.argmax(1) + kept.sum(1)
+    assert (runs.single_runs(sf.compile_mask(pattern, 512)) is not None) == (
+        single and (np.diff(first) >= 0).all() and (np.diff(stop) >= 0).all()
+    )
 
 
 def assert_well_formed(mask):
@@ -274,12 +376,13 @@ def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_fi
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
+@BOTH_WAYS
+def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph(mask):
     q, k, v = (torch.randn(2000, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     starts = cu_seqlens((700, 900, 400))
 
     def step():
-        out, lse = sf.attention_varlen(q, k, v, starts, mask="causal & local(300)", return_lse=True)
+        out, lse = sf.attention_varlen(q, k, v, starts, mask=mask, return_lse=True)
         return [out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))]
 
     step()
@@ -302,12 +405,13 @@ def test_nothing_waits_for_the_device_and_lengths_change_under_a_graph():
         torch.testing.assert_close(captured, step())
 
 
-def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation():
+@BOTH_WAYS
+def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recompilation(mask):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(q, k, v, starts):
-        return sf.attention_varlen(q, k, v, starts, mask="causal & local(50)", return_lse=True)
+        return sf.attention_varlen(q, k, v, starts, mask=mask, return_lse=True)
 
     def outcome(function, starts):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -328,6 +432,8 @@ def test_opcheck_passes():
     # On a GPU the room that a table does not use holds anything.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
     torch.library.opcheck(packing._pack_operator, (tables, starts, starts, plan), **compared)
+    plan, constants = runs._planned("causal", *[300] * 4, True, starts.device)
+    torch.library.opcheck(runs._assemble_operator, (constants, starts, starts, plan), **compared)
     axis = packing.pack("causal", packing.Side(starts, 300, 300), None).queries
     x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
     for heads_first in (True, False):

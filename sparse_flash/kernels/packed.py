@@ -16,10 +16,10 @@ import triton.language as tl
 from .launch import launch
 
 # Fields of a document: token and length of its queries and keys, and the first block of each. A last column holds the ends.
-_Q_START = tl.constexpr(0)
-_Q_LEN = tl.constexpr(1)
-_K_START = tl.constexpr(2)
-_K_LEN = tl.constexpr(3)
+Q_START = tl.constexpr(0)
+Q_LEN = tl.constexpr(1)
+K_START = tl.constexpr(2)
+K_LEN = tl.constexpr(3)
 _Q_FIRST = tl.constexpr(4)
 _K_FIRST = tl.constexpr(5)
 DOCUMENT_FIELDS = 6
@@ -34,7 +34,7 @@ _TOTAL = tl.constexpr(8)
 ROW_FIELDS = 9
 
 _DOCUMENTS_TOGETHER = 1024
-_ROWS_TOGETHER = 512  # more do not fit the registers of one warp
+ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
 @triton.jit
@@ -84,10 +84,10 @@ def lay_out_kernel(
         # Queries start where their position falls in a block.
         q_height = tl.where(q_len > 0, (((k_len - q_len) & (BLOCK - 1)) + q_len + BLOCK - 1) // BLOCK, 0)
         k_height = (k_len + BLOCK - 1) // BLOCK
-        tl.store(out + _Q_START * (documents + 1), q_start, mask=some)
-        tl.store(out + _Q_LEN * (documents + 1), q_len, mask=some)
-        tl.store(out + _K_START * (documents + 1), k_start, mask=some)
-        tl.store(out + _K_LEN * (documents + 1), k_len, mask=some)
+        tl.store(out + Q_START * (documents + 1), q_start, mask=some)
+        tl.store(out + Q_LEN * (documents + 1), q_len, mask=some)
+        tl.store(out + K_START * (documents + 1), k_start, mask=some)
+        tl.store(out + K_LEN * (documents + 1), k_len, mask=some)
         tl.store(out + _Q_FIRST * (documents + 1), q_blocks + tl.cumsum(q_height, 0) - q_height, mask=some)
         tl.store(out + _K_FIRST * (documents + 1), k_blocks + tl.cumsum(k_height, 0) - k_height, mask=some)
         q_blocks += tl.sum(q_height, 0)
@@ -97,7 +97,7 @@ def lay_out_kernel(
 
 
 @triton.jit
-def _first_not_below(index, begin, end, value):
+def first_not_below(index, begin, end, value):
     """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index ascends there."""
     while tl.max(end - begin, 0) > 0:
         unsettled = begin < end
@@ -112,7 +112,7 @@ def _first_not_below(index, begin, end, value):
 def _document_of(firsts, documents, row):
     """The last document whose blocks start at ``row`` or before it: the one that has this block, where any has."""
     lane = tl.arange(0, 2)
-    return tl.max(_first_not_below(firsts, lane * 0, lane * 0 + documents, row + 1), 0) - 1
+    return tl.max(first_not_below(firsts, lane * 0, lane * 0 + documents, row + 1), 0) - 1
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def _blocks_of(layout, documents, document):
     q_blocks = tl.load(line + _Q_FIRST * (documents + 1) + 1) - q_first
     k_first = tl.load(line + _K_FIRST * (documents + 1))
     k_blocks = tl.load(line + _K_FIRST * (documents + 1) + 1) - k_first
-    return q_first, q_blocks, k_first, k_blocks, tl.load(line + _K_LEN * (documents + 1))
+    return q_first, q_blocks, k_first, k_blocks, tl.load(line + K_LEN * (documents + 1))
 
 
 @triton.jit(do_not_specialize=["documents", "rows", "before"])
@@ -169,9 +169,9 @@ def find_rows_kernel(
     runs, bits = tl.load(row_split + line * 2), tl.load(row_split + line * 2 + 1)
     starts = tl.where(lane == 0, begin, tl.where(lane == 1, runs, tl.where(lane == 2, bits, end)))
     stops = tl.where(lane == 0, runs, tl.where(lane == 1, bits, end))
-    stops = _first_not_below(col_idx, starts, stops, most)
+    stops = first_not_below(col_idx, starts, stops, most)
     if not (QUERIES or SAME):
-        starts = _first_not_below(col_idx, starts, stops, least)
+        starts = first_not_below(col_idx, starts, stops, least)
     count = tl.where(inside, stops - starts, 0)
 
     whole = tl.sum(tl.where(lane == 0, count, 0), 0)
@@ -189,7 +189,7 @@ def find_rows_kernel(
     tl.store(records + _TOTAL * rows + row, tl.sum(count, 0))
 
     if QUERIES or not SAME:
-        field = _Q_START if QUERIES else _K_START
+        field = Q_START if QUERIES else K_START
         first_token = tl.load(layout + field * stride + document)
         length = tl.load(layout + (field + 1) * stride + document)
         skipped = (k_len - length) & (BLOCK - 1)
@@ -201,7 +201,7 @@ def find_rows_kernel(
 
 
 @triton.jit
-def _place(totals, row, total, rows, CHUNK: tl.constexpr):
+def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
     """(entries of the block rows above this one, block rows that are heavier, or as heavy and above it)."""
     begin = row * 0
     rank = row * 0
@@ -211,6 +211,20 @@ def _place(totals, row, total, rows, CHUNK: tl.constexpr):
         begin += tl.sum(tl.where(other < row, theirs, 0), 0)
         rank += tl.sum(((theirs > total) | ((theirs == total) & (other < row))).to(tl.int32), 0)
     return begin, rank
+
+
+@triton.jit
+def store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, runs, bits, end):
+    """What a table of one mask says of a row, but for its entries."""
+    tl.store(row_ptr + row, begin)
+    tl.store(row_ptr + rows, end, mask=row == rows - 1)
+    tl.store(row_split + row * 2, runs)
+    tl.store(row_split + row * 2 + 1, bits)
+    tl.store(row_order + rank, row)
+    lane = tl.arange(0, 8)
+    item = tl.where(lane == 0, row, tl.where(lane == 1, begin, tl.where(lane == 2, runs, 0)))
+    item = tl.where(lane == 3, bits, tl.where(lane == 4, end, item))
+    tl.store(work + rank * 8 + lane, item)
 
 
 @triton.jit
@@ -274,17 +288,9 @@ def fill_rows_kernel(
     full_begin = tl.load(records + _BEGIN * rows + row)
     run_begin = tl.load(records + (_BEGIN + 1) * rows + row)
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
-    begin, rank = _place(records + _TOTAL * rows, row, total, rows, ROWS)
+    begin, rank = place_of(records + _TOTAL * rows, row, total, rows, ROWS)
     bits = begin + fulls + runs
-    tl.store(row_ptr + row, begin)
-    tl.store(row_ptr + rows, begin + total, mask=row == rows - 1)
-    tl.store(row_split + row * 2, begin + whole)
-    tl.store(row_split + row * 2 + 1, bits)
-    tl.store(row_order + rank, row)
-    lane = tl.arange(0, 8)
-    item = tl.where(lane == 0, row, tl.where(lane == 1, begin, tl.where(lane == 2, begin + whole, 0)))
-    item = tl.where(lane == 3, bits, tl.where(lane == 4, begin + total, item))
-    tl.store(work + rank * 8 + lane, item)
+    store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, begin + whole, bits, begin + total)
 
     document = tl.load(records + _DOCUMENT * rows + row)
     q_first, q_blocks, k_first, k_blocks, k_len = _blocks_of(layout, documents, document)
@@ -307,7 +313,7 @@ def fill_rows_kernel(
         if cut_begin < cut_end:
             becomes_run = e >= whole
             low = tl.where(becomes_run & some, run_begin, run_end)
-            place += tl.where(becomes_run, _first_not_below(old_col_idx, low, low * 0 + run_end, col) - run_begin, 0)
+            place += tl.where(becomes_run, first_not_below(old_col_idx, low, low * 0 + run_end, col) - run_begin, 0)
             tile = tl.where(becomes_run, run_tiles + (row if QUERIES else col + shift), 0)
         tl.store(col_idx + place, col + shift, mask=some)
         tl.store(tile_idx + place, tile, mask=some)
@@ -320,7 +326,7 @@ def fill_rows_kernel(
         place = begin + whole + e
         if cut_begin < cut_end:
             low = tl.where(some, cut_begin, cut_end)
-            place += _first_not_below(old_col_idx, low, low * 0 + cut_end, col) - cut_begin
+            place += first_not_below(old_col_idx, low, low * 0 + cut_end, col) - cut_begin
         tl.store(col_idx + place, col + shift, mask=some)
         tl.store(tile_idx + place, tile, mask=some)
     bit_count = total - fulls - runs
@@ -401,6 +407,12 @@ def find_rows(layout, table, rows: int, before: int, block: int, maps, queries: 
     return records
 
 
+def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
+    """Room for row_ptr, row_split, row_order, col_idx, tile_idx and work of one mask."""
+    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,), (1, rows, 8)
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
 def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: int, block: int, queries: bool):
     """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of one mask; ``queries`` also writes the cut tiles.
 
@@ -408,12 +420,10 @@ def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: in
     for so many.
     """
     rows, device = records.shape[1], layout.device
-    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (1, rows, 8)
-    row_ptr, row_split, row_order, work = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-    col_idx, tile_idx = (torch.empty(entries, dtype=torch.int32, device=device) for _ in range(2))
+    row_ptr, row_split, row_order, col_idx, tile_idx, work = empty_table(rows, entries, device)
     arguments = [layout, records, row_ptr, row_split, row_order, work, table.col_idx, table.tile_idx, col_idx, tile_idx]
     arguments += [*tiles, *new_tiles, layout.shape[1] - 1, rows, before, *map(len, tiles)]
-    constants = {"BLOCK": block, "CHUNK": 128, "ROWS": _ROWS_TOGETHER, "QUERIES": queries}
+    constants = {"BLOCK": block, "CHUNK": 128, "ROWS": ROWS_TOGETHER, "QUERIES": queries}
     launch(fill_rows_kernel, (rows, 1), arguments, constants, {"num_warps": 1})
     return row_ptr, row_split, row_order, col_idx, tile_idx, work
 
