@@ -74,7 +74,4 @@ def launch_options(config: Config, given: KernelTerms, switches: dict, dim: int,
     if given is NO_TERMS:
         return config.options
     biased, dropped = given.rel_bias is not None, given.seed is not None
-    fewer = biased + (dropped and (biased or dim > 128))
-    crowded = backward and (dropped or switches["SCORED"]) and config.tile_m * config.tile_n >= 64 * 64
-    warps = max(8, config.num_warps) if crowded else config.num_warps
-    return {"num_warps": warps, "num_stages": max(1, config.num_stages - fewer)}
+    return config.options
