@@ -91,9 +91,7 @@ def _walk_keys(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
             first_q = first_query + (kv_len - q_len)
-            changed = scored(
-                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False
-            )
+            changed = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
             weights = tl.math.exp2(changed - lse[:, None])
         else:
             weights = tl.math.exp2(scores * score_scale - lse[:, None])
@@ -297,9 +295,7 @@ def _walk_queries(
                 # Either may drop all of a query's pairs: their weights are then 0, not NaN.
                 lse = tl.where(lse == -float("inf"), float("inf"), lse)
             first_q = position + (kv_len - q_len)
-            changed = scored(
-                scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True
-            )
+            changed = scored(scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True)
             weights = tl.math.exp2(changed - (lse * LOG2_E)[None, :])
         else:
             weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])

@@ -96,9 +96,7 @@ def kept_pairs(
 
 
 @triton.jit
-def of_kept_pairs(
-    values, otherwise, kind, table, entry, q_in_block, kv_in_block, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr
-):
+def of_kept_pairs(values, otherwise, kind, table, entry, q_in_block, kv_in_block, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """values, and ``otherwise`` where a step of a cut entry, of any kind, does not keep a pair."""
     if SPARSE:
         if kind == RUNS:

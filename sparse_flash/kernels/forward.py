@@ -76,9 +76,7 @@ def _walk(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
             first_q = first_query + (kv_len - q_len)
-            scores = scored(
-                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False
-            )
+            scores = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
         if KIND == FULL and not SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])
@@ -90,9 +88,7 @@ def _walk(
                 kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
                 left = (q_len - row_start, kv_len - block_start)
                 if KIND != CUT:
-                    kept = kept_pairs(
-                        table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND
-                    )
+                    kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             if not SCORED:
                 scores *= score_scale
             if KIND == CUT:

@@ -114,9 +114,7 @@ def scored(
     """Scores in base 2. score_scale: scale * log2(e). line: batch * heads + head. first_q, first_k: positions of the first
     query and key of the tile, of TILE_M queries and TILE_N keys."""
     NATURAL: tl.constexpr = SCORE is not None
-    scores = _before_function(
-        products, score_scale, head, line, first_q, first_k, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY
-    )
+    scores = _before_function(products, score_scale, head, line, first_q, first_k, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY)
     if SCORE is not None:
         q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
         scores = SCORE(scores, batch, head, q_pos, k_pos, terms.params) * LOG2_E
@@ -142,9 +140,7 @@ def times_derivative_of_function(
 ):
     """values times the derivative of scores by biased products, for the arguments of ``scored``."""
     if DERIVATIVE is not None:
-        biased = _before_function(
-            products, score_scale, head, line, first_q, first_k, terms, REACH, True, TILE_M, TILE_N, BY_KEY
-        )
+        biased = _before_function(products, score_scale, head, line, first_q, first_k, terms, REACH, True, TILE_M, TILE_N, BY_KEY)
         q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
         values *= DERIVATIVE(biased, batch, head, q_pos, k_pos, terms.params)
     return values
