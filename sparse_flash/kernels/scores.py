@@ -33,34 +33,34 @@ def _beyond_reach(first_distance, REACH: tl.constexpr, TILE_M: tl.constexpr, TIL
 @triton.jit
 def _biased(
     scores,
-    unit,
     head,
     line,
     first_q,
     first_k,
     terms,
+    UNIT: tl.constexpr,
     REACH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """scores: in units of 1 / unit, as the result."""
+    """scores: times UNIT, as the result."""
     first_distance = first_k - first_q
     if terms.alibi_slopes is not None:
         # A conversion of each distance would take as long as its exponential: rows and columns are converted, and one added.
         keys = _column(first_distance, TILE_N, BY_KEY).to(tl.float32)
         distance = keys - _column(0, TILE_M, not BY_KEY).to(tl.float32)
-        scores -= (tl.load(terms.alibi_slopes + line) * unit) * tl.abs(distance)
+        scores -= (tl.load(terms.alibi_slopes + line) * UNIT) * tl.abs(distance)
     if terms.rel_bias is not None:
         biases = terms.rel_bias + head * (2 * REACH + 1) + REACH
         if _beyond_reach(first_distance, REACH, TILE_M, TILE_N):
-            scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * unit
+            scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * UNIT
         else:
             # The tile has TILE_M + TILE_N - 1 distances: loaded once each, and spread. Loaded for each pair, they would also
             # choose the layout of the scores, which then pass through shared memory in every step.
             STRIP: tl.constexpr = 2 * max(TILE_M, TILE_N)
-            distance = first_distance - (TILE_M - 1) + tl.arange(0, STRIP)
-            strip = tl.load(biases + tl.minimum(tl.maximum(distance, -REACH), REACH)) * unit
+            number = first_distance - (TILE_M - 1) + tl.arange(0, STRIP)
+            strip = tl.load(biases + tl.minimum(tl.maximum(number, -REACH), REACH)) * UNIT
             pair = tl.arange(0, TILE_M * TILE_N)
             if BY_KEY:
                 spread = tl.gather(strip, pair // TILE_M - pair % TILE_M + (TILE_M - 1), 0)
@@ -87,12 +87,12 @@ def _before_function(
     BY_KEY: tl.constexpr,
 ):
     """Capped and biased scores, natural or in base 2."""
-    unit = 1.0 if NATURAL else LOG2_E
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     if terms.softcap is not None:
-        scores = _tanh(products, score_scale, terms) * (terms.softcap * unit)
+        scores = _tanh(products, score_scale, terms) * (terms.softcap * UNIT)
     else:
-        scores = products * (score_scale * (LN_2 * unit))
-    return _biased(scores, unit, head, line, first_q, first_k, terms, REACH, TILE_M, TILE_N, BY_KEY)
+        scores = products * (score_scale * (LN_2 * UNIT))
+    return _biased(scores, head, line, first_q, first_k, terms, UNIT, REACH, TILE_M, TILE_N, BY_KEY)
 
 
 @triton.jit
