@@ -67,7 +67,8 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
     constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
     source = ASTSource(kernel, signature, constants, attributes)
-    options = launch_options(config, terms, switches, dim, kernel is not forward.attention_forward_kernel)
+    rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
+    options = launch_options(config, terms, dim, rows)
     return triton.compile(source, target=TARGET, options=options)
 
 

@@ -13,12 +13,14 @@ import triton.language as tl
 
 from .common import (
     BITS,
+    CUT,
     FULL,
     LOG2_E,
     RUNS,
     dense_bounds,
     kept_pairs,
     load_tile,
+    of_kept_pairs,
     ordered_tile,
     row_bounds,
     step_position,
@@ -27,14 +29,21 @@ from .common import (
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
 from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
-from .lengths import existing_entries, existing_tokens
-from .scores import add_bias_gradient, dscored, scored
+from .lengths import cut_entry, existing_entries, existing_tokens
+from .scores import (
+    add_bias_gradient,
+    scored,
+    store_bias_gradient,
+    times_derivative_of_cap,
+    times_derivative_of_function,
+)
 from .terms import kernel_terms, launch_options
 
 
 @triton.jit
 def _walk_keys(
     dq,
+    beyond,
     q,
     dout,
     lse,
@@ -51,7 +60,7 @@ def _walk_keys(
     first_query,
     q_len,
     kv_len,
-    existing_keys,
+    existing,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -64,25 +73,25 @@ def _walk_keys(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
     KIND: tl.constexpr,
-    CUT: tl.constexpr,
 ):
-    """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile. lse: (TILE_M,) in base 2. CUT: some of
-    their keys do not exist, and may hold anything."""
+    """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile, and to ``beyond`` what
+    ``add_bias_gradient`` says. lse: (TILE_M,) in base 2. existing: for KIND CUT the first key that exists, the one past the
+    last, and the entries' kind."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last):
+    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
-        key = position + tl.arange(0, TILE_N)
-        if CUT:
-            exists = (key >= existing_keys[0]) & (key < existing_keys[1])
-            k, v = tl.where(exists[:, None], k, 0.0), tl.where(exists[:, None], v, 0.0)
+        if KIND == CUT:
+            key = position + tl.arange(0, TILE_N)
+            exists = (key >= existing[0]) & (key < existing[1])
+            k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
-            q_pos = (first_query + (kv_len - q_len) + tl.arange(0, TILE_M))[:, None]
-            changed = scored(scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, SCORE)
+            first_q = first_query + (kv_len - q_len)
+            changed = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
             weights = tl.math.exp2(changed - lse[:, None])
         else:
             weights = tl.math.exp2(scores * score_scale - lse[:, None])
@@ -92,27 +101,35 @@ def _walk_keys(
             q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
             kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
             left = (q_len - row_start, kv_len - block_start)
-            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-            weights = tl.where(kept, weights, 0.0)
-        if CUT:
-            weights = tl.where(exists[None, :], weights, 0.0)
+            if KIND == CUT:
+                weights = of_kept_pairs(
+                    weights, 0.0, existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
+                )
+            else:
+                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
+                weights = tl.where(kept, weights, 0.0)
+        if SCORED:
+            # Not after the next product, beside which the scores would be kept.
+            weights = times_derivative_of_function(
+                weights, scores, score_scale, batch, head, line, first_q, position, terms, REACH, DERIVATIVE, TILE_M, TILE_N, False
+            )
+            if terms.rel_bias_gradient is None:
+                weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(dout, v.T, input_precision="ieee")
         if terms.seed is not None:
             survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
-            dweights = tl.where(survives, dweights / (1.0 - terms.dropout_p), 0.0)
+            dweights = tl.where(survives, dweights * (1.0 / (1.0 - terms.dropout_p)), 0.0)
         dscores = weights * (dweights - delta[:, None])
-        if SCORED:
-            dbiased, dscores = dscored(
-                dscores, scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, DERIVATIVE
-            )
-            if terms.rel_bias_gradient is not None:
-                first_distance = position - (first_query + (kv_len - q_len))
-                # A query that does not exist may hold anything, and so may its row.
-                dbiased = tl.where((lse < float("inf"))[:, None], dbiased, 0.0)
-                add_bias_gradient(dbiased, head, first_distance, terms, REACH, TILE_M, TILE_N)
+        if KIND == CUT:
+            dscores = tl.where(exists[None, :], dscores, 0.0)
+        if terms.rel_bias_gradient is not None:
+            # A query that does not exist may hold anything, and so may its row.
+            dbiased = tl.where((lse < float("inf"))[:, None], dscores, 0.0)
+            beyond = add_bias_gradient(beyond, dbiased, head, position - first_q, terms, REACH, TILE_M, TILE_N)
+            dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
-    return dq
+    return dq, beyond
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -191,28 +208,36 @@ def grad_q_kernel(
     tl.store(delta_ptr + row_line, delta, mask=query < q_len)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
     line = tl.program_id(1)
+    beyond = ()
+    if terms.rel_bias_gradient is not None:
+        beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
+    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
-    for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
-        begin, end = bounds[KIND], bounds[KIND + 1]
+    if Q_CUT or KV_CUT:
+        entries = existing_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        if KV_CUT or not SPARSE:
+            for number in range(2 * KINDS):
+                begin, end = cut_entry(entries, number, KINDS)
+                if begin < end:
+                    dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table,
+                                            begin, end, first_query, q_len, kv_len, (first_key, last_key, number // 2), score_scale,
+                                            terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
+    for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
-            low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
-                                                     TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+            begin, end = entries[KIND][1], entries[KIND][2]
+        else:
+            begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
-                            q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
-                            SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin,
+                                    end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+                                    TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         elif begin < end:
-            dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query,
-                            q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
-                            SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
-        if KV_CUT or (Q_CUT and not SPARSE):
-            for side in range(2):
-                cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
-                if cut_begin < cut_end:
-                    dq = _walk_keys(dq, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, cut_begin,
-                                    cut_end, first_query, q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M,
-                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
+            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin,
+                                    end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+                                    TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
     # fmt: on
+    if terms.rel_bias_gradient is not None:
+        store_bias_gradient(beyond, head, terms, REACH)
     if Q_CUT:
         dq = tl.where(exists[:, None], dq, 0.0)
     store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
@@ -237,7 +262,7 @@ def _walk_queries(
     first_key,
     q_len,
     kv_len,
-    existing_queries,
+    existing,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -250,26 +275,27 @@ def _walk_queries(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
     KIND: tl.constexpr,
-    CUT: tl.constexpr,
 ):
     """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; dV before what
-    dropout divides by. CUT: some of their queries do not exist, and may hold anything."""
+    dropout divides by. existing: for KIND CUT the first query that exists, the one past the last, and the entries' kind."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
     last = end * STEPS
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last):
+    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
         query = position + tl.arange(0, TILE_M)
         q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
-        lse = tl.load(lse_base + query) if KIND == FULL and not CUT else tl.load(lse_base + query, mask=query < q_len, other=0.0)
-        if CUT:
-            exists = (query >= existing_queries[0]) & (query < existing_queries[1])
+        lse = tl.load(lse_base + query) if KIND == FULL else tl.load(lse_base + query, mask=query < q_len, other=0.0)
+        if KIND == CUT:
+            exists = (query >= existing[0]) & (query < existing[1])
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
         if SCORED:
-            lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
-            q_pos, k_pos = (query + (kv_len - q_len))[None, :], (first_key + tl.arange(0, TILE_N))[:, None]
-            changed = scored(scores, score_scale, batch, head, line, q_pos, k_pos, terms, REACH, SCORE)
+            if SCORE is not None or terms.rel_bias is not None:
+                # Either may drop all of a query's pairs: their weights are then 0, not NaN.
+                lse = tl.where(lse == -float("inf"), float("inf"), lse)
+            first_q = position + (kv_len - q_len)
+            changed = scored(scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True)
             weights = tl.math.exp2(changed - (lse * LOG2_E)[None, :])
         else:
             weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
@@ -279,28 +305,43 @@ def _walk_queries(
             q_in_block = (position - block_start + tl.arange(0, TILE_M))[None, :]
             kv_in_block = (first_key - col_start + tl.arange(0, TILE_N))[:, None]
             left = (q_len - block_start, kv_len - col_start)
-            kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-            weights = tl.where(kept, weights, 0.0)
-        if CUT:
+            if KIND == CUT:
+                weights = of_kept_pairs(
+                    weights, 0.0, existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
+                )
+            else:
+                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
+                weights = tl.where(kept, weights, 0.0)
+        if KIND == CUT:
             weights = tl.where(exists[None, :], weights, 0.0)
         dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM)
-        if CUT:
+        if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if terms.seed is not None:
+            # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
             survives = kept_by_dropout(terms, line, position, first_key, TILE_M, TILE_N, True)
-            dv = tl.dot(tl.where(survives, weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
+            weights = tl.where(survives, weights, -weights)
+            dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        if SCORED and terms.seed is None:
+            # Not after the next product, beside which the scores would be kept.
+            weights = times_derivative_of_function(
+                weights, scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True
+            )
+            weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         if terms.seed is not None:
-            dweights = tl.where(survives, dweights / (1.0 - terms.dropout_p), 0.0)
+            dweights = tl.where(weights > 0.0, dweights * (1.0 / (1.0 - terms.dropout_p)), 0.0)
+            weights = tl.abs(weights)
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
-        delta = (
-            tl.load(delta_base + query) if KIND == FULL and not CUT else tl.load(delta_base + query, mask=query < q_len, other=0.0)
-        )
+        delta = tl.load(delta_base + query) if KIND == FULL else tl.load(delta_base + query, mask=query < q_len, other=0.0)
         dscores = weights * (dweights - delta[None, :])
-        if SCORED:
-            _, dscores = dscored(dscores, scores, score_scale, batch, head, line, q_pos, k_pos, terms, REACH, DERIVATIVE)
+        if SCORED and terms.seed is not None:
+            dscores = times_derivative_of_function(
+                dscores, scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True
+            )
+            dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming
     return dk, dv
@@ -365,6 +406,7 @@ def grad_kv_kernel(
     KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
     if KV_CUT:  # a tile of no existing key has no queries
         last_query = tl.where((first_key < last) & (first_key + TILE_N > first), last_query, first_query)
+    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     for member in range(group):
         head = kv_head * group + member
         line = batch * heads + head
@@ -376,27 +418,29 @@ def grad_kv_kernel(
             bounds = dense_bounds(q_len, TILE_M)
         lse, delta = lse_ptr + rows, delta_ptr + rows
         # fmt: off
-        for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
-            begin, end = bounds[KIND], bounds[KIND + 1]
+        if Q_CUT or KV_CUT:
+            entries = existing_entries(row_idx, bounds, first_query, last_query, q_len, TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
+            if Q_CUT or not SPARSE:
+                for number in range(2 * KINDS):
+                    begin, end = cut_entry(entries, number, KINDS)
+                    if begin < end:
+                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin,
+                                               end, first_key, q_len, kv_len, (first_query, last_query, number // 2), score_scale,
+                                               terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE,
+                                               CUT)
+        for KIND in tl.static_range(FULL, KINDS):
             if Q_CUT or KV_CUT:
-                low, begin, end, high = existing_entries(row_idx, begin, end, first_query, last_query, q_len,
-                                                         TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
+                begin, end = entries[KIND][1], entries[KIND][2]
+            else:
+                begin, end = bounds[KIND], bounds[KIND + 1]
             if KIND == FULL:  # noqa: SIM114
                 dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
-                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
-                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
+                                       first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
+                                       SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
             elif begin < end:
                 dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
-                                       first_key, q_len, kv_len, (first_query, last_query), score_scale, terms,
-                                       DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND, False)
-            if Q_CUT or (KV_CUT and not SPARSE):
-                for side in range(2):
-                    cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
-                    if cut_begin < cut_end:
-                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, cut_begin,
-                                               cut_end, first_key, q_len, kv_len, (first_query, last_query),
-                                               score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
-                                               SCORED, REACH, SCORE, DERIVATIVE, KIND, True)
+                                       first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
+                                       SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         # fmt: on
     if KV_CUT:
         key = first_key + tl.arange(0, TILE_N)
@@ -446,7 +490,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, backward=True)
+    options = launch_options(config, given, dim, m)
     launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -474,6 +518,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    options = launch_options(config, given, switches, dim, backward=True)
+    options = launch_options(config, given, dim, n)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)

@@ -14,6 +14,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 FULL = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 BITS = tl.constexpr(2)
+# Entries of any of those kinds, some of whose tokens do not exist and may hold anything. One walk for all of them, as a copy
+# of the body costs the others registers.
+CUT = tl.constexpr(3)
 
 
 @triton.jit
@@ -90,3 +93,16 @@ def kept_pairs(
             words = table[3] + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
             kept = ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0
     return kept
+
+
+@triton.jit
+def of_kept_pairs(values, otherwise, kind, table, entry, q_in_block, kv_in_block, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """values, and ``otherwise`` where a step of a cut entry, of any kind, does not keep a pair."""
+    if SPARSE:
+        if kind == RUNS:
+            kept = kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, RUNS)
+            values = tl.where(kept, values, otherwise)
+        elif kind == BITS:
+            kept = kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, BITS)
+            values = tl.where(kept, values, otherwise)
+    return values

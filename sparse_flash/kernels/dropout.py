@@ -16,7 +16,7 @@ def kept_by_dropout(terms, line, first_query, first_key, TILE_M: tl.constexpr, T
     query, four = (query[None, :], four[:, None]) if BY_KEY else (query[:, None], four[None, :])
     # Not broadcast before they must be: the first rounds are then of rows and columns.
     head = tl.full([1, 1], line, tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(terms.seed), four, query, head, head * 0)
+    w0, w1, w2, w3 = _philox(tl.load(terms.seed).to(tl.uint64), four, query, head, head * 0)
     even = tl.join(_above(w0, threshold), _above(w2, threshold))
     odd = tl.join(_above(w1, threshold), _above(w3, threshold))
     kept = tl.join(even, odd)  # [..., key // 2 % 2, key % 2]
@@ -26,6 +26,20 @@ def kept_by_dropout(terms, line, first_query, first_key, TILE_M: tl.constexpr, T
     else:
         kept = tl.reshape(kept, (TILE_M, TILE_N))
     return kept != 0
+
+
+@triton.jit
+def _philox(seed, c0, c1, c2, c3):
+    """Philox-4x32-10, as ``tl.philox``, which multiplies twice for the halves of each product."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = second.to(tl.uint32), first.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit

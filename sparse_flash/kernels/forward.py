@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .common import (
     BITS,
+    CUT,
     FULL,
     LN_2,
     LOG2_E,
@@ -16,6 +17,7 @@ from .common import (
     dense_bounds,
     kept_pairs,
     load_tile,
+    of_kept_pairs,
     ordered_tile,
     row_bounds,
     step_position,
@@ -24,7 +26,7 @@ from .common import (
 from .configs import forward_config, padded_head_dim
 from .dropout import kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
-from .lengths import existing_entries, existing_tokens
+from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import scored
 from .terms import kernel_terms, launch_options
 
@@ -48,7 +50,7 @@ def _walk(
     first_query,
     q_len,
     kv_len,
-    existing_keys,
+    existing,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -60,27 +62,22 @@ def _walk(
     REACH: tl.constexpr,
     SCORE: tl.constexpr,
     KIND: tl.constexpr,
-    CUT: tl.constexpr,
 ):
-    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. CUT: some of their keys do not
-    exist, and may hold anything."""
+    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. existing: for KIND CUT the first
+    key that exists, the one past the last, and the entries' kind."""
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last):
+    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
         # The table is read one step ahead, so that no load of keys waits for it.
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
-        key = position + tl.arange(0, TILE_N)
-        if CUT:
-            exists = (key >= existing_keys[0]) & (key < existing_keys[1])
-            k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
-            q_pos = (first_query + (kv_len - q_len) + tl.arange(0, TILE_M))[:, None]
-            scores = scored(scores, score_scale, batch, head, line, q_pos, key[None, :], terms, REACH, SCORE)
-        if KIND == FULL and not SCORED and not CUT:
+            first_q = first_query + (kv_len - q_len)
+            scores = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
+        if KIND == FULL and not SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])
         else:
@@ -90,13 +87,19 @@ def _walk(
                 q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
                 kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
                 left = (q_len - row_start, kv_len - block_start)
-                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
+                if KIND != CUT:
+                    kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
             if not SCORED:
                 scores *= score_scale
-            if KIND != FULL:
-                scores = tl.where(kept, scores, -float("inf"))
-            if CUT:
+            if KIND == CUT:
+                scores = of_kept_pairs(
+                    scores, -float("inf"), existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
+                )
+                key = position + tl.arange(0, TILE_N)
+                exists = (key >= existing[0]) & (key < existing[1])
                 scores = tl.where(exists[None, :], scores, -float("inf"))
+            elif KIND != FULL:
+                scores = tl.where(kept, scores, -float("inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
@@ -106,7 +109,7 @@ def _walk(
             survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
             weights = tl.where(survives, weights, 0.0)
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
-        if CUT:
+        if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
         running_max = new_max
@@ -175,27 +178,28 @@ def attention_forward_kernel(
     if Q_CUT:  # a tile of no existing query has no keys
         last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
     line = tl.program_id(1)
+    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
-    for KIND in tl.static_range(FULL, BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS):
-        begin, end = bounds[KIND], bounds[KIND + 1]
+    if Q_CUT or KV_CUT:
+        entries = existing_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        if KV_CUT or not SPARSE:
+            for number in range(2 * KINDS):
+                begin, end = cut_entry(entries, number, KINDS)
+                if begin < end:
+                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len,
+                                  kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
+                                  SPARSE, SCORED, REACH, SCORE, CUT)
+    for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
-            low, begin, end, high = existing_entries(col_idx, begin, end, first_key, last_key, kv_len,
-                                                     TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+            begin, end = entries[KIND][1], entries[KIND][2]
+        else:
+            begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
-                          (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
-                          SCORED, REACH, SCORE, KIND, False)
+                          (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, KIND)
         elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
-                          (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE,
-                          SCORED, REACH, SCORE, KIND, False)
-        if KV_CUT or (Q_CUT and not SPARSE):
-            for side in range(2):
-                cut_begin, cut_end = tl.where(side == 0, low, end), tl.where(side == 0, begin, high)
-                if cut_begin < cut_end:
-                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, cut_begin, cut_end, first_query,
-                                  q_len, kv_len, (first_key, last_key), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
-                                  SPARSE, SCORED, REACH, SCORE, KIND, True)
+                          (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, KIND)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -243,6 +247,6 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, backward=False)
+    options = launch_options(config, given, dim, m)
     launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return out, lse

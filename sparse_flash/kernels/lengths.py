@@ -30,7 +30,7 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def _existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have tokens among
     first .. last - 1, the walked axis's that exist; and all that they have within the axis's length exist from whole_begin to
     whole_end - 1. At most one is cut at either side.
@@ -55,3 +55,25 @@ def existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexpr
         whole_begin = low + begin_cut.to(tl.int32)
         whole_end = tl.maximum(whole_begin, high - end_cut.to(tl.int32))
     return low, whole_begin, whole_end, high
+
+
+@triton.jit
+def existing_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """What ``_existing_entries`` says of each kind of a row's entries; of a dense walk, of one kind. bounds: where each kind
+    begins, and where the last ends."""
+    full = _existing_entries(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
+    if not SPARSE:
+        return (full,)
+    runs = _existing_entries(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
+    bits = _existing_entries(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
+    return full, runs, bits
+
+
+@triton.jit
+def cut_entry(entries, number, KINDS: tl.constexpr):
+    """(begin, end) of the cut entries of one side of one kind: none, or one. number: 2 * kind + side."""
+    begin, end = entries[0][0], entries[0][1]
+    for other in tl.static_range(1, 2 * KINDS):
+        begin = tl.where(number == other, entries[other // 2][other % 2 * 2], begin)
+        end = tl.where(number == other, entries[other // 2][other % 2 * 2 + 1], end)
+    return begin, end

@@ -64,17 +64,15 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
     return given, switches, kinds
 
 
-def launch_options(config: Config, given: KernelTerms, switches: dict, dim: int, backward: bool) -> dict[str, int]:
-    """Triton's options for a kernel of these terms; without any, those of the config.
+def launch_options(config: Config, given: KernelTerms, dim: int, rows: int) -> dict[str, int]:
+    """Triton's options for a kernel of these terms; without any, those of the config. rows: of a step's products.
 
-    Triton loads a step's biases ahead through shared memory, as it does keys and values, and dropout's mask goes through it:
-    stages less leave the room. A backward step of 64 x 64 holds more beside its sums than the registers of four warps: compiled
-    for sm_90 (triton 3.6) they spill 300 to 800 bytes with dropout or a soft cap, and those of eight next to none.
+    By what compiling for sm_90 (triton 3.6) says. Eight warps are worth it only for 128 rows, where they halve what each thread
+    holds: with dropout or the gradient of a bias, four spill 500 to 800 bytes of 128 x 64 at head_dim 64. Of 64 rows, eight
+    warps each compute all that four would: a step of dK and dV then takes twice the instructions, and spills cost less.
+    At head_dim 256 dropout's mask, which passes through shared memory, leaves 128 rows room for a stage less.
     """
-    if given is NO_TERMS:
-        return config.options
-    biased, dropped = given.rel_bias is not None, given.seed is not None
-    fewer = biased + (dropped and (biased or dim > 128))
-    crowded = backward and (dropped or switches["SCORED"]) and config.tile_m * config.tile_n >= 64 * 64
+    dropped = given.seed is not None
+    crowded = rows >= 128 and (dropped or given.rel_bias_gradient is not None)
     warps = max(8, config.num_warps) if crowded else config.num_warps
-    return {"num_warps": warps, "num_stages": max(1, config.num_stages - fewer)}
+    return {"num_warps": warps, "num_stages": max(1, config.num_stages - (dropped and dim > 128 and rows >= 128))}
