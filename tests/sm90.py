@@ -68,7 +68,7 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
     source = ASTSource(kernel, signature, constants, attributes)
     rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
-    options = launch_options(config, terms, dim, rows)
+    options = launch_options(config, terms, switches, dim, rows)
     return triton.compile(source, target=TARGET, options=options)
 
 

@@ -91,7 +91,9 @@ def _walk_keys(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
             first_q = first_query + (kv_len - q_len)
-            changed = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
+            changed = scored(
+                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND
+            )
             weights = tl.math.exp2(changed - lse[:, None])
         else:
             weights = tl.math.exp2(scores * score_scale - lse[:, None])
@@ -111,7 +113,21 @@ def _walk_keys(
         if SCORED:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(
-                weights, scores, score_scale, batch, head, line, first_q, position, terms, REACH, DERIVATIVE, TILE_M, TILE_N, False
+                weights,
+                scores,
+                score_scale,
+                batch,
+                head,
+                line,
+                first_q,
+                position,
+                terms,
+                REACH,
+                DERIVATIVE,
+                TILE_M,
+                TILE_N,
+                False,
+                KIND,
             )
             if terms.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, score_scale, terms)
@@ -295,7 +311,9 @@ def _walk_queries(
                 # Either may drop all of a query's pairs: their weights are then 0, not NaN.
                 lse = tl.where(lse == -float("inf"), float("inf"), lse)
             first_q = position + (kv_len - q_len)
-            changed = scored(scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True)
+            changed = scored(
+                scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True, KIND
+            )
             weights = tl.math.exp2(changed - (lse * LOG2_E)[None, :])
         else:
             weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
@@ -327,7 +345,21 @@ def _walk_queries(
         if SCORED and terms.seed is None:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(
-                weights, scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True
+                weights,
+                scores,
+                score_scale,
+                batch,
+                head,
+                line,
+                first_q,
+                first_key,
+                terms,
+                REACH,
+                DERIVATIVE,
+                TILE_M,
+                TILE_N,
+                True,
+                KIND,
             )
             weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
@@ -339,7 +371,21 @@ def _walk_queries(
         dscores = weights * (dweights - delta[None, :])
         if SCORED and terms.seed is not None:
             dscores = times_derivative_of_function(
-                dscores, scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True
+                dscores,
+                scores,
+                score_scale,
+                batch,
+                head,
+                line,
+                first_q,
+                first_key,
+                terms,
+                REACH,
+                DERIVATIVE,
+                TILE_M,
+                TILE_N,
+                True,
+                KIND,
             )
             dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
@@ -490,7 +536,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, dim, m)
+    options = launch_options(config, given, switches, dim, m)
     launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -518,6 +564,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    options = launch_options(config, given, dim, n)
+    options = launch_options(config, given, switches, dim, n)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)

@@ -76,7 +76,9 @@ def _walk(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
             first_q = first_query + (kv_len - q_len)
-            scores = scored(scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False)
+            scores = scored(
+                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND
+            )
         if KIND == FULL and not SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])
@@ -247,6 +249,6 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, dim, m)
+    options = launch_options(config, given, switches, dim, m)
     launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return out, lse

@@ -7,7 +7,7 @@ there are no such terms.
 import triton
 import triton.language as tl
 
-from .common import LN_2, LOG2_E
+from .common import CUT, LN_2, LOG2_E
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def _biased(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """scores: times UNIT, as the result."""
     first_distance = first_k - first_q
@@ -53,7 +54,12 @@ def _biased(
         scores -= (tl.load(terms.alibi_slopes + line) * UNIT) * tl.abs(distance)
     if terms.rel_bias is not None:
         biases = terms.rel_bias + head * (2 * REACH + 1) + REACH
-        if _beyond_reach(first_distance, REACH, TILE_M, TILE_N):
+        if KIND == CUT or UNIT == 1.0:
+            # Triton 3.6 does not compile the other branches where what is loaded beside them, by a cut walk or by the user's
+            # function, chooses the layout of the scores.
+            apart = _column(first_distance, TILE_N, BY_KEY) - _column(0, TILE_M, not BY_KEY)
+            scores += tl.load(biases + tl.minimum(tl.maximum(apart, -REACH), REACH)) * UNIT
+        elif _beyond_reach(first_distance, REACH, TILE_M, TILE_N):
             scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * UNIT
         else:
             # The tile has TILE_M + TILE_N - 1 distances: loaded once each, and spread. Loaded for each pair, they would also
@@ -85,6 +91,7 @@ def _before_function(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Capped and biased scores, natural or in base 2."""
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
@@ -92,7 +99,7 @@ def _before_function(
         scores = _tanh(products, score_scale, terms) * (terms.softcap * UNIT)
     else:
         scores = products * (score_scale * (LN_2 * UNIT))
-    return _biased(scores, head, line, first_q, first_k, terms, UNIT, REACH, TILE_M, TILE_N, BY_KEY)
+    return _biased(scores, head, line, first_q, first_k, terms, UNIT, REACH, TILE_M, TILE_N, BY_KEY, KIND)
 
 
 @triton.jit
@@ -110,11 +117,14 @@ def scored(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Scores in base 2. score_scale: scale * log2(e). line: batch * heads + head. first_q, first_k: positions of the first
     query and key of the tile, of TILE_M queries and TILE_N keys."""
     NATURAL: tl.constexpr = SCORE is not None
-    scores = _before_function(products, score_scale, head, line, first_q, first_k, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY)
+    scores = _before_function(
+        products, score_scale, head, line, first_q, first_k, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY, KIND
+    )
     if SCORE is not None:
         q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
         scores = SCORE(scores, batch, head, q_pos, k_pos, terms.params) * LOG2_E
@@ -137,10 +147,13 @@ def times_derivative_of_function(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """values times the derivative of scores by biased products, for the arguments of ``scored``."""
     if DERIVATIVE is not None:
-        biased = _before_function(products, score_scale, head, line, first_q, first_k, terms, REACH, True, TILE_M, TILE_N, BY_KEY)
+        biased = _before_function(
+            products, score_scale, head, line, first_q, first_k, terms, REACH, True, TILE_M, TILE_N, BY_KEY, KIND
+        )
         q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
         values *= DERIVATIVE(biased, batch, head, q_pos, k_pos, terms.params)
     return values
