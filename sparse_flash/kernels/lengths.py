@@ -59,13 +59,13 @@ def _existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexp
 
 @triton.jit
 def existing_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-    """What ``_existing_entries`` says of each kind of a row's entries; of a dense walk, of one kind. bounds: where each kind
-    begins, and where the last ends."""
+    """What ``_existing_entries`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
+    each kind begins, and where the last ends."""
     full = _existing_entries(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
-    if not SPARSE:
-        return (full,)
-    runs = _existing_entries(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
-    bits = _existing_entries(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
+    runs, bits = full, full
+    if SPARSE:
+        runs = _existing_entries(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
+        bits = _existing_entries(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
     return full, runs, bits
 
 
