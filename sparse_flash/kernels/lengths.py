@@ -30,7 +30,7 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def _existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def existing_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have tokens among
     first .. last - 1, the walked axis's that exist; and all that they have within the axis's length exist from whole_begin to
     whole_end - 1. At most one is cut at either side.
@@ -59,13 +59,13 @@ def _existing_entries(index, begin, end, first, last, length, BLOCK: tl.constexp
 
 @triton.jit
 def existing_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-    """What ``_existing_entries`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
+    """What ``existing_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
     each kind begins, and where the last ends."""
-    full = _existing_entries(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
+    full = existing_of_kind(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
     runs, bits = full, full
     if SPARSE:
-        runs = _existing_entries(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
-        bits = _existing_entries(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
+        runs = existing_of_kind(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
+        bits = existing_of_kind(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
     return full, runs, bits
 
 
