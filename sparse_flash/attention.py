@@ -77,13 +77,16 @@ def attention(
     """
     q, k, v = autocast(q, k, v)
     given, terms = mask, None
-    if (
+    has_terms = (
         dropout_p
         or softcap is not None
         or score_params
         or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
-    ):
+    )
+    is_pattern = mask is not None and not isinstance(mask, BlockMask)
+    if has_terms or sinks is not None or is_pattern:  # what follows reads their shapes
         check_tensors(q, k, v)
+    if has_terms:
         terms = terms_of(
             q,
             k,
@@ -99,10 +102,8 @@ def attention(
             score_params=score_params,
         )
     if sinks is not None:
-        check_tensors(q, k, v)
         check_sinks(sinks, q)
-    if mask is not None and not isinstance(mask, BlockMask):
-        check_tensors(q, k, v)
+    if is_pattern:
         # Not through as_block_mask, which torch.compile would trace into its dispatch.
         mask = _compiled(mask, q.shape[2], k.shape[2], q.device)
     if deterministic is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, singledispatch
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .listing import Listing, chosen, counted, listing_of, table_of_all
-from .table import WORK_FIELDS, Entries, Table, at_least_two, table_of, with_work
+from .table import Entries, Table, at_least_two, table_of, with_work, work_of_whole_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
@@ -295,9 +296,8 @@ class BlockMask:
     def whole_columns(self) -> torch.Tensor:
         """``by_key.work`` with no column in parts."""
         t = self.by_key
-        fields = [t.row_ptr[:, :-1], t.row_split[..., 0], t.row_split[..., 1], t.row_ptr[:, 1:]]
-        fields = [t.row_order, *(field.gather(1, t.row_order.long()) for field in fields)]
-        return torch.stack(fields + [torch.zeros_like(t.row_order)] * (WORK_FIELDS - len(fields)), -1)
+        bounds = torch.cat([t.row_ptr[:, :-1, None], t.row_split, t.row_ptr[:, 1:, None]], -1)
+        return work_of_whole_rows(t.row_order, bounds.take_along_dim(t.row_order[..., None].long(), 1))
 
     @property
     def nbytes(self) -> int:
@@ -307,6 +307,11 @@ class BlockMask:
     def tensors(self) -> list[torch.Tensor]:
         """mask_index, the tensors of by_query, those of by_key, tile_runs, tile_bits."""
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
+
+    def constants(self) -> list[torch.Tensor]:
+        """``tensors()`` as constants of a compiled graph: tensors of their own, whose lengths are not marked dynamic, as nobody
+        passes a constant another time."""
+        return [t.detach() for t in self.tensors()]
 
     @classmethod
     def from_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor], keeps_all=False) -> BlockMask:
@@ -513,15 +518,20 @@ def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: tor
 
 def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
     """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
-    # Exporters show whatever is computed to their modes, and tables are made of plain tensors.
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with plain_tensors():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-        # As tensors of their own, whose lengths are not marked dynamic: nobody passes a constant another time.
-        return mask.keeps_all, [t.detach() for t in mask.tensors()]
+        return mask.keeps_all, mask.constants()
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
 _constant_tables._dynamo_marked_constant = True
+
+
+@contextmanager
+def plain_tensors():
+    """Exporters show whatever is computed to their modes, and tables are made of plain tensors."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @lru_cache(maxsize=64)

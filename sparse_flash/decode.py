@@ -8,7 +8,7 @@ import torch
 
 from . import backends, ops, watch
 from .attention import DEFAULT_BLOCK_SIZE, check_mask_fits, checked_scale
-from .block_mask import BlockMask, as_block_mask
+from .block_mask import BlockMask, as_block_mask, plain_tensors
 from .pattern import Pattern, parse
 from .patterns import causal, full, local
 
@@ -109,9 +109,10 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
 
 
 def _constant_tables(pattern, length: int, device) -> tuple[bool, list[torch.Tensor]]:
-    """As constants of a compiled graph; see attention.py."""
-    mask, is_causal = _compiled(pattern, length, device)
-    return is_causal, [] if mask is None else [t.detach() for t in mask.tensors()]
+    """As constants of a compiled graph; see block_mask.py."""
+    with plain_tensors():
+        mask, is_causal = _compiled(pattern, length, device)
+        return is_causal, [] if mask is None else mask.constants()
 
 
 _constant_tables._dynamo_marked_constant = True

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .table import PART_FIELDS, WORK_FIELDS, Table
+from .table import PART_FIELDS, Table, work_of_whole_rows
 
 
 class Listing(NamedTuple):
@@ -63,8 +63,7 @@ def chosen(maps: torch.Tensor, listings: tuple[Listing, Listing]) -> list[Table]
         order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
         by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
         order = order.to(torch.int32)
-        work = torch.cat([order[..., None], by_weight, by_weight.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
-        tables.append(Table(ptr, split, order, *col_tile, work, parts))
+        tables.append(Table(ptr, split, order, *col_tile, work_of_whole_rows(order, by_weight), parts))
     return tables
 
 
@@ -77,7 +76,7 @@ def table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:
         runs[-1] = ptr[-2]
     order = counted(rows, tile.device)
     col_idx = counted(cols, tile.device).repeat(rows)
-    work = torch.stack([order, ptr[:-1], runs, ptr[1:], ptr[1:], *[torch.zeros_like(order)] * (WORK_FIELDS - 5)], -1)
+    work = work_of_whole_rows(order, torch.stack([ptr[:-1], runs, ptr[1:], ptr[1:]], -1))
     split = torch.stack([runs, ptr[1:]], -1)
     parts = ptr.new_zeros((1, 2, PART_FIELDS))
     return Table(ptr[None], split[None], order[None], col_idx, tile.reshape(-1), work[None], parts)

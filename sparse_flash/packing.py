@@ -107,7 +107,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
     return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
 
 
-_planned._dynamo_marked_constant = True  # see attention.py
+_planned._dynamo_marked_constant = True  # see block_mask.py
 
 
 def power_of_two(number: int) -> int:

@@ -82,7 +82,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
     return [*map(int, sizes)], runs.constants
 
 
-_planned._dynamo_marked_constant = True  # see attention.py
+_planned._dynamo_marked_constant = True  # see block_mask.py
 
 
 class _LongRuns:

@@ -63,6 +63,12 @@ def table_of(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
+def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """The work items of rows that do not come in parts. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4)
+    int32, in that order, where each begins, its run tiles begin, its bit tiles begin, it ends."""
+    return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
+
+
 def with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
     """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
     items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)

@@ -8,6 +8,7 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import heavy_rows_in_parts
 
 import sparse_flash as sf
 
@@ -386,3 +387,14 @@ def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
 def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
     with pytest.raises(ValueError, match="block_size must be a multiple of the mask's 128; got 64"):
         sf.compile_mask("causal", 300).in_blocks_of(64)
+
+
+def test_columns_in_parts_are_listed_whole_too():
+    with heavy_rows_in_parts():
+        mask = sf.BlockMask.per_head(["causal & (local(200) | sinks(4))", "causal & dilated(9, 3, block=1)"], q_len=900, kv_len=800)
+    table = mask.by_key
+    assert table.work.shape[1] > table.row_order.shape[1]
+    for number, (order, items) in enumerate(zip(table.row_order.tolist(), mask.whole_columns.tolist(), strict=True)):
+        for row, item in zip(order, items, strict=True):
+            begin, end = table.row_ptr[number, row : row + 2].tolist()
+            assert item == [row, begin, *table.row_split[number, row].tolist(), end, 0, 0, 0]

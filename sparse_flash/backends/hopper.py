@@ -36,7 +36,7 @@ def _is_hopper(device: torch.device) -> bool:
     return _capability(device) == (9, 0)
 
 
-available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see attention.py
+available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see block_mask.py
 
 
 @cache

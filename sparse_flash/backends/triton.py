@@ -37,7 +37,7 @@ def interpreted() -> bool:
     return _interpreted()
 
 
-# For torch.compile, which cannot trace an import; see attention.py.
+# For torch.compile, which cannot trace an import; see block_mask.py.
 available._dynamo_marked_constant = interpreted._dynamo_marked_constant = True
 
 
