@@ -164,23 +164,31 @@ def _query_of(row, members, q_len, SEVERAL: tl.constexpr):
 
 @triton.jit
 def _joined(shares, logs, splits, ROWS: tl.constexpr, JOINED: tl.constexpr, DIM: tl.constexpr):
-    """The softmax state of a tile, from its shares in their order, JOINED at a time."""
+    """The softmax state of a tile, from its shares in their order. JOINED of them are under way at a time, each thread having
+    the same numbers of every share: nothing passes between threads."""
     running_max = tl.full([ROWS], FLOOR, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     accumulator = tl.zeros([ROWS, DIM], tl.float32)
+    row = tl.arange(0, ROWS)
+    place = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
     for first in tl.range(0, splits, JOINED):
-        number = first + tl.arange(0, JOINED)
-        some = (number < splits)[:, None]
-        row = number[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        place = row[:, :, None] * DIM + tl.arange(0, DIM)[None, None, :]
-        # Other multiprocessors wrote them: not from this one's own cache.
-        part_lse = tl.load(logs + row, mask=some, other=-float("inf"), cache_modifier=".cg")
-        part = tl.load(shares + place, mask=some[:, :, None], other=0.0, cache_modifier=".cg")
-        new_max = tl.maximum(running_max, tl.max(part_lse, 0))
-        weights = tl.math.exp2(part_lse - new_max[None, :])
+        part_logs, parts = (), ()
+        for number in tl.static_range(JOINED):
+            share = first + number
+            exists = row < (splits - share) * ROWS
+            # Other multiprocessors wrote them: not from this one's own cache.
+            part_logs += (tl.load(logs + share * ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
+            parts += (tl.load(shares + share * ROWS * DIM + place, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
+        new_max = running_max
+        for number in tl.static_range(JOINED):
+            new_max = tl.maximum(new_max, part_logs[number])
         rescale = tl.math.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 0)
-        accumulator = accumulator * rescale[:, None] + tl.sum(part * weights[:, :, None], 0)
+        running_sum *= rescale
+        accumulator *= rescale[:, None]
+        for number in tl.static_range(JOINED):
+            weight = tl.math.exp2(part_logs[number] - new_max)
+            running_sum += weight
+            accumulator += parts[number] * weight[:, None]
         running_max = new_max
     return accumulator, running_max, running_sum
 
@@ -420,9 +428,8 @@ def _plan(
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
-    joined = joined_at_a_time(stored, dim)
     tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
-    splits = splits or _splits(tiles, tokens, table, tile_n, joined, device)
+    splits = splits or _splits(tiles, tokens, table, tile_n, device)
     strides = *q_strides[:3], *k_strides[:3], *v_strides[:3]
     vector = 16 // dtype.itemsize
     vector = vector if gcd(vector, *strides) == vector else 1
@@ -433,7 +440,7 @@ def _plan(
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "ROWS": stored,
-        "JOINED": joined,
+        "JOINED": joined_at_a_time(stored, dim),
         "TABLE_BLOCK": table[0] if table else tile_n,
         "SPARSE": table is not None,
         "CAUSAL": causal and q_len > 1,
@@ -463,16 +470,15 @@ def _plan(
 def joined_at_a_time(rows: int, dim: int) -> int:
     """How many shares of so many rows a program holds at once: their loads run side by side, and must stay in registers beside
     their sum."""
-    return max(1, (16384 if rows <= 8 else 4096) // (rows * dim))
+    return max(1, 4096 // (rows * dim))
 
 
-def _splits(tiles: int, tokens: int, table, tile_n: int, joined: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take, and whole rounds of
-    the joining. From what the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
+def _splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
+    """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take. From what
+    the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
     if table is None:
         steps = -(-tokens // tile_n)
     else:
         block_size, masks, rows, entries = table
         steps = -(-2 * entries // (masks * rows)) * (block_size // tile_n)
-    splits = max(1, min(2 * multiprocessors(device) // tiles, steps))
-    return splits if splits < joined else splits // joined * joined
+    return max(1, min(2 * multiprocessors(device) // tiles, steps))
