@@ -134,13 +134,13 @@ class BlockMask:
             within = (_cached_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
         else:
             within = one_mask("within", within, grid, blocks.device)
-        listings = within._listings()
+        listing = within._listing()
         batch, heads = blocks.shape[:2]
-        if batch * heads * len(listings[0].block) >= 2**31:
+        if batch * heads * listing.places >= 2**31:
             raise ValueError(
-                f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^31 - 1; use a larger block_size"
+                f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
             )
-        by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listings)
+        by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listing)
         return cls(
             q_len=grid.q_len,
             kv_len=grid.kv_len,
@@ -428,11 +428,11 @@ class BlockMask:
         kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
-    def _listings(self) -> tuple[Listing, Listing]:
-        """The entries of by_query and by_key of one mask, to choose from; made once."""
+    def _listing(self) -> Listing:
+        """The entries of one mask, to choose from; made once."""
         known = self.__dict__.get("_listed")
         if known is None:
-            known = listing_of(self.by_query, self.grid.kv_blocks, 1), listing_of(self.by_key, 1, self.grid.kv_blocks)
+            known = listing_of(self.by_query, self.by_key)
             if not is_recorded(self.device):
                 self.__dict__["_listed"] = known
         return known

@@ -10,14 +10,15 @@ from .table import PART_FIELDS, Table, work_of_whole_rows
 
 
 class Listing(NamedTuple):
-    """The entries of one mask's table, to choose from at run time. All but ``exists`` are int32.
+    """The entries of one mask's tables, by_query and by_key, to choose from at run time. n: as many as the entries, and more.
 
-    block: (n,) which block of the row-major grid each is; the first stands before all entries and for none, and so do those
-    past the last.
-    exists: (n,) bool, whether it is an entry.
-    col_tile: (2, 1, n) col_idx and tile_idx of the table. ptr: (rows + 1,) row_ptr of the table.
-    split: (rows * 2,) row_split of the table. bounds: (rows * 4,) row by row, where it begins, its run tiles begin, its bit
-    tiles begin, it ends.
+    block: (2, 1, n) int64, which block of the row-major grid each is; the first stands before all entries and for none, and so
+    do those past the last.
+    exists: (2, 1, n) bool, whether it is an entry.
+    col_tile: (2, 2, 1, n) int32, col_idx and tile_idx of both tables.
+    ptr, split, bounds: int64, as many lines as the longer table has rows: (2, 1, rows + 1) row_ptr, (2, 1, rows * 2) row_split,
+    (2, 1, rows * 4) row by row where it begins, its run tiles begin, its bit tiles begin, it ends.
+    rows: of either table.
     """
 
     block: torch.Tensor
@@ -26,44 +27,78 @@ class Listing(NamedTuple):
     ptr: torch.Tensor
     split: torch.Tensor
     bounds: torch.Tensor
+    rows: tuple[int, int]
+
+    @property
+    def places(self) -> int:
+        """How many entries a map takes in both tables together."""
+        return self.block.numel()
 
 
-def listing_of(table: Table, row_stride: int, col_stride: int) -> Listing:
-    """The entries of a table of one mask, whose (row, col) is block row * row_stride + col * col_stride of the grid."""
+def listing_of(by_query: Table, by_key: Table) -> Listing:
+    """The entries of the tables of one mask."""
+    rows = by_query.row_ptr.shape[1] - 1, by_key.row_ptr.shape[1] - 1
+    room = max(len(by_query.col_idx), len(by_key.col_idx)), max(rows)
+    sides = _side(by_query, rows[1], 1, *room), _side(by_key, 1, rows[1], *room)
+    block, exists, col_tile, *lines = (torch.stack(tensors) for tensors in zip(*sides, strict=True))
+    lines = [line[:, None].long() for line in lines]
+    return Listing(block[:, None].long(), exists[:, None], col_tile.transpose(0, 1)[:, :, None].contiguous(), *lines, rows)
+
+
+def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
+    """(block, exists, col_tile, ptr, split, bounds) of one table, whose (row, col) is block row * row_stride + col * col_stride of
+    the grid, filled up to so many entries and rows."""
     ptr, split = table.row_ptr[0], table.row_split[0]
     # So many that what follows col_idx in memory starts on 16 bytes, which kernels are compiled for.
-    past = -(len(table.col_idx) + 1) % 4
-    cols, tiles = (torch.nn.functional.pad(t, (1, past)) for t in (table.col_idx, table.tile_idx))
+    past = -(entries + 1) % 4
+    cols, tiles = (torch.nn.functional.pad(t, (1, entries - len(t) + past)) for t in (table.col_idx, table.tile_idx))
     entry = counted(len(cols), ptr.device) - 1
     row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
     exists = (entry >= 0) & (row < len(ptr) - 1)
     block = torch.where(exists, row * row_stride + cols * col_stride, 0)
     bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
-    return Listing(block, exists, torch.stack([cols, tiles])[:, None], ptr, split.flatten(), bounds.flatten())
+    # Rows that there are not begin and end before all entries.
+    past = rows - len(split)
+    ptr, split, bounds = (torch.nn.functional.pad(t.flatten(), (0, past * n)) for t, n in ((ptr, 1), (split, 2), (bounds, 4)))
+    return block, exists, torch.stack([cols, tiles]), ptr, split, bounds
 
 
-def chosen(maps: torch.Tensor, listings: tuple[Listing, Listing]) -> list[Table]:
-    """The tables of the entries that each map, a row of (masks, blocks) bool, keeps of the listings, by operations whose shapes
-    do not depend on the maps' contents. As the order stays that of the listing, a running count is all that it takes."""
-    masks, listed = len(maps), len(listings[0].block)
-    backwards = torch.arange(masks * listed - 1, -1, -1, device=maps.device).view(masks, listed)
+def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
+    """The tables by_query and by_key of the entries that each map, a row of (masks, blocks) bool, keeps of the listing, by
+    operations whose shapes do not depend on the maps' contents. As the order stays that of the listing, a running count is all
+    that it takes. One operation for both tables, as launching them is most of what they cost."""
+    masks, listed = len(maps), listing.block.shape[2]
+
+    def of_masks(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.expand(2, masks, -1)
+
+    kept = maps.expand(2, -1, -1).gather(2, of_masks(listing.block)) & listing.exists
+    count = kept.view(-1).cumsum(0, dtype=torch.int32).view(2, -1)
+    count[1].sub_(count[0, -1])
+    # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out. The
+    # second table has the first places.
+    backwards = torch.arange(count.numel() - 1, -1, -1, device=maps.device).view(2, -1)
+    place = count + torch.where(kept.view(2, -1), backwards[:, -1:] - 1, backwards)
+    col_tile = torch.empty((2, count.numel()), dtype=torch.int32, device=maps.device)
+    col_tile[:, place.view(2, masks, listed)] = listing.col_tile
+    col_tile = col_tile.view(2, 2, -1)
+    # The count before an entry is that at the one before it, and the first of each mask is none.
+    count = count.view(2, masks, listed)
+    ptr, split, bounds = (count.gather(2, of_masks(line)) for line in (listing.ptr, listing.split, listing.bounds))
+    bounds = bounds.view(2, masks, -1, 4)
+    order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
+    by_weight = bounds.gather(2, order[..., None].expand(bounds.shape))
+    order = order.to(torch.int32)
+    work = work_of_whole_rows(order, by_weight)
     parts = torch.zeros((masks, 2, PART_FIELDS), dtype=torch.int32, device=maps.device)
+    split = split.view(2, masks, -1, 2)
     tables = []
-    for listing in listings:
-        kept = maps.index_select(1, listing.block) & listing.exists
-        count = kept.view(-1).cumsum(0, dtype=torch.int32).view(masks, listed)
-        # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out.
-        place = count + backwards.masked_fill(kept, -1)
-        col_tile = torch.empty((2, masks * listed), dtype=torch.int32, device=maps.device)
-        col_tile[:, place] = listing.col_tile
-        # The count before an entry is that at the one before it, and the first of each mask is none.
-        ptr = count.index_select(1, listing.ptr)
-        split = count.index_select(1, listing.split).view(masks, -1, 2)
-        bounds = count.index_select(1, listing.bounds).view(masks, -1, 4)
-        order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
-        by_weight = bounds.gather(1, order[..., None].expand(bounds.shape))
-        order = order.to(torch.int32)
-        tables.append(Table(ptr, split, order, *col_tile, work_of_whole_rows(order, by_weight), parts))
+    for side, rows in enumerate(listing.rows):
+        # Rows that a table has not are the lightest, and last in order.
+        of_rows = (t[side, :, :rows].contiguous() for t in (split, order))
+        cols, tiles = col_tile[:, 1 - side]
+        of_work = work[side, :, :rows].contiguous()
+        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), *of_rows, cols, tiles, of_work, parts))
     return tables
 
 
