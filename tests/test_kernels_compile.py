@@ -15,8 +15,6 @@ pytest.importorskip("triton")
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
-# The assembler saves a few bytes to have more programs on a multiprocessor.
-STACK_LIMIT |= {("decode", 64): 32}
 
 
 @pytest.fixture(scope="module")

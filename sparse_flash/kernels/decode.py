@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, FULL, LN_2, LOG2_E, kept_pairs, row_bounds, step_position
+from .common import BITS, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_position
 from .configs import decode_config, padded_head_dim
 from .forward import FLOOR
 from .launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
@@ -54,6 +54,7 @@ def _walk(
     pages,
     strides,
     table,
+    bounds,
     begin,
     end,
     row_block,
@@ -69,9 +70,9 @@ def _walk(
     SEVERAL: tl.constexpr,
     PAGE: tl.constexpr,
     VECTOR: tl.constexpr,
-    KIND: tl.constexpr,
 ):
-    """Folds steps begin .. end - 1, all of one kind, into the softmax state. position: of each row of the tile."""
+    """Folds steps begin .. end - 1 into the softmax state, in one loop for entries of all kinds: each loop would wait for keys of
+    its own before it starts. bounds: of the row's kinds. position: of each row of the tile."""
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     dim = tl.arange(0, DIM)[None, :]
@@ -91,10 +92,16 @@ def _walk(
             kept = kept & within[:, None]
         if CAUSAL:
             kept = kept & (token[None, :] <= position[:, None])
-        if KIND != FULL:
+        if SPARSE:
             q_in_block = tl.where(within, in_block, 0)[:, None]
             kv_in_block = ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :]
-            kept = kept & kept_pairs(table, step // STEPS, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, KIND)
+            kept = kept & (q_in_block >= 0)
+            # In branches, out of sight of the compiler, which would fetch masks ahead in place of keys.
+            entry = step // STEPS
+            if entry >= bounds[BITS]:
+                kept = kept & kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, BITS)
+            elif entry >= bounds[RUNS]:
+                kept = kept & kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, RUNS)
         # The table is read one step ahead, so that no load of keys waits for it.
         first = step_position(table[0], step + 1, end, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         page = _page(pages, first, kv_len, TILE_N, PAGE)
@@ -142,14 +149,9 @@ def _walk_share(
     begin = bounds[0] * STEPS + (steps * split) // splits
     end = bounds[0] * STEPS + (steps * (split + 1)) // splits
     # fmt: off
-    for KIND in tl.static_range(FULL, BITS + 1):
-        low, high = tl.maximum(begin, bounds[KIND] * STEPS), tl.minimum(end, bounds[KIND + 1] * STEPS)
-        # A walk of no steps is not free: it fills and drains a pipeline.
-        if low < high:
-            state = _walk(state, q, k, v, pages, strides, table, low, high, row_block, position, kv_len, score_scale,
-                          HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, True, False, SEVERAL, PAGE, VECTOR, KIND)
+    return _walk(state, q, k, v, pages, strides, table, bounds, begin, end, row_block, position, kv_len, score_scale,
+                 HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, True, False, SEVERAL, PAGE, VECTOR)
     # fmt: on
-    return state
 
 
 @triton.jit
@@ -337,8 +339,8 @@ def decode_kernel(
     else:
         steps = (length + TILE_N - 1) // TILE_N
         begin, end = (steps * split) // splits, (steps * (split + 1)) // splits
-        state = _walk(state, q, k, v, pages, strides, table, begin, end, 0, position, length, score_scale,
-                      HEAD_DIM, DIM, TILE_N, TILE_N, False, CAUSAL, SEVERAL, PAGE, VECTOR, FULL)
+        state = _walk(state, q, k, v, pages, strides, table, None, begin, end, 0, position, length, score_scale,
+                      HEAD_DIM, DIM, TILE_N, TILE_N, False, CAUSAL, SEVERAL, PAGE, VECTOR)
     # fmt: on
     out_strides = (out_batch_stride, out_head_stride, out_token_stride)
     # fmt: off
