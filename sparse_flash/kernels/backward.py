@@ -549,7 +549,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, m)
+    options = launch_options(config, given, switches, m)
     launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -577,6 +577,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    options = launch_options(config, given, switches, dim, n)
+    options = launch_options(config, given, switches, n)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)

@@ -254,6 +254,6 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, m)
+    options = launch_options(config, given, switches, m)
     launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return out, lse
