@@ -61,8 +61,9 @@ def attention(
     Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
 
     dropout_p: the share of softmax weights that are set to 0, the others being divided by 1 - dropout_p; lse is that without
-    it. Drawn from PyTorch's generator: torch.manual_seed repeats it, checkpointed activations and replayed CUDA graphs get
-    theirs. The same seed drops the same pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
+    it. In [0, 1), rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the most is 1 - 2^-16. Drawn from PyTorch's
+    generator: torch.manual_seed repeats it, checkpointed activations and replayed CUDA graphs get theirs. The same seed drops
+    the same pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
 
     return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().

@@ -8,7 +8,8 @@ import torch
 
 from .terms import Terms
 
-_PHILOX_FACTORS = 0xD2511F53, 0xCD9E8D57
+_PHILOX_4X32_FACTORS = 0xD2511F53, 0xCD9E8D57
+_PHILOX_2X32_FACTOR = 0xD256D193
 _PHILOX_STEPS = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
@@ -111,32 +112,57 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
     return x.masked_fill(~exist[:, None, :, None], 0.0)
 
 
-def kept_by_dropout(terms: Terms, pairs: Pairs) -> torch.Tensor:
-    """Which pairs dropout keeps, bool, of the broadcast shape of ``pairs``, whose last axis is of successive keys, the first a
-    multiple of 4.
+def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
+    """Which pairs dropout keeps, bool, of the broadcast shape of ``pairs``. Along q_axis queries, and along the last axis keys,
+    are successive, the first a multiple of 16.
 
-    The word of (batch, head, query, key) is word key % 4 of Philox-4x32-10 at the counter (key // 4, query, batch * heads +
-    head, 0) under the seed's two words; a pair is kept where its word is at least dropout_p * 2^32.
+    A batch entry and head has words of its own: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0) under the seed's
+    two words. Philox-2x32-7 under the first of them, at the counter (q ^ the second, k ^ the third), q and k being query and
+    key // 16 * 8 + the same % 8, is for four pairs, of two queries and two keys 8 apart: key // 8 % 2 chooses the word,
+    query // 8 % 2 its half, the lower one for 0. A pair is kept where that is at least dropout_p * 2^16. These four pairs a
+    thread holds of a product of NVIDIA's tensor cores, and of its transpose.
     """
     seed = terms.seed[0]
     line = pairs.batch * pairs.heads + pairs.head
-    counter = pairs.key[..., ::4] // 4, pairs.query, line, torch.zeros_like(line)
-    words = torch.broadcast_tensors(*philox(counter, (seed & _WORD, (seed >> 32) & _WORD)))
-    word = torch.stack(words, -1).flatten(-2)[..., : pairs.key.shape[-1]]
-    return word >= round(terms.dropout_p * 2**32)
+    zero = torch.zeros_like(line)
+    key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
+    counter = _groups(pairs.query, q_axis) ^ q_mask, _groups(pairs.key, -1) ^ k_mask
+    words = torch.broadcast_tensors(*philox_2x32(counter, key))
+    threshold = round(terms.dropout_p * 2**16)
+    kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
+    # (word, half, .., 8 queries at a time, .., 8 keys at a time): each goes before its 8.
+    kept = kept.unflatten(-1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
+    kept = kept.flatten(-3).flatten(q_axis - 2, q_axis)
+    return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def philox(counter: tuple, key: tuple) -> tuple[torch.Tensor, ...]:
+def _groups(token: torch.Tensor, axis: int) -> torch.Tensor:
+    """token // 16 * 8 + token % 8, once for the two tokens that share it."""
+    count = -(-token.shape[axis] // 16) * 8
+    return token.narrow(axis, 0, 1) // 2 + torch.arange(count, device=token.device).view(-1, *[1] * (-1 - axis))
+
+
+def philox_4x32(counter: tuple, key: tuple) -> tuple[torch.Tensor, ...]:
     """Philox-4x32-10: four words from a counter of four and a key of two; int64 tensors that hold 32-bit words, of shapes that
     broadcast. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         # An int64 product wraps, and its bits are those of the unsigned one.
-        low, high = c0 * _PHILOX_FACTORS[0], c2 * _PHILOX_FACTORS[1]
+        low, high = c0 * _PHILOX_4X32_FACTORS[0], c2 * _PHILOX_4X32_FACTORS[1]
         c0, c1, c2, c3 = (high >> 32) & _WORD ^ c1 ^ k0, high & _WORD, (low >> 32) & _WORD ^ c3 ^ k1, low & _WORD
         k0, k1 = (k0 + _PHILOX_STEPS[0]) & _WORD, (k1 + _PHILOX_STEPS[1]) & _WORD
     return c0, c1, c2, c3
+
+
+def philox_2x32(counter: tuple, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Philox-2x32-7, as ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
+    c0, c1 = counter
+    for _ in range(7):
+        product = c0 * _PHILOX_2X32_FACTOR
+        c0, c1 = (product >> 32) & _WORD ^ c1 ^ key, product & _WORD
+        key = (key + _PHILOX_STEPS[0]) & _WORD
+    return c0, c1
 
 
 def with_sinks(out, lse, sinks, terms: Terms | None):

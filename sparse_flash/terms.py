@@ -11,7 +11,7 @@ import torch
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's border.
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
-_DROPOUT_STEPS = 1 << 24  # exact in float32, so that every back end draws the line at the same word
+_DROPOUT_STEPS = 1 << 16  # what a draw of 16 bits can be compared with
 _score_functions: dict[str, ScoreFunction] = {}
 
 
@@ -53,7 +53,7 @@ class ScoreFunction:
 class Terms:
     """What a call does beside its mask. Checked: make it with ``terms_of``.
 
-    seed: (1,) int64, of dropout; dropout_p: a multiple of 2^-24, 0 without dropout.
+    seed: (1,) int64, of dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; those tokens exist that are not before the start and before the length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
     learned: the gradient of rel_bias is wanted. softcap: 0 without. score_mod, score_params: the user's own function and its

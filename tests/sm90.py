@@ -50,6 +50,7 @@ def derivative_of_doubled(score, batch, head, q_pos, k_pos, params):
 
 
 EVERY_TERM = KernelTerms("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
+DROPOUT = KernelTerms("*i64", "fp32")
 EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
 
 
@@ -68,7 +69,7 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
     source = ASTSource(kernel, signature, constants, attributes)
     rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
-    options = launch_options(config, terms, switches, dim, rows)
+    options = launch_options(config, terms, switches, rows)
     return triton.compile(source, target=TARGET, options=options)
 
 
@@ -132,7 +133,7 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
-    row |= {"warps": result.metadata.num_warps}
+    row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
@@ -156,4 +157,5 @@ if __name__ == "__main__":
                 details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
     for name, (kernel, table) in KERNELS.items():
+        report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)

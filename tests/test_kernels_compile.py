@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from sparse_flash.kernels import configs
 from sparse_flash.kernels.hopper.configs import FOOTPRINT
 
 pytest.importorskip("triton")
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def compiled_by(program: str) -> list[dict]:
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 43
+    assert len(kernels) == 46
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
@@ -48,6 +50,18 @@ def test_registers_are_spilled_no_more_than_recorded(kernels):
     for k in kernels:
         if not k["kernel"].startswith("hopper") and not k["kernel"].endswith("of_terms"):
             assert k["stack"] <= STACK_LIMIT.get((k["kernel"], k["dim"]), 0), k
+
+
+def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels):
+    for name, table in (("forward", configs._FORWARD), ("grad_q", configs._GRAD_Q), ("grad_kv", configs._GRAD_KV)):
+        plain, dropped = (
+            next(k for k in kernels if (k["kernel"], k["dim"], k["sparse"]) == (kernel, 64, False))
+            for kernel in (name, f"{name}_of_dropout")
+        )
+        draws = table[64].tile_m * table[64].tile_n // (32 * dropped["warps"]) // 4
+        # Seven products each in both walks of a dense kernel, and a program's own draw.
+        assert 2 * 6 * draws <= dropped["products"] - plain["products"] <= 2 * 7 * draws + 40, dropped
+        assert dropped["shared"] == plain["shared"], dropped
 
 
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):

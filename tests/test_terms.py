@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
 from sparse_flash import backends, ops
-from sparse_flash.scores import Pairs, kept_by_dropout, philox
+from sparse_flash.scores import Pairs, kept_by_dropout, philox_2x32, philox_4x32
 from sparse_flash.terms import terms_of
 
 try:
@@ -402,14 +402,35 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
 
 
 def test_philox_gives_the_words_that_its_authors_give():
-    def words(counter, key):
-        return [int(word) for word in philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
+    def words_of_four(counter, key):
+        return [int(word) for word in philox_4x32(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(w) for w in key))]
+
+    def words_of_two(counter, key):
+        return [int(word) for word in philox_2x32(tuple(torch.tensor(c) for c in counter), torch.tensor(key))]
 
     ones = 0xFFFFFFFF
-    assert words([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert words([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert words_of_four([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert words_of_four([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     digits_of_pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0]
-    assert words(*digits_of_pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert words_of_four(*digits_of_pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert words_of_two([0] * 2, 0) == [0x257A3673, 0xCD26BE2A]
+    assert words_of_two([ones] * 2, ones) == [0xAB302C4D, 0x3DC9D239]
+    assert words_of_two([0x243F6A88, 0x85A308D3], 0x13198A2E) == [0xBEDBBE6B, 0xE4C770B3]
+
+
+@parametrize("size", [(1, 1), (1, 40), (23, 9), (33, 18)])
+def test_a_pair_is_kept_by_its_half_of_the_words_of_its_counter(size):
+    q, k = torch.zeros(2, 3, size[0], 1), torch.zeros(2, 3, size[1], 1)
+    given = terms_of(q, k, dropout_p=0.3)
+    kept = kept_by_dropout(given, Pairs.all(q, k))
+    assert kept.shape == (2, 3, *size)
+    seed, zero = given.seed[0], torch.tensor(0)
+    for batch, head, query, key in torch.cartesian_prod(*(torch.arange(n) for n in kept.shape)):
+        of_line = philox_4x32((batch * 3 + head, zero, zero, zero), (seed & 0xFFFFFFFF, seed >> 32))
+        groups = (token // 16 * 8 + token % 8 for token in (query, key))
+        words = philox_2x32(tuple(g ^ w for g, w in zip(groups, of_line[1:3], strict=True)), of_line[0])
+        half = words[key // 8 % 2] >> (16 * (query // 8 % 2)) & 0xFFFF
+        assert kept[batch, head, query, key] == (half >= round(0.3 * 2**16))
 
 
 @parametrize("dropout_p", [0.001, 0.1, 0.5, 0.9])
@@ -418,10 +439,30 @@ def test_dropout_drops_its_share(dropout_p):
     kept = surviving(q, q, dropout_p, 0)
     pairs = kept.numel()
     assert abs(kept.sum().item() - pairs * (1 - dropout_p)) < 5 * (pairs * dropout_p * (1 - dropout_p)) ** 0.5
-    # No two heads, and no two neighbouring keys or queries, agree more often than by chance.
+    # No two heads, batch entries or calls, no neighbours, and none of the four pairs of a draw agree more often than by chance.
     agree = dropout_p**2 + (1 - dropout_p) ** 2
-    for a, b in ((kept[0, 0], kept[1, 1]), (kept[..., 1:], kept[..., :-1]), (kept[..., 1:, :], kept[..., :-1, :])):
+    drawn = kept.view(2, 8, 25, 2, 8, 25, 2, 8)
+    others = [(kept[:, 0], kept[:, 1]), (kept[0], kept[1]), (kept[0, 0], kept[1, 1]), (kept, surviving(q, q, dropout_p, 1))]
+    others += [(kept[..., 1:], kept[..., :-1]), (kept[..., 1:, :], kept[..., :-1, :])]
+    others += [(drawn[:, :, :, 0], drawn[:, :, :, 1]), (drawn[..., 0, :], drawn[..., 1, :])]
+    others += [(drawn[:, :, :, 0, :, :, a], drawn[:, :, :, 1, :, :, 1 - a]) for a in (0, 1)]
+    for a, b in others:
         assert (a == b).float().mean().item() == pytest.approx(agree, abs=5 * (0.25 / a.numel()) ** 0.5)
+
+
+@every_backend
+def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
+    q, k, v, _ = inputs(q_len=64, kv_len=64)
+    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.5)))
+    assert terms_of(q, k, dropout_p=2**-18) is None and terms_of(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
+    assert terms_of(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
+    for dropout_p in (2**-16, 1 - 2**-16):
+        kept = revealed(backend, dropout_p)
+        assert torch.equal(kept, surviving(q, k, dropout_p, 3))
+        assert kept.float().mean().item() == pytest.approx(1 - dropout_p, abs=1e-3)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = sf.attention(*leaves, dropout_p=1 - 2**-30, backend=backend)
+    assert all(t.isfinite().all() for t in (out, *torch.autograd.grad(out.sum(), leaves)))
 
 
 def test_dropout_follows_manual_seed():

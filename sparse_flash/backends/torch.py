@@ -235,7 +235,7 @@ class _Scores:
     def drop_out(self, weights, pairs: Pairs | None) -> None:
         """Zeros in place of what dropout drops."""
         if self.dropped:
-            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.terms, pairs), 0.0)
+            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.terms, pairs, -3), 0.0)
 
 
 def _forward(q, k, v, walk, rule):

@@ -27,7 +27,7 @@ from .common import (
     store_tile,
 )
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
-from .dropout import kept_by_dropout
+from .dropout import dropout_stream, kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import (
@@ -53,6 +53,7 @@ def _walk_keys(
     batch,
     head,
     line,
+    stream,
     kv_head,
     table,
     begin,
@@ -133,8 +134,8 @@ def _walk_keys(
                 weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(dout, v.T, input_precision="ieee")
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
-            dweights = tl.where(survives, dweights * (1.0 / (1.0 - terms.dropout_p)), 0.0)
+            survives = kept_by_dropout(terms, stream, first_query, position, TILE_M, TILE_N, False)
+            dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - terms.dropout_p))
         dscores = weights * (dweights - delta[:, None])
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
@@ -224,6 +225,7 @@ def grad_q_kernel(
     tl.store(delta_ptr + row_line, delta, mask=query < q_len)
     dq = tl.zeros([TILE_M, DIM], tl.float32)
     line = tl.program_id(1)
+    stream = dropout_stream(terms, line)
     beyond = ()
     if terms.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
@@ -235,21 +237,22 @@ def grad_q_kernel(
             for number in range(2 * KINDS):
                 begin, end = cut_entry(entries, number, KINDS)
                 if begin < end:
-                    dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table,
-                                            begin, end, first_query, q_len, kv_len, (first_key, last_key, number // 2), score_scale,
-                                            terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
+                    dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream,
+                                            kv_head, table, begin, end, first_query, q_len, kv_len,
+                                            (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N,
+                                            TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
             begin, end = entries[KIND][1], entries[KIND][2]
         else:
             begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114
-            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin,
-                                    end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
+                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
                                     TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         elif begin < end:
-            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, kv_head, table, begin,
-                                    end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
+                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
                                     TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
     # fmt: on
     if terms.rel_bias_gradient is not None:
@@ -272,6 +275,7 @@ def _walk_queries(
     batch,
     head,
     line,
+    stream,
     table,
     begin,
     end,
@@ -292,10 +296,13 @@ def _walk_queries(
     DERIVATIVE: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; dV before what
-    dropout divides by. existing: for KIND CUT the first query that exists, the one past the last, and the entries' kind."""
+    """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; with
+    dropout, to dK twice that. existing: for KIND CUT the first query that exists, the one past the last, and the entries'
+    kind."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
     last = end * STEPS
+    if terms.seed is not None:
+        log2_share = tl.math.log2(tl.full([1], 1.0 - terms.dropout_p, tl.float32))
     position = step_position(table[0], begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
     for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
@@ -306,17 +313,20 @@ def _walk_queries(
             exists = (query >= existing[0]) & (query < existing[1])
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
+        if SCORED and (SCORE is not None or terms.rel_bias is not None):
+            # Either may drop all of a query's pairs: their weights are then 0, not NaN.
+            lse = tl.where(lse == -float("inf"), float("inf"), lse)
+        log2_sum = lse * LOG2_E
+        if terms.seed is not None:  # weights are divided by the share that dropout keeps
+            log2_sum += log2_share
         if SCORED:
-            if SCORE is not None or terms.rel_bias is not None:
-                # Either may drop all of a query's pairs: their weights are then 0, not NaN.
-                lse = tl.where(lse == -float("inf"), float("inf"), lse)
             first_q = position + (kv_len - q_len)
             changed = scored(
                 scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True, KIND
             )
-            weights = tl.math.exp2(changed - (lse * LOG2_E)[None, :])
+            weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
-            weights = tl.math.exp2(scores * score_scale - (lse * LOG2_E)[None, :])
+            weights = tl.math.exp2(scores * score_scale - log2_sum[None, :])
         if KIND != FULL:
             block_start = position - (step % STEPS) * TILE_M
             col_start = first_key // TABLE_BLOCK * TABLE_BLOCK
@@ -337,7 +347,7 @@ def _walk_queries(
             dout = tl.where(exists[:, None], dout, 0.0)
         if terms.seed is not None:
             # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
-            survives = kept_by_dropout(terms, line, position, first_key, TILE_M, TILE_N, True)
+            survives = kept_by_dropout(terms, stream, position, first_key, TILE_M, TILE_N, True)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
@@ -363,12 +373,14 @@ def _walk_queries(
             )
             weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
-        if terms.seed is not None:
-            dweights = tl.where(weights > 0.0, dweights * (1.0 / (1.0 - terms.dropout_p)), 0.0)
-            weights = tl.abs(weights)
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
         delta = tl.load(delta_base + query) if KIND == FULL else tl.load(delta_base + query, mask=query < q_len, other=0.0)
-        dscores = weights * (dweights - delta[None, :])
+        if terms.seed is not None:
+            # Twice the kept weights as a sum, not as twice the maximum above, beside which they would be kept.
+            twice = (weights + tl.abs(weights)) * dweights
+            dscores = twice - tl.abs(weights) * (delta * (2.0 * (1.0 - terms.dropout_p)))[None, :]
+        else:
+            dscores = weights * (dweights - delta[None, :])
         if SCORED and terms.seed is not None:
             dscores = times_derivative_of_function(
                 dscores,
@@ -456,6 +468,7 @@ def grad_kv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = batch * heads + head
+        stream = dropout_stream(terms, line)
         rows = line.to(tl.int64) * q_len
         if SPARSE:
             mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
@@ -470,30 +483,30 @@ def grad_kv_kernel(
                 for number in range(2 * KINDS):
                     begin, end = cut_entry(entries, number, KINDS)
                     if begin < end:
-                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin,
-                                               end, first_key, q_len, kv_len, (first_query, last_query, number // 2), score_scale,
-                                               terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE,
-                                               CUT)
+                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table,
+                                               begin, end, first_key, q_len, kv_len, (first_query, last_query, number // 2),
+                                               score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
+                                               DERIVATIVE, CUT)
         for KIND in tl.static_range(FULL, KINDS):
             if Q_CUT or KV_CUT:
                 begin, end = entries[KIND][1], entries[KIND][2]
             else:
                 begin, end = bounds[KIND], bounds[KIND + 1]
             if KIND == FULL:  # noqa: SIM114
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
-                                       first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
-                                       SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
+                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+                                       TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
             elif begin < end:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, table, begin, end,
-                                       first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
-                                       SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
+                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
+                                       TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         # fmt: on
     if KV_CUT:
         key = first_key + tl.arange(0, TILE_N)
         exists = (key >= first) & (key < last)
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
     if terms.seed is not None:
-        dv /= 1.0 - terms.dropout_p
+        dk *= 0.5
     store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
     store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM)
 
@@ -536,7 +549,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     constants["HAS_DLSE"] = dlse is not None
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, m)
+    options = launch_options(config, given, switches, m)
     launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -564,6 +577,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    options = launch_options(config, given, switches, dim, n)
+    options = launch_options(config, given, switches, n)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)

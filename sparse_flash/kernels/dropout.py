@@ -5,31 +5,56 @@ import triton.language as tl
 
 
 @triton.jit
-def kept_by_dropout(terms, line, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
-    """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
-
-    line: batch * heads + head. first_key: a multiple of 4, as four neighbouring keys share a counter.
-    """
-    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
-    query = (first_query + tl.arange(0, TILE_M)).to(tl.uint32)
-    four = (first_key // 4 + tl.arange(0, TILE_N // 4)).to(tl.uint32)
-    query, four = (query[None, :], four[:, None]) if BY_KEY else (query[:, None], four[None, :])
-    # Not broadcast before they must be: the first rounds are then of rows and columns.
-    head = tl.full([1, 1], line, tl.uint32)
-    w0, w1, w2, w3 = _philox(tl.load(terms.seed).to(tl.uint64), four, query, head, head * 0)
-    even = tl.join(_above(w0, threshold), _above(w2, threshold))
-    odd = tl.join(_above(w1, threshold), _above(w3, threshold))
-    kept = tl.join(even, odd)  # [..., key // 2 % 2, key % 2]
-    if BY_KEY:
-        kept = tl.permute(kept, (0, 2, 3, 1))
-        kept = tl.reshape(kept, (TILE_N, TILE_M))
-    else:
-        kept = tl.reshape(kept, (TILE_M, TILE_N))
-    return kept != 0
+def dropout_stream(terms, line):
+    """What tells a line's draws from others', three scalars; nothing without dropout. line: batch * heads + head."""
+    stream = ()
+    if terms.seed is not None:
+        word = line.to(tl.uint32)
+        key, q_mask, k_mask, _ = _philox_4x32(tl.load(terms.seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
+        stream = key, q_mask, k_mask
+    return stream
 
 
 @triton.jit
-def _philox(seed, c0, c1, c2, c3):
+def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
+    """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
+
+    stream: of ``dropout_stream``. first_query, first_key: multiples of 16, as the tile's sides are.
+
+    Written for each pair by itself, so that nothing changes layout. The four pairs of a draw lie in one thread, and the
+    compiler, which knows in which bits of the tokens they differ, draws once for them.
+    """
+    key, q_mask, k_mask = stream
+    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
+    query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
+    query, token = (query[None, :], token[:, None]) if BY_KEY else (query[:, None], token[None, :])
+    q_group = _group(query) ^ (first_query.to(tl.uint32) // 2) ^ q_mask
+    k_group = _group(token) ^ (first_key.to(tl.uint32) // 2) ^ k_mask
+    # Queries come first: the first round's product is of them alone.
+    even, odd = _philox_2x32(key, q_group, k_group)
+    word = tl.where(token // 8 % 2 == 0, even, odd)
+    return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
+
+
+@triton.jit
+def _group(token):
+    """token // 16 * 8 + token % 8. Of the last bits one alone, as an odd token's are else not seen to be those of the token 8
+    before."""
+    return token // 16 * 8 + (token & 6) + (token & 1)
+
+
+@triton.jit
+def _philox_2x32(key, c0, c1):
+    """Philox-2x32-7."""
+    for _ in tl.static_range(7):
+        product = c0.to(tl.uint64) * 0xD256D193
+        c0, c1 = (product >> 32).to(tl.uint32) ^ c1 ^ key, product.to(tl.uint32)
+        key += 0x9E3779B9
+    return c0, c1
+
+
+@triton.jit
+def _philox_4x32(seed, c0, c1, c2, c3):
     """Philox-4x32-10, as ``tl.philox``, which multiplies twice for the halves of each product."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -40,8 +65,3 @@ def _philox(seed, c0, c1, c2, c3):
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3
-
-
-@triton.jit
-def _above(word, threshold):
-    return (word >= threshold).to(tl.int8)

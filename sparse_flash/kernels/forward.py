@@ -24,7 +24,7 @@ from .common import (
     store_tile,
 )
 from .configs import forward_config, padded_head_dim
-from .dropout import kept_by_dropout
+from .dropout import dropout_stream, kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
 from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import scored
@@ -43,6 +43,7 @@ def _walk(
     batch,
     head,
     line,
+    stream,
     kv_head,
     table,
     begin,
@@ -108,8 +109,9 @@ def _walk(
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, line, first_query, position, TILE_M, TILE_N, False)
-            weights = tl.where(survives, weights, 0.0)
+            survives = kept_by_dropout(terms, stream, first_query, position, TILE_M, TILE_N, False)
+            # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
+            weights = tl.where(survives, weights, tl.minimum(terms.dropout_p, 0.0))
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
@@ -180,6 +182,7 @@ def attention_forward_kernel(
     if Q_CUT:  # a tile of no existing query has no keys
         last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
     line = tl.program_id(1)
+    stream = dropout_stream(terms, line)
     KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
     if Q_CUT or KV_CUT:
@@ -188,20 +191,22 @@ def attention_forward_kernel(
             for number in range(2 * KINDS):
                 begin, end = cut_entry(entries, number, KINDS)
                 if begin < end:
-                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len,
-                                  kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK,
-                                  SPARSE, SCORED, REACH, SCORE, CUT)
+                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query,
+                                  q_len, kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N,
+                                  TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
             begin, end = entries[KIND][1], entries[KIND][2]
         else:
             begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
-            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
-                          (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, KIND)
+            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
+                          kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
+                          KIND)
         elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
-            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, kv_head, table, begin, end, first_query, q_len, kv_len,
-                          (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, KIND)
+            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
+                          kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
+                          KIND)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -210,10 +215,10 @@ def attention_forward_kernel(
         keeps_nothing |= ~exists
         accumulator = tl.where(exists[:, None], accumulator, 0.0)
     total = tl.where(keeps_nothing, 1.0, running_sum)
-    result = accumulator / total[:, None]
+    divisor = total
     if terms.seed is not None:
-        result /= 1.0 - terms.dropout_p
-    store_tile(out_tensor, result, batch, head, first_query, TILE_M, DIM)
+        divisor *= 1.0 - terms.dropout_p
+    store_tile(out_tensor, accumulator / divisor[:, None], batch, head, first_query, TILE_M, DIM)
     query = first_query + tl.arange(0, TILE_M)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
@@ -249,6 +254,6 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     ]
     constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, dim, m)
+    options = launch_options(config, given, switches, m)
     launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
     return out, lse

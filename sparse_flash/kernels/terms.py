@@ -64,18 +64,15 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
     return given, switches, kinds
 
 
-def launch_options(config: Config, given: KernelTerms, switches: dict, dim: int, rows: int) -> dict[str, int]:
+def launch_options(config: Config, given: KernelTerms, switches: dict, rows: int) -> dict[str, int]:
     """Triton's options for a kernel of these terms; without any, those of the config. rows: of a step's products.
 
     By what compiling for sm_90 (triton 3.6) says. Eight warps are worth it only for 128 rows, where they halve what each thread
-    holds: with dropout or the gradient of a bias, four spill 500 to 800 bytes of 128 x 64 at head_dim 64. Of 64 rows, eight
+    holds: with dropout or the gradient of a bias, four spill 130 to 800 bytes of 128 x 64 at head_dim 64. Of 64 rows, eight
     warps each compute all that four would: a step of dK and dV then takes twice the instructions, and spills cost less.
-    At head_dim 256 dropout's mask, which passes through shared memory, leaves 128 rows room for a stage less;
-    so do the biases beside a user's function, which Triton loads ahead through it (see ``scores._biased``).
+    A stage less for biases beside a user's function, which Triton loads ahead through shared memory (see ``scores._biased``).
     """
-    dropped = given.seed is not None
-    crowded = rows >= 128 and (dropped or given.rel_bias_gradient is not None)
+    crowded = rows >= 128 and (given.seed is not None or given.rel_bias_gradient is not None)
     biased = given.rel_bias is not None and switches["SCORE"] is not None
-    fewer = biased + (dropped and (biased or (dim > 128 and rows >= 128)))
     warps = max(8, config.num_warps) if crowded else config.num_warps
-    return {"num_warps": warps, "num_stages": max(1, config.num_stages - fewer)}
+    return {"num_warps": warps, "num_stages": max(1, config.num_stages - biased)}
