@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 
 import torch
 
@@ -43,7 +44,8 @@ def attention(
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query
     attention). All of one dtype and device; any strides, of which an unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
-    torch.compile, PyTorch before 2.13 takes spec text and BlockMasks, not Pattern objects.)
+    torch.compile: spec text, and what is made outside of the compiled function, where PyTorch before 2.13 takes BlockMasks, not
+    Pattern objects.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
@@ -65,22 +67,25 @@ def attention(
     generator: torch.manual_seed repeats it, checkpointed activations and replayed CUDA graphs get theirs. The same seed drops
     the same pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
 
-    return_lse: also return lse, (batch, heads, q_len) float32: the natural logarithm of each query's softmax sum.
+    return_lse: also return lse, (batch, heads, q_len) float32 (float64 for float64 inputs): the natural logarithm of each query's
+    softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
-    Returns out, like q, or (out, lse). Both are differentiable in q, k and v. A query that keeps nothing has out 0,
-    lse -inf and no gradient. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
+    Returns out, like q, or (out, lse). Both are differentiable in q, k and v, once and in reverse mode; torch.func's transforms and
+    forward mode raise NotImplementedError. A query that keeps nothing has out 0, lse -inf and no gradient. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
+    _check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     given, terms = mask, None
     has_terms = (
         dropout_p
         or softcap is not None
+        or not isinstance(score_params, tuple)
         or score_params
         or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
     )
@@ -153,7 +158,9 @@ def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, d
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The scale of a call; raises ValueError for one that cannot be."""
+    """The scale of a call; raises ValueError or TypeError for one that cannot be."""
+    if not isinstance(scale, (int, float, NoneType)):
+        raise TypeError(f"scale must be a number; got {type(scale).__name__}" + "; use .item()" * isinstance(scale, torch.Tensor))
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
@@ -169,10 +176,16 @@ def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.dev
 def autocast(q, k, v):
     """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
+
+
+def _check_types(q, k, v) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
 
 
 def check_tensors(q, k, v) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, singledispatch
@@ -91,7 +92,7 @@ class BlockMask:
             kv_len=grid.kv_len,
             block_size=grid.block_size,
             keeps_all=bool(keeps_all),
-            mask_index=torch.zeros((1, 1), dtype=torch.int32),
+            mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
             by_query=table_of(rows, cols, segment, index, grid.q_blocks, grid.kv_blocks),
             by_key=table_of(cols, rows, segment, index, grid.kv_blocks, grid.q_blocks),
             tile_runs=stacks[0],
@@ -114,6 +115,8 @@ class BlockMask:
         at its first use with these lengths, which is on the host, and cached: use it once before a graph is captured. The
         table has room for every block that ``within`` keeps, as the number kept is not known on the host.
         """
+        if not isinstance(blocks, torch.Tensor):
+            raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
         if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
             raise ValueError(
                 "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
@@ -205,6 +208,8 @@ class BlockMask:
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the lengths and
         block size given, or for those of the first BlockMask in the list.
         """
+        if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
+            raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
         masks = list(masks)
         if not masks:
             raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
@@ -230,7 +235,7 @@ class BlockMask:
         stored = dict(zip(digests, compiled, strict=True))
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         joined = _join([stored[digest] for digest in numbers])
-        index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32)
+        index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32, device="cpu")
         return replace(joined, mask_index=index, wider=None).with_wider().to(device or "cpu")
 
     def with_wider(self) -> BlockMask:
@@ -498,7 +503,20 @@ class BlockMask:
 def as_block_mask(mask, **lengths) -> BlockMask:
     """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
     the table's format, need not know how tables are compiled."""
-    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}")
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
+
+
+def _way_out(mask) -> str:
+    """How to make a mask of what is none; nothing where there is no saying."""
+    if isinstance(mask, torch.Tensor):
+        return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
+    if isinstance(mask, (list, tuple)):
+        return "; use BlockMask.per_head for a mask of each head"
+    if isinstance(mask, type):
+        return f" {mask.__name__} itself; call it for a pattern"
+    if callable(mask):
+        return "; use from_mask_fn for a function of positions"
+    return "; use 'full' to keep every pair" if mask is None else ""
 
 
 @as_block_mask.register(BlockMask)
@@ -507,9 +525,18 @@ def _(mask, **lengths) -> BlockMask:
 
 
 def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
-    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph."""
+    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
+    FakeTensorMode, of its tensors."""
     if not torch.compiler.is_compiling():
-        return _cached_mask(pattern, q_len, kv_len, block_size, device)
+        if not torch._C._len_torch_dispatch_stack():
+            return _cached_mask(pattern, q_len, kv_len, block_size, device)
+        with plain_tensors():
+            mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if fake is None:
+            return mask
+        tensors = [fake.from_tensor(t) for t in mask.tensors()]
+        return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
     # operator.index makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
@@ -597,8 +624,10 @@ _cached_of_all_blocks = lru_cache(maxsize=16)(_of_all_blocks)
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, for a CUDA graph or by torch.compile: their results have no values to keep."""
-    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether operations are only recorded now, for a CUDA graph or by torch.compile, or shown to a mode, which may put other
+    tensors in their place: their results are not to be kept."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or capturing or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:
@@ -618,7 +647,7 @@ def _join(masks: list[BlockMask]) -> BlockMask:
             table = getattr(mask, name)
             count = int(table.row_ptr[0, -1])
             ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
-            entry = torch.arange(count)
+            entry = torch.arange(count, device=ptr.device)
             row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
             kinds = torch.where(entry >= split[0, row, 1], 1, 0)
             remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
@@ -637,3 +666,7 @@ def _join(masks: list[BlockMask]) -> BlockMask:
         tile_runs=pools[0],
         tile_bits=pools[1],
     )
+
+
+# torch.load takes a saved mask without weights_only=False.
+torch.serialization.add_safe_globals([BlockMask, Table])

@@ -18,7 +18,8 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 def grid_of(mask: FlexMask) -> BlockGrid:
     """Raises TypeError for what is no FlexAttention mask, ValueError for blocks that this library's tables cannot hold."""
     if not isinstance(mask, FlexMask):
-        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {type(mask).__name__}")
+        got = f"{type(mask).__module__}.{type(mask).__qualname__}"
+        raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
     q_block, kv_block = mask.BLOCK_SIZE
     if q_block != kv_block:
         raise ValueError(

@@ -7,6 +7,7 @@ their tensors, their names and their numbers (``Terms.packed()``).
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from . import backends
 from .block_mask import BlockMask
@@ -16,6 +17,7 @@ from .terms import NO_TERMS, Terms
 def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str, terms: Terms | None = None):
     """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both."""
     more = () if terms is None else terms.tensors()
+    refuse_transforms(q, k, v, *more)
     if nothing_looks_on(q, k, v, *more):
         learned = terms is not None and terms.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
@@ -28,17 +30,34 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
     """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
+    refuse_transforms(q, k, v)
     if nothing_looks_on(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
 
+def refuse_transforms(*tensors) -> None:
+    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation: PyTorch does so for the
+    first two in words that name no way out, and for an operator takes the last to be 0."""
+    if torch.compiler.is_compiling():
+        return
+    inner = torch._C._functorch.peek_interpreter_stack()
+    transform = inner is not None and inner.key() != torch._C._functorch.TransformType.Functionalize
+    forward = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if transform or forward:
+        raise NotImplementedError(
+            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, torch.func's "
+            "transforms or forward mode; put what vmap would map over into the batch, or write softmax attention in PyTorch operations"
+        )
+
+
 def nothing_looks_on(*tensors) -> bool:
-    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform or tensor
-    subclass that has to see the operator."""
+    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, tensor subclass or
+    meta tensor that has to see the operator."""
     return (
         not torch.compiler.is_compiling()
+        and not tensors[0].is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)

@@ -99,7 +99,7 @@ class _LongRuns:
         low, high = np.where(some, first, 1 << 30).reshape(-1, BLOCK).min(1), np.where(some, stop, 0).reshape(-1, BLOCK).max(1)
         reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
         self._blocks = -(-reach // BLOCK) + 1
-        zeros = torch.zeros((1, 1), dtype=torch.int32), torch.zeros((2, BLOCK, BLOCK // 32), dtype=torch.int32)
+        zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
         self.constants = [t.to(device) for t in (runs, *zeros, no_parts("cpu"))]
 

@@ -146,6 +146,7 @@ def terms_of(
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     terms = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    _check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
@@ -153,6 +154,7 @@ def terms_of(
         terms["dropout_p"] = share / _DROPOUT_STEPS
         terms["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
+        _check_number("softcap", softcap)
         if not (softcap > 0 and math.isfinite(softcap)):
             raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
         terms["softcap"] = float(softcap)
@@ -184,6 +186,8 @@ def terms_of(
                 "once, outside the call"
             )
         terms["score_mod"] = score_mod
+    if not isinstance(score_params, (tuple, list)):
+        raise TypeError(f"score_params must be a tuple of tensors; got {type(score_params).__name__}; write (tensor,) for one")
     if score_params:
         if score_mod is None:
             raise ValueError("score_params are the tensors of a score_mod; pass that too")
@@ -191,6 +195,12 @@ def terms_of(
             _check_tensor(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         terms["score_params"] = tuple(t.contiguous() for t in score_params)
     return Terms(**terms) if terms else None
+
+
+def _check_number(name: str, value) -> None:
+    if not isinstance(value, (int, float)):
+        hint = "; use .item()" * isinstance(value, torch.Tensor)
+        raise TypeError(f"{name} must be a number, the same for all heads; got {type(value).__name__}{hint}")
 
 
 def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
