@@ -74,13 +74,16 @@ def attention(
     supports the call, and never turns a sparse mask into a dense one.
 
     Returns out, like q, or (out, lse). Both are differentiable in q, k and v, once and in reverse mode; torch.func's transforms and
-    forward mode raise NotImplementedError. A query that keeps nothing has out 0, lse -inf and no gradient. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
+    forward mode raise NotImplementedError. A query that keeps nothing has out 0, lse -inf and no gradient; tensors may be
+    empty, but for head_dim. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
     _check_types(q, k, v)
     q, k, v = autocast(q, k, v)
+    if 0 in q.shape or 0 in k.shape:
+        return _of_nothing(q, k, v, sinks, return_lse)
     given, terms = mask, None
     has_terms = (
         dropout_p
@@ -126,6 +129,19 @@ def attention(
         watch.saw(q, k, v, given, scale, out, lse)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, terms)
+    return (out, lse) if return_lse else out
+
+
+def _of_nothing(q, k, v, sinks, return_lse: bool):
+    """The call where there are no queries or no keys at all, which no kernel need see; gradients are 0."""
+    check_tensors(q, k, v, may_be_empty=True)
+    nought = sum(t.flatten()[:0].sum() for t in (q, k, v))
+    out = torch.zeros_like(q) + nought
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype) + nought.to(lse_dtype)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        out, lse = with_sinks(out, lse, sinks, None)
     return (out, lse) if return_lse else out
 
 
@@ -188,8 +204,8 @@ def _check_types(q, k, v) -> None:
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
 
 
-def check_tensors(q, k, v) -> None:
-    """Raises ValueError where q, k and v do not fit together."""
+def check_tensors(q, k, v, may_be_empty: bool = False) -> None:
+    """Raises ValueError where q, k and v do not fit together. may_be_empty: but for head_dim."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
@@ -199,13 +215,13 @@ def check_tensors(q, k, v) -> None:
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast with .to({q.dtype})")
         if tensor.device != q.device:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
-        if 0 in tensor.shape:
+        if tensor.shape[3] == 0 or (0 in tensor.shape and not may_be_empty):
             raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
-    if q.shape[1] % k.shape[1]:
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(
             f"the number of key heads must divide that of query heads; got {q.shape[1]} query heads and {k.shape[1]} key heads"
         )

@@ -47,8 +47,9 @@ def refuse_transforms(*tensors) -> None:
     forward = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
     if transform or forward:
         raise NotImplementedError(
-            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, torch.func's "
-            "transforms or forward mode; put what vmap would map over into the batch, or write softmax attention in PyTorch operations"
+            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, "
+            "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
+            "operations"
         )
 
 

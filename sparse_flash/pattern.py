@@ -73,7 +73,12 @@ class Pattern:
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
-        kept = np.asarray(self.token_rule(q[:, :, None], kv[:, None, :]))
+        try:
+            kept = np.asarray(self.token_rule(q[:, :, None], kv[:, None, :]))
+        except ValueError as error:
+            raise ValueError(
+                f"the token rule of {self} failed on arrays of positions: {error} (combine with & | ~ instead of and, or, not)"
+            ) from error
         if kept.dtype != bool:
             raise TypeError(f"the token rule of {self} must return booleans; got {kept.dtype}; compare or use .astype(bool)")
         try:

@@ -324,7 +324,8 @@ BAD_TENSORS = [
     ({"q": zeros(1, 2, 100, 16, dtype=torch.int32)}, r"q must be a floating-point tensor; got torch.int32"),
     ({"k": zeros(1, 2, 100, 16, dtype=torch.float16)}, r"one dtype; q is torch.float32, k is torch.float16; cast with"),
     ({"v": torch.zeros(1, 2, 100, 16, device="meta")}, rf"one device; q is on {DEVICE}.*, v on meta"),
-    ({"q": zeros(1, 2, 0, 16)}, r"q must not be empty; got shape \(1, 2, 0, 16\)"),
+    ({"q": zeros(1, 2, 100, 0)}, r"q must not be empty; got shape \(1, 2, 100, 0\)"),
+    ({"k": zeros(1, 0, 100, 16), "v": zeros(1, 0, 100, 16)}, r"must divide that of query heads; got 2 query heads and 0 key heads"),
     ({"v": zeros(1, 2, 90, 16)}, r"k and v must have one shape; got \(1, 2, 100, 16\) and \(1, 2, 90, 16\)"),
     ({"q": zeros(3, 2, 100, 16)}, r"agree in batch and head_dim; got \(3, 2, 100, 16\) and \(1, 2, 100, 16\)"),
     ({"q": zeros(1, 2, 100, 32)}, r"agree in batch and head_dim; got \(1, 2, 100, 32\) and \(1, 2, 100, 16\)"),
@@ -344,7 +345,14 @@ BAD_ARGUMENTS = [
     ({"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\); got 1.5"),
     ({"mask": "causal & lokal(3)"}, ValueError, r"unknown pattern 'lokal'.*local"),
     ({"mask": "causal &"}, ValueError, r"causal &"),
-    ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, its spec text or a BlockMask; got Tensor"),
+    ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, .*; got Tensor; use BlockMask.from_dense"),
+    ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use BlockMask.per_head"),
+    ({"mask": sf.causal}, TypeError, r"a mask must be a Pattern, .*; got type Causal itself; call it"),
+    ({"mask": lambda q, kv: q > kv}, TypeError, r"a mask must be a Pattern, .*; got function; use from_mask_fn"),
+    ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
+    ({"dropout_p": torch.tensor(0.1)}, TypeError, r"dropout_p must be a number, .*; got Tensor; use .item\(\)"),
+    ({"softcap": "x"}, TypeError, r"softcap must be a number, .*; got str"),
+    ({"score_params": torch.ones(3)}, TypeError, r"score_params must be a tuple of tensors; got Tensor; write \(tensor,\) for one"),
 ]
 
 
@@ -352,6 +360,27 @@ BAD_ARGUMENTS = [
 def test_arguments_out_of_range_are_one_clear_error(options, error, message):
     with pytest.raises(error, match=message):
         sf.attention(*inputs(), **options)
+
+
+def test_what_is_no_tensor_is_one_clear_error():
+    q = inputs()[0]
+    with pytest.raises(TypeError, match=r"k must be a tensor of shape \(batch, heads, tokens, head_dim\); got list"):
+        sf.attention(q, [1.0], q)
+
+
+@parametrize("empty", ["batch", "heads", "queries", "keys"])
+def test_empty_tensors_have_empty_results_and_gradients_of_zero(empty):
+    batch, heads, q_len, kv_len = (0 if name == empty else 3 for name in ("batch", "heads", "queries", "keys"))
+    q = torch.randn(batch, heads, q_len, 16, device=DEVICE, requires_grad=True)
+    k, v = (torch.randn(batch, heads, kv_len, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    sinks = torch.zeros(heads, device=DEVICE)
+    for mask in (None, "causal & local(2)"):
+        out, lse = sf.attention(q, k, v, mask, return_lse=True)
+        assert torch.equal(out, torch.zeros_like(q)) and torch.equal(lse, torch.full_like(lse, float("-inf")))
+        assert lse.shape == q.shape[:3]
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(grads, (q, k, v), strict=True))
+        assert torch.equal(sf.attention(q, k, v, mask, sinks=sinks, return_lse=True)[1], torch.zeros_like(lse))
 
 
 def test_a_mask_of_other_lengths_is_one_clear_error():

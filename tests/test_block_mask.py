@@ -284,6 +284,47 @@ def test_tensors_and_pickle_carry_the_whole_mask(pattern, lengths):
     assert pickle.loads(pickle.dumps(mask)).keeps_all == mask.keeps_all
 
 
+def test_masks_do_not_depend_on_the_default_device():
+    q = torch.randn(1, 2, 40, 16)
+    documents = torch.tensor([0, 15, 40], dtype=torch.int32)
+    dense = torch.ones(40, 40, dtype=torch.bool)
+    with torch.device("meta"):
+        made = [
+            sf.compile_mask("causal & local(5)", 40),
+            sf.BlockMask.per_head(["causal", "strided(3)"], 40),
+            sf.BlockMask.from_dense(dense),
+            sf.BlockMask.from_blocks(dense, 16),
+            sf.topk_blocks(q, q, 1, block_size=16),
+        ]
+        assert {t.device.type for mask in made for t in mask.tensors()} == {"cpu"}
+        moved = sf.compile_mask("causal & local(5)", 40, device="meta")
+        assert {t.device.type for t in moved.tensors()} == {"meta"}
+        outs = [
+            sf.attention(q, q, q, "local(6)", dropout_p=0.1, kv_lens=documents[1:2]),
+            sf.attention_decode(q[:, :, :1], q, q, "local(6)"),
+        ]
+        packed = q[0].transpose(0, 1)
+        outs += [sf.attention_varlen(packed, packed, packed, documents, mask=mask) for mask in ("causal", "causal & strided(3)")]
+    assert all(out.device.type == "cpu" and out.isfinite().all() for out in outs)
+
+
+def test_a_saved_mask_loads_as_plain_weights_do(tmp_path):
+    mask = sf.compile_mask("causal & local(50)", 300, block_size=32)
+    torch.save({"mask": mask}, tmp_path / "mask.pt")
+    assert torch.load(tmp_path / "mask.pt")["mask"].equal(mask)
+
+
+def test_what_is_no_list_of_masks_is_one_clear_error():
+    with pytest.raises(TypeError, match=r"per_head needs a list of patterns or masks, one for each head; got str"):
+        sf.BlockMask.per_head("causal", 32)
+    with pytest.raises(TypeError, match=r"got NoneType; use 'full' to keep every pair"):
+        sf.BlockMask.per_head([None, "causal"], 32)
+    with pytest.raises(TypeError, match=r"blocks must be a bool tensor; got list"):
+        sf.BlockMask.from_blocks([[True]], 16)
+    with pytest.raises(TypeError, match=r"FlexAttention|flex_attention.BlockMask; got sparse_flash.block_mask.BlockMask"):
+        sf.BlockMask.from_flex(sf.compile_mask("causal", 20))
+
+
 def test_mask_moves_to_a_device_whole_and_stays_itself_where_it_is():
     mask = sf.compile_mask("causal & local(100)", 1000)
     assert mask.to("cpu") is mask

@@ -154,6 +154,45 @@ def test_fake_tensors_see_the_operator():
     assert "sparse_flash_attention" in type(out.grad_fn).__name__
 
 
+def test_fake_tensors_meet_masks_of_patterns_and_leave_none_behind():
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    for _ in range(2):  # not yet cached, and cached
+        with torch._subclasses.FakeTensorMode():
+            q = torch.empty(1, 2, 61, 16, requires_grad=True)
+            (dq,) = torch.autograd.grad(sf.attention(q, q, q, "causal & local(7)").sum(), q)
+            assert dq.shape == q.shape
+            sf.BlockMask.from_blocks(torch.empty(3, 3, dtype=torch.bool), 16)
+            sf.topk_blocks(q, q, 1, block_size=16)
+        q = torch.randn(1, 2, 61, 16)
+        sf.attention(q, q, q, "causal & local(7)")
+        assert sf.BlockMask.from_blocks(blocks, 16).to_dense().all()
+        sf.topk_blocks(q, q, 1, block_size=16)
+
+
+def test_meta_tensors_have_the_shapes_of_results():
+    q = torch.empty(1, 2, 50, 16, device="meta", requires_grad=True)
+    for mask in (None, "causal & local(7)"):
+        out, lse = sf.attention(q, q, q, mask, return_lse=True)
+        (dq,) = torch.autograd.grad(out.sum(), q)
+        assert out.shape == dq.shape == q.shape and lse.shape == q.shape[:3] and out.is_meta and dq.is_meta
+
+
+def test_transforms_that_would_go_wrong_are_refused():
+    q, k, v = (t.detach() for t in inputs())
+
+    def attend(q):
+        return sf.attention(q, k, v, LOCAL).sum()
+
+    calls = [lambda: torch.func.grad(attend)(q), lambda: torch.func.jvp(attend, (q,), (q,)), lambda: torch.vmap(attend)(q[None])]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="reverse-mode autograd"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        attend(q)
+        with pytest.raises(NotImplementedError, match="reverse-mode autograd"):
+            attend(torch.autograd.forward_ad.make_dual(q, q))
+
+
 def test_dispatch_modes_see_the_operator():
     seen = []
 

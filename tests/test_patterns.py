@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -386,3 +387,13 @@ def test_fields_of_a_pattern_cannot_be_set(pattern):
     assume(fields)
     with pytest.raises(AttributeError):
         setattr(pattern, fields[0], 1)
+
+
+def test_a_token_rule_that_fails_on_arrays_names_its_pattern():
+    @dataclass(frozen=True)
+    class Both(sf.Pattern):
+        def token_rule(self, q, kv):
+            return q >= kv and q % 2 == 0
+
+    with pytest.raises(ValueError, match=r"the token rule of .*Both\(\) failed on arrays of positions: .*& \| ~ instead of and"):
+        sf.compile_mask(Both(), 40)
