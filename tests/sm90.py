@@ -158,6 +158,12 @@ if __name__ == "__main__":
             for split, fixed in ((False, False), (True, False), (False, True)):
                 details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+    for dim in (64, 128):
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
+        report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
+        for fixed in (False, True):
+            kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim]
+            report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True)
     for name, (kernel, table) in KERNELS.items():
         report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)

@@ -29,7 +29,7 @@ from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch_or_repeat, multiprocessors, table_arguments
 from ..repeat import signature
-from .configs import backward_config
+from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .dropout import kept_operand, line_stream, negate_dropped, score_gradients
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
@@ -210,7 +210,8 @@ def _first_query(p, step, stop, exists, first_key):
         block = gl.load(p.row_idx + step // STEPS, mask=exists, other=0)
         position = block * p.TABLE_BLOCK + step % STEPS * p.QUERIES
     else:
-        position = (_first_step(p, first_key, step, stop, stop) + step) % stop * p.QUERIES
+        step += _first_step(p, first_key, step, stop, stop)
+        position = gl.where(step < stop, step, step - stop) * p.QUERIES
     return position
 
 
@@ -731,6 +732,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, d
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
+    if config is None and terms is not None:
+        config = BACKWARD_OF_DROPOUT[dim]
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else KEYS.value
     # In whole blocks, so that none reaches into the next head's rows.
