@@ -114,7 +114,9 @@ def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, d
             signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "*i64" if name == "seed" else "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
+            signature[name] = (
+                "*i64" if name == "seed" else "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
+            )
     return signature, constants, attributes
 
 
@@ -163,7 +165,9 @@ if __name__ == "__main__":
         report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
         for fixed in (False, True):
             kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim]
-            report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True)
+            report(
+                "hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True
+            )
     for name, (kernel, table) in KERNELS.items():
         report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
