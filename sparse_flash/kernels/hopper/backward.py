@@ -630,9 +630,10 @@ def attention_backward_kernel(
 def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
     """Of each key head the largest number of K, and the largest length of a row of V, into (2, heads) zeros.
 
-    They bound dQ: of a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|, or with dropout 0. So there is a power of two
-    of which each tile's part, and their sum, is less than 2^31 times, and integers sum to the same in any order. It is 2^-30
-    of the bound: of dQ over 16,384 keys of random directions some 2^-18, where 16-bit weights round to 2^-9.
+    They bound dQ: of a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to
+    0 and divides only at the end. So there is a power of two of which each tile's part, and their sum, is less than 2^31 times,
+    and integers sum to the same in any order. It is 2^-30 of the bound: of dQ over 16,384 keys of random directions some 2^-18,
+    where 16-bit weights round to 2^-9.
     """
     batch = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads

@@ -15,7 +15,7 @@ _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp
 
 @gluon.jit
 def line_stream(p, line):
-    """What tells a line's draws from others', three scalars; zeros without dropout. line: batch * heads + head."""
+    """What tells a line's draws from others', three scalars; of no use without dropout. line: batch * heads + head."""
     stream = (line, line, line)
     if p.DROPOUT:
         stream = stream_of_line(p.seed, line)
