@@ -25,7 +25,7 @@ def stream_of_line(seed, line):
 def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
     """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
 
-    stream: of ``dropout_stream``. first_query, first_key: multiples of 16, as the tile's sides are.
+    stream: of ``dropout_stream``. first_query, first_key: multiples of the tile's sides, which are powers of two from 16.
     """
     threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
@@ -38,7 +38,7 @@ def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr,
 def words_of_pairs(stream, query, token, first_query, first_key):
     """The words that pairs of a tile are drawn from: of query // 8 % 2 = 0 the lower half counts, else the upper one.
 
-    query, token: uint32, within the tile, of shapes that broadcast to it.
+    query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: as above.
 
     Written for each pair by itself, so that nothing changes layout. The four pairs of a draw lie in one thread, and the
     compiler, which knows in which bits of the tokens they differ, draws once for them.
