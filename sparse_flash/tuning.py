@@ -152,7 +152,10 @@ def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
     def backward(config):
         return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, config=config))
 
-    runs = {"forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config)), "backward": backward}
+    runs = {
+        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
+        "backward": backward,
+    }
     return {name: (candidates(name, dim), run) for name, run in runs.items()}
 
 

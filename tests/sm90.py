@@ -31,7 +31,7 @@ KERNELS = {
     "grad_kv": (backward.grad_kv_kernel, configs._GRAD_KV),
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
-FLOATS = {"scale", "score_scale"}
+FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse", "shares"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
 INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
@@ -73,13 +73,15 @@ def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_
     return triton.compile(source, target=TARGET, options=options)
 
 
-def compiled_for_hopper(kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False, fixed: bool = False):
+def compiled_for_hopper(
+    kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False, fixed: bool = False, dropout: bool = False
+):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
     else:
         queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
         constants |= {"ADDED": split, "FIXED": fixed}
-    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse}
+    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
@@ -112,7 +114,9 @@ def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, d
             signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
             attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
+            signature[name] = (
+                "*i64" if name == "seed" else "fp32" if name in FLOATS else kernel.params[position].annotation_type or "i32"
+            )
     return signature, constants, attributes
 
 
@@ -156,6 +160,14 @@ if __name__ == "__main__":
             for split, fixed in ((False, False), (True, False), (False, True)):
                 details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
                 report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+    for dim in (64, 128):
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
+        report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
+        for fixed in (False, True):
+            kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim]
+            report(
+                "hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True
+            )
     for name, (kernel, table) in KERNELS.items():
         report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)

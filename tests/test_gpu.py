@@ -141,14 +141,15 @@ def test_gradients_that_do_not_depend_on_the_order_of_additions_are_right(name, 
 
 @parametrize("kv_heads", [4, 2])
 @parametrize("spec", [None, "causal & (local(300) | power_of_two(block=128))", "causal & (local(300) | global_tokens(100))"])
+@parametrize("dropout_p", [0.0, 0.1])
 @parametrize("backend", ["hopper", "triton"])
-def test_gradients_repeat_bit_for_bit_where_asked_to(backend, spec, kv_heads):
+def test_gradients_repeat_bit_for_bit_where_asked_to(backend, dropout_p, spec, kv_heads):
     def run():
         torch.manual_seed(0)
         shapes = [(2, heads, 4096, 128) for heads in (4, kv_heads, kv_heads)]
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
         with heavy_rows_in_parts():
-            out = sf.attention(q, k, v, spec, backend=backend, deterministic=True)
+            out = sf.attention(q, k, v, spec, backend=backend, deterministic=True, dropout_p=dropout_p)
         return torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
     first = run()

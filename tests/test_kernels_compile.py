@@ -34,7 +34,7 @@ def compiled_by(program: str) -> list[dict]:
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 46
+    assert len(kernels) == 52
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
@@ -64,9 +64,18 @@ def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels
         assert dropped["shared"] == plain["shared"], dropped
 
 
+def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels):
+    # Draws of a thread in a step; places where weights are made, in the forward pass for each of two warp groups.
+    for name, draws, places in (("hopper_forward", 64 * 128 // 128 // 4, 2 * 2), ("hopper_backward", 128 * 64 // 256 // 4, 1)):
+        for dim in (64, 128):
+            plain = next(k for k in kernels if (k["kernel"], k["dim"], k["sparse"]) == (name, dim, False))
+            for k in (k for k in kernels if (k["kernel"], k["dim"]) == (f"{name}_of_dropout", dim)):
+                assert places * 5 * draws <= k["products"] - plain["products"] <= places * (7 * draws + 20), k
+
+
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
     checked = [k for k in kernels if k["kernel"].startswith("hopper")]
-    assert len(checked) == 5 * len(FOOTPRINT)
+    assert len(checked) == 2 * (2 * 5 + 3)  # head dimensions; dense and sparse, and dropout
     for k in checked:
         footprint = FOOTPRINT[k["kernel"].removeprefix("hopper_"), k["dim"]]
         assert k["stack"] <= footprint.stack and k["shared"] <= footprint.shared, k

@@ -1,10 +1,11 @@
 """Lengths, dropout and score terms: each as its definition says, on every back end, and all together."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import BACKENDS, DEVICE, make_call
+from oracle import BACKENDS, DEVICE, heavy_rows_in_parts, make_call
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -91,9 +92,9 @@ TERMS = ["kv_lens", "kv_lens of nothing", "q_lens", "starts", "lengths", "dropou
 TERMS += ["bias", "short bias", "own", "sinks", "all"]
 
 
-def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2):
+def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2, kv_heads=KV_HEADS):
     generator = torch.Generator().manual_seed(0)
-    sizes = (HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len), (HEADS, q_len)
+    sizes = (HEADS, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (HEADS, q_len)
     return [torch.randn(batch, heads, n, head_dim, generator=generator).to(DEVICE, dtype) for heads, n in sizes]
 
 
@@ -165,17 +166,18 @@ def usable(backend: str, call) -> None:
         pytest.skip(f"{backend}: {reason}")
 
 
-def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed=5, **shape):
+def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed=5, deterministic=False, **shape):
     q, k, v, dout = inputs(dtype, **shape)
     given = terms(name)
     usable(backend, make_call(q, k))
-    if backend == "hopper" and set(given) - {"sinks"}:
+    if backend == "hopper" and set(given) - {"sinks", "dropout_p"}:
         pytest.skip("hopper refuses them")
     table = mask and sf.compile_mask(mask, q.shape[2], k.shape[2], block_size, device=DEVICE)
     kept = table.to_dense() if table else torch.ones((), dtype=torch.bool, device=DEVICE)
     survives = surviving(q, k, given["dropout_p"], seed) if "dropout_p" in given else None
     torch.manual_seed(seed)
-    ours = results(lambda *t: sf.attention(*t, table, return_lse=True, backend=backend, **given), (q, k, v), given, dout)
+    options = {"return_lse": True, "backend": backend, "deterministic": deterministic}
+    ours = results(lambda *t: sf.attention(*t, table, **options, **given), (q, k, v), given, dout)
     exact = [t.double() for t in (q, k, v)]
     wanted = results(lambda *t: definition(*t, kept, given, survives), exact, given, dout.double())
     for label, mine, right in zip(("out", "lse", "dq", "dk", "dv", "learned", "learned"), ours, wanted, strict=False):
@@ -433,6 +435,55 @@ def test_a_pair_is_kept_by_its_half_of_the_words_of_its_counter(size):
         assert kept[batch, head, query, key] == (half >= round(0.3 * 2**16))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("block_size", [128, 256])
+@parametrize("mask", [*MASKS, "wide"])
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize("head_dim", [64, 128])
+@parametrize("backend", ["triton", "hopper"])
+def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_dim, dtype, mask, block_size):
+    # Values name keys in out, and the gradient of out names queries in dV; as many at a time as head_dim.
+    q_len, kv_len = 300, 420
+    q, k, _, _ = inputs(dtype, q_len, kv_len, head_dim)
+    q, k = 0.2 * q, 0.2 * k  # no weight rounds to 0
+    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.3)))
+    with heavy_rows_in_parts():
+        spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
+        table = spec and sf.compile_mask(spec, q_len, kv_len, block_size, device=DEVICE)
+
+    def names(like, first):
+        named = torch.zeros_like(like)
+        torch.diagonal(named, first, -1, -2).fill_(1.0)
+        return named
+
+    for turn, first in enumerate(range(0, kv_len, head_dim)):  # also launches that are made again, under another seed
+        v = names(torch.empty(2, KV_HEADS, kv_len, head_dim, device=DEVICE, dtype=dtype), first).requires_grad_()
+        dout = names(torch.empty_like(q), first)
+        wanted = surviving(q, k, 0.3, turn)
+        wanted = wanted if table is None else wanted & table.to_dense().to(DEVICE)
+        torch.manual_seed(turn)
+        out = sf.attention(q, k, v, table, dropout_p=0.3, backend=backend)
+        (dv,) = torch.autograd.grad(out, v, dout)
+        keys = wanted[..., first : first + head_dim]
+        assert torch.equal(out[..., : keys.shape[-1]] != 0, keys)
+        queries = wanted[:, :, first : first + head_dim].any(1, keepdim=True).mT
+        assert torch.equal(dv[..., : queries.shape[-1]] != 0, queries)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("parts", [False, True], ids=["whole", "parts"])
+@parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@parametrize("kv_heads", [1, 2])
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize("head_dim", [64, 128])
+@parametrize("mask", [*MASKS, "wide"])
+def test_dropout_is_right_on_hopper(mask, head_dim, dtype, kv_heads, deterministic, parts):
+    spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
+    shape = {"q_len": 700, "kv_len": 900, "head_dim": head_dim, "kv_heads": kv_heads}
+    with heavy_rows_in_parts() if parts else nullcontext():
+        check("hopper", "dropout", spec, dtype, block_size=128, deterministic=deterministic, **shape)
+
+
 @parametrize("dropout_p", [0.001, 0.1, 0.5, 0.9])
 def test_dropout_drops_its_share(dropout_p):
     q = torch.zeros(2, 8, 400, 1, device=DEVICE)
@@ -638,12 +689,13 @@ def test_the_shadow_check_looks_at_plain_calls_alone():
 # What cannot be run, and what does not fit.
 
 
-@parametrize("name", [name for name in TERMS if name != "sinks"])
-def test_hopper_names_what_it_lacks(name):
+@parametrize("name", [name for name in TERMS if name not in ("dropout", "sinks")])
+def test_hopper_names_what_it_lacks_and_nothing_else(name):
     q, k, *_ = inputs()
     given = {n: t for n, t in terms(name).items() if n != "sinks"}
     reason = backends.backend("hopper").supports(make_call(q, k, terms=terms_of(q, k, **given)))
-    assert reason.startswith("it does not carry") and all(part in reason for part in given if part != "score_params")
+    carried = {"score_params", "dropout_p"}
+    assert reason.startswith("it does not carry") and all((part in reason) == (part not in carried) for part in given)
 
 
 @pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")

@@ -71,9 +71,9 @@ def backend(name: str) -> ModuleType:
     return _MODULES[name]
 
 
-def plain_only(call: Call) -> str | None:
-    """The reason of a back end that computes attention under a mask and nothing more."""
-    features = [name for name in call.features if name != LEARNED]
+def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
+    """The reason of a back end that carries these features alone."""
+    features = [name for name in call.features if name not in (*carried, LEARNED)]
     return f"it does not carry {' and '.join(features)}" if features else None
 
 

@@ -6,12 +6,13 @@ from functools import cache
 
 import torch
 
-from . import Call, plain_only
+from . import Call, lacking
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # what is padded to 64 or 128
 BLOCK_SIZES = (None, 128, 256)
+FEATURES = ("dropout_p",)
 MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 32 bits
 
 
@@ -45,7 +46,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def supports(call: Call) -> str | None:
-    reason = plain_only(call) or available()
+    reason = lacking(call, FEATURES) or available()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
@@ -62,13 +63,13 @@ def supports(call: Call) -> str | None:
 
 
 def forward(q, k, v, mask, scale, terms):
-    if portable.few_queries(q, k):
+    if terms is None and portable.few_queries(q, k):
         return portable.forward(q, k, v, mask, scale, terms)
     from ..kernels.hopper.forward import attention_forward
 
     ready = [portable.addressable(t) for t in (q, k, v)]
     with portable.current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale)
+        out, lse = attention_forward(*ready, mask, scale, terms)
     return portable.restored(out, ready[0], q), lse
 
 
@@ -77,7 +78,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
 
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, deterministic)
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms, deterministic)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))
 
 

@@ -9,31 +9,46 @@ def dropout_stream(terms, line):
     """What tells a line's draws from others', three scalars; nothing without dropout. line: batch * heads + head."""
     stream = ()
     if terms.seed is not None:
-        word = line.to(tl.uint32)
-        key, q_mask, k_mask, _ = _philox_4x32(tl.load(terms.seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
-        stream = key, q_mask, k_mask
+        stream = stream_of_line(terms.seed, line)
     return stream
+
+
+@triton.jit
+def stream_of_line(seed, line):
+    """The same where there is dropout. seed: where it lies."""
+    word = line.to(tl.uint32)
+    key, q_mask, k_mask, _ = _philox_4x32(tl.load(seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
+    return key, q_mask, k_mask
 
 
 @triton.jit
 def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
     """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
 
-    stream: of ``dropout_stream``. first_query, first_key: multiples of 16, as the tile's sides are.
+    stream: of ``dropout_stream``. first_query, first_key: multiples of the tile's sides, which are powers of two from 16.
+    """
+    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
+    query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
+    query, token = (query[None, :], token[:, None]) if BY_KEY else (query[:, None], token[None, :])
+    word = words_of_pairs(stream, query, token, first_query, first_key)
+    return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
+
+
+@triton.jit
+def words_of_pairs(stream, query, token, first_query, first_key):
+    """The words that pairs of a tile are drawn from: of query // 8 % 2 = 0 the lower half counts, else the upper one.
+
+    query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: as above.
 
     Written for each pair by itself, so that nothing changes layout. The four pairs of a draw lie in one thread, and the
     compiler, which knows in which bits of the tokens they differ, draws once for them.
     """
     key, q_mask, k_mask = stream
-    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
-    query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
-    query, token = (query[None, :], token[:, None]) if BY_KEY else (query[:, None], token[None, :])
     q_group = _group(query) ^ (first_query.to(tl.uint32) // 2) ^ q_mask
     k_group = _group(token) ^ (first_key.to(tl.uint32) // 2) ^ k_mask
     # Queries come first: the first round's product is of them alone.
     even, odd = _philox_2x32(key, q_group, k_group)
-    word = tl.where(token // 8 % 2 == 0, even, odd)
-    return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
+    return tl.where(token // 8 % 2 == 0, even, odd)
 
 
 @triton.jit

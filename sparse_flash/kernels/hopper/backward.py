@@ -29,7 +29,8 @@ from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
 from ..launch import launch_or_repeat, multiprocessors, table_arguments
 from ..repeat import signature
-from .configs import backward_config
+from .configs import BACKWARD_OF_DROPOUT, backward_config
+from .dropout import kept_operand, line_stream, negate_dropped, score_gradients
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
 from .masks import ZERO, column_bits, where_column_bits, where_run
@@ -89,6 +90,8 @@ class Problem:
     queue: gl.tensor
     scale: gl.tensor
     score_scale: gl.tensor
+    seed: gl.tensor
+    dropout_p: gl.tensor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
@@ -117,6 +120,7 @@ class Problem:
     SPARSE: gl.constexpr
     ADDED: gl.constexpr  # whether several tiles make one of dK and dV
     FIXED: gl.constexpr  # whether gradients do not depend on the order in which tiles are added
+    DROPOUT: gl.constexpr
 
 
 # What the planning warp tells of a tile: its first key, or -1 after the last tile; its query head, counted over the batch;
@@ -195,6 +199,19 @@ def _position(p, step, stop):
         position = gl.where(step < stop, block * p.TABLE_BLOCK + step % STEPS * p.QUERIES, 0)
     else:
         position = step * p.QUERIES
+    return position
+
+
+@gluon.jit
+def _first_query(p, step, stop, exists, first_key):
+    """The first query of a step for the computing warps, whose dense walk counts from where it starts: see ``_first_step``."""
+    STEPS: gl.constexpr = p.TABLE_BLOCK // p.QUERIES
+    if p.SPARSE:
+        block = gl.load(p.row_idx + step // STEPS, mask=exists, other=0)
+        position = block * p.TABLE_BLOCK + step % STEPS * p.QUERIES
+    else:
+        step += _first_step(p, first_key, step, stop, stop)
+        position = gl.where(step < stop, step, step - stop) * p.QUERIES
     return position
 
 
@@ -363,7 +380,7 @@ def _rounded(numbers):
 
 
 @gluon.jit
-def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_zeros, KIND: gl.constexpr):
+def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
     state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, beside which the scores of the
@@ -385,19 +402,30 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, zeros, dq_z
         values = view(p.v.index(fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
         if KIND != FULL:
             words = _mask_words(p, entry, exists, first_key, KIND, score_layout)
+        if p.DROPOUT:
+            position = _first_query(p, entry, end, exists, first_key)
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
         started = warpgroup_mma(values, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
         lse = p.lse.index(stage).load(column)
         weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
             weights = _masked(p, weights, words, first_key, KIND)
+        if p.DROPOUT:
+            # What is dropped goes as the sign, so that neither words nor truth values have to be kept beside the sums.
+            weights = negate_dropped(p, weights, stream, position, first_key)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         delta = p.delta.index(dout_stage).load(column)
-        operand = gl.convert_layout(weights.to(dtype), operand_layout)
+        if p.DROPOUT:
+            operand = gl.convert_layout(kept_operand(weights, dtype), operand_layout)
+        else:
+            operand = gl.convert_layout(weights.to(dtype), operand_layout)
         started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
         # Over at once: what follows stays behind the product's start, where the compiler would put it before.
         mbarrier.wait(p.dout_full.index(dout_stage), (step // p.DOUT_STAGES) & 1)
-        dscores = weights * (dweights - delta[None, :])
+        if p.DROPOUT:
+            dscores = score_gradients(weights, dweights, delta[None, :])
+        else:
+            dscores = weights * (dweights - delta[None, :])
         p.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         started_dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
@@ -457,20 +485,21 @@ def _compute(p):
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
     turn = 0
-    first_key, _, _, begin, runs, bits, end = _told_tile(p, 0)
+    first_key, batch, head, begin, runs, bits, end = _told_tile(p, 0)
     while first_key >= 0:
         last = step + gl.maximum(end - begin, 1) - 1
         dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
         state = (dk, dv, scores)
+        stream = line_stream(p, batch * p.heads + head)
         mbarrier.wait(p.v_full, turn & 1)
         if p.SPARSE:
             # A column that keeps nothing takes one step of nothing.
             exists = end > begin
             stop = gl.where(exists, bits, runs + 1)
-            state, step = _walk(p, state, step, last, turn, runs, stop, exists, first_key, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, state, step, last, turn, bits, end, True, first_key, zeros, dq_zeros, BITS)
-        state, step = _walk(p, state, step, last, turn, begin, runs, True, first_key, zeros, dq_zeros, FULL)
+            state, step = _walk(p, state, step, last, turn, runs, stop, exists, first_key, stream, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, state, step, last, turn, bits, end, True, first_key, stream, zeros, dq_zeros, BITS)
+        state, step = _walk(p, state, step, last, turn, begin, runs, True, first_key, stream, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         # They leave through the place of the tile's keys, and that of dQ once its last tile has left.
         place = p.k.index(turn % 2)
@@ -479,12 +508,14 @@ def _compute(p):
             _hand_over_halves(p, dv, step + 2 * turn + 1, place)
         else:
             view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+            if p.DROPOUT:
+                dv = dv * (1.0 / (1.0 - p.dropout_p))
             mbarrier.wait(p.dq_empty, ((step + turn) & 1) ^ 1)
             view(p.dq, dtype, [KEYS, p.DIM], flat).store(dv.to(dtype))
             fence_async_shared()
             mbarrier.arrive(p.dq_full, count=1)
         turn += 1
-        first_key, _, _, begin, runs, bits, end = _told_tile(p, turn)
+        first_key, batch, head, begin, runs, bits, end = _told_tile(p, turn)
 
 
 @gluon.jit
@@ -532,6 +563,8 @@ def attention_backward_kernel(
     queue,
     scale,
     score_scale,
+    seed,
+    dropout_p,
     DIM: gl.constexpr,
     QUERIES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
@@ -539,6 +572,7 @@ def attention_backward_kernel(
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
     FIXED: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
@@ -584,9 +618,10 @@ def attention_backward_kernel(
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
                 unit_rows, mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
-                group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, k, v,
-                q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full, step_done, dq_full,
-                dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED, FIXED)
+                group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, seed,
+                dropout_p, k, v, q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full,
+                step_done, dq_full, dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED, FIXED,
+                DROPOUT)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
@@ -595,9 +630,10 @@ def attention_backward_kernel(
 def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
     """Of each key head the largest number of K, and the largest length of a row of V, into (2, heads) zeros.
 
-    They bound dQ: of a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|. So there is a power of two
-    of which each tile's part, and their sum, is less than 2^31 times, and integers sum to the same in any order. It is 2^-30
-    of the bound: of dQ over 16,384 keys of random directions some 2^-18, where 16-bit weights round to 2^-9.
+    They bound dQ: of a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to
+    0 and divides only at the end. So there is a power of two of which each tile's part, and their sum, is less than 2^31 times,
+    and integers sum to the same in any order. It is 2^-30 of the bound: of dQ over 16,384 keys of random directions some 2^-18,
+    where 16-bit weights round to 2^-9.
     """
     batch = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
@@ -609,7 +645,7 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TI
     tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
 
 
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len"])
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len", "share"])
 def prepare_kernel(
     out_tensor,
     dout_tensor,
@@ -622,14 +658,16 @@ def prepare_kernel(
     group,
     q_len,
     padded_q_len,
+    share,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FIXED: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
     """What a query's row contributes to every product, in rows padded to whole tiles: lse in base 2, +inf where the query
-    keeps nothing, and delta = rowsum(dOut * Out) - dLse; and zeros for dQ to be added to. Where FIXED, also the power of two
-    that its dQ is counted in."""
+    keeps nothing, and delta = rowsum(dOut * Out) - dLse, with dropout times the share that it keeps, by which gradients are
+    divided at last; and zeros for dQ to be added to. Where FIXED, also the power of two that its dQ is counted in."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
@@ -642,6 +680,8 @@ def prepare_kernel(
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
+    if DROPOUT:
+        delta *= share
     padded = tl.program_id(1).to(tl.int64) * padded_q_len + query
     lines = tl.num_programs(1).to(tl.int64) * padded_q_len
     tl.store(rows_ptr + padded, lse)
@@ -683,15 +723,18 @@ def finish_kernel(
     store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic=False, config=None):
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, deterministic=False, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, dQ is summed in an order that differs from run to
     run, and so are dK and dV where query heads share them or heavy columns come in parts.
 
     The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    terms: of dropout, or None.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
+    if config is None and terms is not None:
+        config = BACKWARD_OF_DROPOUT[dim]
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else KEYS.value
     # In whole blocks, so that none reaches into the next head's rows.
@@ -711,7 +754,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic
         kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device)
     has_dlse = dlse is not None
     dlse = dlse.contiguous() if has_dlse else lse
-    key = (*signature(q, k, v, out, dout), scale, config, has_dlse, deterministic)
+    seed, dropout_p = (terms.seed, terms.dropout_p) if terms else (lse, 0.0)
+    share = 1.0 - dropout_p
+    key = (*signature(q, k, v, out, dout), scale, config, has_dlse, deterministic, terms is not None, dropout_p)
     row_lse, row_delta, *units = rows.unbind()
     row_unit = units[0] if units else row_lse
     bounds = _bounds(mask, key, k, v, dim) if deterministic else lse
@@ -730,8 +775,9 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic
             group,
             q_len,
             padded,
+            share,
         ]
-        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic}
+        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": terms is not None}
         return (padded // ROWS, batch * heads), arguments, constants, {"num_warps": 4}
 
     def prepared():
@@ -768,22 +814,25 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic
             tiles,
             min(heads_together(4 * dim, q_len), batch * heads),
             queue,
-            scale,
+            scale / share,
             scale * LOG2_E.value,
+            seed,
+            dropout_p,
         ]
         constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
         constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added, "FIXED": deterministic}
+        constants |= {"DROPOUT": terms is not None}
         return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
     launch_or_repeat(prepare_kernel, mask, key, (out, dout, lse, dlse, sums, rows, bounds), prepared_rows)
-    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, row_unit, lse, queue
+    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, row_unit, lse, queue, seed
     launch_or_repeat(attention_backward_kernel, mask, key, tensors, prepared)
-    _finish(mask, key, "dq", dq, sums, row_unit, 1, padded, scale, config.queries)
+    _finish(mask, key, "dq", dq, sums, row_unit, 1, padded, scale / share, config.queries)
     if added:
         dk_sums, dv_sums = kv_sums.chunk(2)
         members = group if deterministic else 1
-        _finish(mask, key, "dk", dk, dk_sums, row_unit, members, padded_kv, scale, KEYS.value)
-        _finish(mask, key, "dv", dv, dv_sums, row_unit, members, padded_kv, 1.0, KEYS.value)
+        _finish(mask, key, "dk", dk, dk_sums, row_unit, members, padded_kv, scale / share, KEYS.value)
+        _finish(mask, key, "dv", dv, dv_sums, row_unit, members, padded_kv, 1.0 / share, KEYS.value)
     return dq, dk, dv
 
 

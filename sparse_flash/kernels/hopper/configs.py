@@ -36,6 +36,8 @@ class BackwardConfig:
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
+# With dropout, whose draws need registers that steps of 128 queries take.
+BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 
 # What else fits into shared memory, for ``sparse-flash tune``; at 128 nothing does.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
@@ -70,10 +72,14 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim. All that is spilled lies outside the loop over full blocks.
+# By pass and padded head_dim. Without dropout, all that is spilled lies outside the loop over full blocks.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
     ("backward", 128): Footprint(232156, 40),
+    ("forward_of_dropout", 64): Footprint(131704, 0),
+    ("forward_of_dropout", 128): Footprint(197176, 0),
+    ("backward_of_dropout", 64): Footprint(142828, 0),
+    ("backward_of_dropout", 128): Footprint(232156, 176),
 }

@@ -29,6 +29,7 @@ from ..launch import described as described_for_triton
 from ..launch import launch, launch_or_repeat, multiprocessors, table_arguments
 from ..repeat import signature
 from .configs import forward_config
+from .dropout import line_stream, zero_dropped
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
 from .launch import comes_in_parts, described, heads_together, tile_queue
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
@@ -82,6 +83,8 @@ class Problem:
     heads_together: gl.tensor
     queue: gl.tensor
     score_scale: gl.tensor
+    seed: gl.tensor
+    dropout_p: gl.tensor
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -98,6 +101,7 @@ class Problem:
     TABLE_BLOCK: gl.constexpr
     SPARSE: gl.constexpr
     SPLIT: gl.constexpr  # whether some rows come in parts
+    DROPOUT: gl.constexpr
 
 
 # What the planning warp tells of a tile: its first query, or -1 after the last tile; its head, counted over the batch; where
@@ -268,7 +272,7 @@ def _operand(p, kept, layout: gl.constexpr):
 
 
 @gluon.jit
-def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
+def _walk(p, state, place, step, begin, end, first_query, stream, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
     """Folds steps begin .. end - 1, all of one kind, into the softmax state of a tile: each turn issues the scores of its
     own step and the weighted values of the step before."""
     accumulator, kept, running_max, running_sum = state
@@ -288,6 +292,8 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
         if KIND != FULL:
             words = _mask_words(p, entry, first_query, HALF_INDEX, KIND, score_layout)
+        if p.DROPOUT:
+            position = _position(p, entry, end)
         mbarrier.wait(p.k_full.index(stage), phase)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
@@ -298,6 +304,8 @@ def _walk(p, state, place, step, begin, end, first_query, zeros, HALF_INDEX: gl.
         if KIND != FULL:
             scores = where_bits(scores, words, LOWEST)
         weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
+        if p.DROPOUT:
+            weights = zero_dropped(p, weights, stream, first_query + HALF_INDEX * HALF, position)
         accumulator = warpgroup_mma_wait(0, deps=(started_values,))
         mbarrier.arrive(p.v_empty.index(v_stage), count=1)
         accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
@@ -332,6 +340,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     while first_query >= 0:
         place = turn % 2
         flat_head = told(p.notes, place, 1, FIELDS)
+        stream = line_stream(p, flat_head)
         begin = told(p.notes, place, 2, FIELDS) * T
         runs = told(p.notes, place, 3, FIELDS) * T
         bits = told(p.notes, place, 4, FIELDS) * T
@@ -347,6 +356,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             scores = where_bits(scores, _mask_words(p, runs, first_query, HALF_INDEX, RUNS, score_layout), LOWEST)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
         weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
+        if p.DROPOUT:
+            position = told(p.notes, place, 6, FIELDS)
+            weights = zero_dropped(p, weights, stream, first_query + HALF_INDEX * HALF, position)
         if turn > 0:
             # The tile before is stored by now: its queries' place is free.
             store_wait(0)
@@ -355,11 +367,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (accumulator, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of the first kind that the row has.
         if p.SPARSE:
-            state, step = _walk(p, state, place, step, runs + 1, bits, first_query, zeros, HALF_INDEX, RUNS)
+            state, step = _walk(p, state, place, step, runs + 1, bits, first_query, stream, zeros, HALF_INDEX, RUNS)
             first = bits + (bits == runs).to(gl.int32)
-            state, step = _walk(p, state, place, step, first, end, first_query, zeros, HALF_INDEX, BITS)
+            state, step = _walk(p, state, place, step, first, end, first_query, stream, zeros, HALF_INDEX, BITS)
         first = begin + (end == runs).to(gl.int32)
-        state, step = _walk(p, state, place, step, first, runs, first_query, zeros, HALF_INDEX, FULL)
+        state, step = _walk(p, state, place, step, first, runs, first_query, stream, zeros, HALF_INDEX, FULL)
         accumulator, kept, running_max, running_sum = state
 
         v_stage = step % p.STAGES
@@ -383,7 +395,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 
         keeps_nothing = running_sum == 0.0
         total = gl.where(keeps_nothing, 1.0, running_sum)
-        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+        divisor = total
+        if p.DROPOUT:
+            divisor *= 1.0 - p.dropout_p
+        share = gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, out_layout))
         result = accumulator * share[:, None]
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
         rows = gl.arange(0, HALF, layout=row_layout)
@@ -447,12 +462,15 @@ def attention_forward_kernel(
     heads_together,
     queue,
     score_scale,
+    seed,
+    dropout_p,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     SPLIT: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):
     q = gl.allocate_shared_memory(q_tensor.dtype, [4, 1, 1, HALF, DIM], q_tensor.layout)
     k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, 1, 1, TILE, DIM], k_tensor.layout)
@@ -480,8 +498,8 @@ def attention_forward_kernel(
     # fmt: off
     p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, part_out, part_lse, parts, mask_index, work, col_idx, tile_idx,
                 tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles,
-                heads_together, queue, score_scale, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, notes, noted,
-                DIM, STAGES, TABLE_BLOCK, SPARSE, SPLIT)
+                heads_together, queue, score_scale, seed, dropout_p, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE, SPLIT, DROPOUT)
     # fmt: on
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24]
@@ -540,10 +558,11 @@ def join_kernel(
         tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, config=None):
+def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     """out like q, lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    terms: of dropout, or None.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -556,6 +575,7 @@ def attention_forward(q, k, v, mask, scale, config=None):
     part_lse = torch.empty((batch * heads * parts, TILE.value), dtype=torch.float32, device=q.device) if parts else lse
     part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device) if parts else lse
     queue = tile_queue(q.device)
+    seed, dropout_p = (terms.seed, terms.dropout_p) if terms else (lse, 0.0)
 
     def prepared():
         items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
@@ -586,13 +606,16 @@ def attention_forward(q, k, v, mask, scale, config=None):
             min(heads_together(2 * dim, kv_len) * group, batch * heads),
             queue,
             scale * LOG2_E.value,
+            seed,
+            dropout_p,
         ]
         constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
         constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
+        constants |= {"DROPOUT": terms is not None}
         return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
-    key = (*signature(q, k, v), scale, config)
-    launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v, out, lse, part_out, part_lse, queue), prepared)
+    key = (*signature(q, k, v), scale, config, terms is not None, dropout_p)
+    launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v, out, lse, part_out, part_lse, queue, seed), prepared)
     if parts:
         table = mask.by_query.parts
         index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
