@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
-    "integrations": {"attention", "block_mask", "decode", "pattern", "patterns"},
+    "integrations": {"attention", "block_mask", "decode", "pattern", "patterns", "scores"},
     "layer": {"attention", "block_mask", "decode", "pattern"},
     "selection": {"attention", "block_mask", "grid", "pattern"},
     "": {
