@@ -69,10 +69,14 @@ def attention_decode(
 def decodes(q: torch.Tensor, k: torch.Tensor, mask) -> bool:
     """Whether ``attention_decode`` gives what ``attention`` would, of a cache without room for more than its tokens, and does so
     at less cost: a mask compiled for each length would be compiled anew with every token."""
+    return takes(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
+
+
+def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether ``attention_decode`` carries what a call asks for of these queries and keys, where the mask fits it."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    plain = not (isinstance(mask, BlockMask) or gradient or torch.compiler.is_compiling() or watch.looked_at())
-    return few and plain and not torch.is_autocast_enabled(q.device.type)
+    return few and not (gradient or watch.looked_at() or torch.is_autocast_enabled(q.device.type))
 
 
 def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
