@@ -56,8 +56,8 @@ class Check:
         self._hooks = []
         if isinstance(target, torch.nn.Module):
             self._hooks = [
-                target.register_forward_pre_hook(lambda *_: self._enter()),
-                target.register_forward_hook(lambda *_: self._leave(), always_call=True),
+                target.register_forward_pre_hook(_Hook(self._enter)),
+                target.register_forward_hook(_Hook(self._leave), always_call=True),
             ]
 
     def __call__(self, *args, **kwargs):
@@ -125,10 +125,24 @@ class Check:
             )
 
 
+class _Hook:
+    """A hook of a module, of which a copy, in memory or in a file, does nothing: what checks a module is none of its state."""
+
+    def __init__(self, act: Callable[[], None] | None = None):
+        self.act = act
+
+    def __call__(self, *_) -> None:
+        if self.act is not None:
+            self.act()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
 def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
     """Checks attention while a model trains: now and then, some rows of its results, computed again in float64.
 
-    target: a module, which is looked at from now on whoever calls it; or a function, such as one step of training: call the
+    target: a module, which is looked at from now on whoever calls it, unlike copies of it and what is saved; or a function, such as one step of training: call the
     returned object in its place. The first call and each ``every``-th after it are looked at, in all their calls of
     ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative error allowed; None
     takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.

@@ -1,6 +1,9 @@
 """The shadow check: quiet where attention is right, loud where anything about it is wrong, and nobody's business otherwise."""
 
+import copy
+import io
 import logging
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -76,6 +79,20 @@ def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
     checked.remove()
     layer(x)
     assert checked.calls == 7 and not watch.observers
+
+
+def test_a_module_that_is_checked_is_saved_and_copied_and_its_copies_are_not_checked():
+    layer, x = sf.SparseAttention(32, 4, "causal & local(20)"), torch.randn(1, 60, 32)
+    checked = sf.check(layer, every=1)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)
+    for one in copies:
+        assert torch.equal(one(x), one(x))
+    assert checked.calls == 0
+    layer(x)
+    assert checked.calls == 1 and len(checked.reports) == 1
 
 
 def test_errors_are_logged(caplog):
