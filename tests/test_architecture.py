@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "runs": {"backends", "block_mask", "grid", "kernels", "moves", "ops", "packing", "table", "tiles"},
     "varlen": {"attention", "block_mask", "moves", "packing", "pattern", "runs"},
     "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns", "watch"},
-    "check": {"block_mask", "grid", "pattern", "watch"},
+    "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
