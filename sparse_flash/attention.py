@@ -121,12 +121,12 @@ def attention(
     walked = None if walked is None or walked.keeps_all else walked
     name = _settled(q, k, v, mask, walked, terms, deterministic, backend)
     scale = checked_scale(scale, q.shape[3])
-    watched = terms is None and watch.looked_at()
+    watched = watch.looked_at()
     if watched:
         q, k, v = (t.view_as(t) for t in (q, k, v))
     out, lse = ops.attention(q, k, v, walked, scale, deterministic, name, terms)
     if watched:
-        watch.saw(q, k, v, given, scale, out, lse)
+        watch.saw(q, k, v, given, scale, out, lse, terms)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, terms)
     return (out, lse) if return_lse else out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from . import watch
 from .block_mask import BlockMask
 from .grid import BlockGrid
 from .pattern import Pattern, parse
+from .scores import Pairs, existing_pairs, kept_by_dropout, scored
+from .terms import Terms
 
 # Errors relative to the largest number among the sampled rows, which results in these types stay well below.
 BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
@@ -56,8 +58,8 @@ class Check:
         self._hooks = []
         if isinstance(target, torch.nn.Module):
             self._hooks = [
-                target.register_forward_pre_hook(lambda *_: self._enter()),
-                target.register_forward_hook(lambda *_: self._leave(), always_call=True),
+                target.register_forward_pre_hook(_Hook(self._enter)),
+                target.register_forward_hook(_Hook(self._leave), always_call=True),
             ]
 
     def __call__(self, *args, **kwargs):
@@ -84,8 +86,8 @@ class Check:
         if self in watch.observers:
             watch.observers.remove(self)
 
-    def saw(self, q, k, v, mask, scale, out, lse) -> None:
-        sample = _Sample(q, k, v, mask, scale, out, lse, self.rows, self._random)
+    def saw(self, q, k, v, mask, scale, out, lse, terms) -> None:
+        sample = _Sample(q, k, v, mask, scale, out, lse, terms, self.rows, self._random)
         call = self.calls
         self._judge(call, q, sample.forward_errors())
         asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
@@ -125,21 +127,35 @@ class Check:
             )
 
 
+class _Hook:
+    """A hook of a module, of which a copy, in memory or in a file, does nothing: what checks a module is none of its state."""
+
+    def __init__(self, act: Callable[[], None] | None = None):
+        self.act = act
+
+    def __call__(self, *_) -> None:
+        if self.act is not None:
+            self.act()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
 def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
     """Checks attention while a model trains: now and then, some rows of its results, computed again in float64.
 
-    target: a module, which is looked at from now on whoever calls it; or a function, such as one step of training: call the
-    returned object in its place. The first call and each ``every``-th after it are looked at, in all their calls of
-    ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative error allowed; None
-    takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
+    target: a module, which is looked at from now on whoever calls it, unlike copies of it and what is saved; or a function, such
+    as one step of training: call the returned object in its place. The first call and each ``every``-th after it are looked at,
+    in all their calls of ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative
+    error allowed; None takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
 
     Sampled queries give out, lse and dq; sampled keys dk and dv, given lse. A pattern is asked which pairs it keeps, so that
     its table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
     kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
 
-    A look costs some passes over the keys for each sampled row; other calls cost nothing. Not looked at: calls with lengths,
-    dropout or terms of scores (of sinks, what is before them is); calls inside torch.compile; the gradients of layers whose
-    activations are checkpointed.
+    A look costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and terms of scores
+    are computed again as well. Not looked at: what sinks do to results; the gradients of rel_bias and sinks; calls inside
+    torch.compile; the gradients of layers whose activations are checkpointed.
     """
     return Check(target, every, rows, bound, seed)
 
@@ -147,10 +163,12 @@ def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | N
 class _Sample:
     """Rows of one call, and what the definition makes of them, in float64."""
 
-    def __init__(self, q, k, v, mask, scale, out, lse, rows: int, rng: random.Random):
+    def __init__(self, q, k, v, mask, scale, out, lse, terms: Terms | None, rows: int, rng: random.Random):
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
         self.scale, self.group = scale, q.shape[1] // k.shape[1]
         self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
+        learned = terms is not None and terms.rel_bias is not None
+        self.terms = replace(terms, rel_bias=terms.rel_bias.detach()) if learned else terms
 
         def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
             return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
@@ -162,8 +180,8 @@ class _Sample:
         got_out = torch.stack([self.out[place].double() for place in self.queries])
         got_lse = torch.stack([self.lse[place].double() for place in self.queries])
         return {
-            "out": _error(got_out, torch.stack([out for out, _, _ in wanted])),
-            "lse": _error(got_lse, torch.stack([lse for _, lse, _ in wanted])),
+            "out": _error(got_out, torch.stack([out for out, _ in wanted])),
+            "lse": _error(got_lse, torch.stack([lse for _, lse in wanted])),
         }
 
     def backward_errors(self, incoming: dict, arrived: dict) -> dict[str, float]:
@@ -180,33 +198,69 @@ class _Sample:
                     errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(wanted))
         return errors
 
-    def _query(self, b: int, h: int, i: int):
-        """(out, lse, weights) of a query."""
-        k, v = (t[b, h // self.group].double() for t in (self.k, self.v))
-        kept = self.keeps.of_query(b, h, i).to(k.device)
-        scores = (self.scale * k @ self.q[b, h, i].double()).masked_fill(~kept, -float("inf"))
+    def _query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
+        """(out, lse) of a query; differentiable in q, (head_dim,) float64, its own by default."""
+        q = self.q[b, h, i].double() if q is None else q
+        keys = self._existing(self.keeps.of_query(b, h, i), b, h, [i], slice(None))
+        k, v = (t[b, h // self.group, keys].double() for t in (self.k, self.v))
+        scores = self._scores(q[None], k, b, h, [i], keys)[0]
         lse = scores.logsumexp(0)
-        weights = (scores - lse).exp() if kept.any() else torch.zeros_like(scores)
-        return weights @ v, lse, weights
+        if lse.isneginf():
+            return torch.zeros_like(q), lse
+        return ((scores - lse).exp() * self._dropout(b, h, i, None)[keys]) @ v, lse
 
     def _query_gradient(self, b: int, h: int, i: int, dout, dlse) -> torch.Tensor:
-        out, _, weights = self._query(b, h, i)
-        k, v = (t[b, h // self.group].double() for t in (self.k, self.v))
-        upstream = dout[b, h, i].double()
-        dscores = weights * (v @ upstream - (upstream @ out - dlse[b, h, i].double()))
-        return self.scale * dscores @ k
+        q = self.q[b, h, i].double().requires_grad_()
+        with torch.enable_grad():
+            out, lse = self._query(b, h, i, q)
+            if lse.isneginf():
+                return torch.zeros_like(q)
+            return torch.autograd.grad(out @ dout[b, h, i].double() + lse * dlse[b, h, i].double(), q)[0]
 
     def _key_gradients(self, b: int, kv_head: int, j: int, dout, dlse) -> tuple[torch.Tensor, torch.Tensor]:
+        """Given lse and out of the queries."""
         key, value = (t[b, kv_head, j].double() for t in (self.k, self.v))
         dk, dv = torch.zeros_like(key), torch.zeros_like(value)
         for h in range(kv_head * self.group, (kv_head + 1) * self.group):
-            q, upstream, out, lse = (t[b, h].double() for t in (self.q, dout, self.out, self.lse))
-            kept = self.keeps.of_key(b, h, j).to(q.device)
-            weights = torch.where(kept, (self.scale * q @ key - lse).exp(), 0.0)
-            dscores = weights * (upstream @ value - (upstream * out).sum(1) + dlse[b, h].double())
-            dk += self.scale * torch.where(kept, dscores, 0.0) @ q
-            dv += weights @ upstream
+            queries = self._existing(self.keeps.of_key(b, h, j), b, h, slice(None), [j])
+            q, upstream, out, lse = (t[b, h, queries].double() for t in (self.q, dout, self.out, self.lse))
+            with torch.enable_grad():
+                own = key.clone().requires_grad_()
+                scores = self._scores(q, own[None], b, h, queries, [j])[:, 0]
+            weights = torch.where(lse.isneginf(), 0.0, (scores.detach() - lse).exp())
+            dropout = self._dropout(b, h, None, j)[queries]
+            dscores = weights * (dropout * (upstream @ value) - (upstream * out).sum(1) + dlse[b, h, queries].double())
+            dk += torch.autograd.grad(scores, own, dscores)[0]
+            dv += (weights * dropout) @ upstream
         return dk, dv
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
+        """(queries, keys), of rows of q and k at these places."""
+        products = self.scale * q @ k.T
+        return products if self.terms is None else scored(self.terms, products, self._pairs(b, h, queries, keys))
+
+    def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
+        """The places of what a mask keeps of a row or a column, of which both tokens exist."""
+        kept = kept.to(self.q.device)
+        exist = None if self.terms is None else existing_pairs(self.terms, self._pairs(b, h, queries, keys))
+        return (kept if exist is None else kept & exist.flatten()).nonzero()[:, 0]
+
+    def _dropout(self, b: int, h: int, i: int | None, j: int | None) -> torch.Tensor:
+        """What dropout multiplies the weights of query i, or of key j, with."""
+        if self.terms is None or self.terms.seed is None:
+            return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
+        # It is drawn for 16 queries and 16 keys at a time.
+        queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
+        kept = kept_by_dropout(self.terms, self._pairs(b, h, queries, keys))
+        line = kept[i % 16] if j is None else kept[:, j % 16]
+        return line.double() / (1 - self.terms.dropout_p)
+
+    def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
+        """queries, keys: what indexes their places."""
+        device, (_, heads, q_len, _), kv_len = self.q.device, self.q.shape, self.k.shape[2]
+        query, key = (torch.arange(size, device=device)[which] for size, which in ((q_len, queries), (kv_len, keys)))
+        batch, head = (torch.tensor([[place]], device=device) for place in (b, h))
+        return Pairs(batch, head, query[:, None], key[None], heads, q_len, kv_len)
 
 
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -34,11 +34,11 @@ def attention_decode(
     k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. Or with ``block_table`` in pages, (pages,
     kv_heads, page_size, head_dim), page_size a power of two; a cache in vLLM's and FlashAttention's order (pages, page_size,
     kv_heads, head_dim) is passed as ``k.transpose(1, 2)``. Any strides; an unbroken last dimension costs no copy.
-    kv_lens: (batch,) int32 on the device of q, how many tokens each sequence has; None: all that there is room for. A length
-    past the capacity counts as the capacity. What the cache holds past a length is never used, NaN neither.
-    block_table: (batch, pages of a sequence) int32 on the device of q: token t of sequence b is in page
+    kv_lens: (batch,) int32 or int64 on the device of q, how many tokens each sequence has; None: all that there is room for. A
+    length past the capacity counts as the capacity. What the cache holds past a length is never used, NaN neither.
+    block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are
-    not read.
+    not read. (Kernels read int32: int64 is cast in each call.)
     mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square, as
     for training, of at least the capacity. Query i has position ``kv_lens[b] - q_len + i``, and a key its place in the
     sequence. A query whose position is negative keeps nothing.
@@ -57,7 +57,7 @@ def attention_decode(
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
     _check_tensors(q, k, v, block_table)
-    _check_lengths(q, k.shape[2], kv_lens, block_table)
+    kv_lens, block_table = _checked_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])
     capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
     mask, is_causal = _resolved(mask, capacity, q)
@@ -69,10 +69,14 @@ def attention_decode(
 def decodes(q: torch.Tensor, k: torch.Tensor, mask) -> bool:
     """Whether ``attention_decode`` gives what ``attention`` would, of a cache without room for more than its tokens, and does so
     at less cost: a mask compiled for each length would be compiled anew with every token."""
+    return takes(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
+
+
+def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether ``attention_decode`` carries what a call asks for of these queries and keys, where the mask fits it."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    plain = not (isinstance(mask, BlockMask) or gradient or torch.compiler.is_compiling() or watch.looked_at())
-    return few and plain and not torch.is_autocast_enabled(q.device.type)
+    return few and not (gradient or watch.looked_at() or torch.is_autocast_enabled(q.device.type))
 
 
 def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
@@ -151,25 +155,30 @@ def _check_tensors(q, k, v, block_table) -> None:
         )
 
 
-def _check_lengths(q, page_size: int, kv_lens, block_table) -> None:
+def _checked_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
-        _check_integers("kv_lens", kv_lens, q)
+        kv_lens = _in_int32("kv_lens", kv_lens, q)
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
     if block_table is not None:
-        _check_integers("block_table", block_table, q)
+        block_table = _in_int32("block_table", block_table, q)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
             raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
         if page_size & (page_size - 1):
             raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
+    return kv_lens, block_table
 
 
-def _check_integers(name: str, tensor, q) -> None:
+def _in_int32(name: str, tensor, q) -> torch.Tensor:
+    way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
+    way_out = f"use {way_out}.to({str(q.device)!r})"
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be an int32 tensor on {q.device}; got {type(tensor).__name__}")
-    if tensor.dtype != torch.int32 or tensor.device != q.device:
-        raise ValueError(f"{name} must be int32 on {q.device}; got {tensor.dtype} on {tensor.device}")
+        raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
+        raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
+    return tensor.to(torch.int32)
 
 
 def _check_mask(mask: BlockMask, capacity: int, q) -> None:

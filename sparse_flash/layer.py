@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .attention import attention
 from .block_mask import BlockMask
-from .decode import attention_decode, decodes
+from .decode import attention_decode, takes
 from .pattern import Pattern, parse
 
 
 class KeyValueCache:
     """The keys and values of tokens seen so far, for one layer. Room for ``length`` tokens is taken at once.
 
-    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room.
+    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
     """
 
     def __init__(self, batch: int, kv_heads: int, length: int, head_dim: int, *, dtype=None, device=None):
@@ -27,6 +28,10 @@ class KeyValueCache:
     @property
     def length(self) -> int:
         return self._room.shape[3]
+
+    @property
+    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._room[0], self._room[1]
 
     @property
     def keys(self) -> torch.Tensor:
@@ -60,8 +65,9 @@ class SparseAttention(nn.Module):
 
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even where positions are rotary.
-    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length; None for
-    dense attention. Causal by default; another pattern that shall not look ahead must say so: "causal & local(1024)".
+    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length, or with a
+    cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that shall not
+    look ahead must say so: "causal & local(1024)". ``layer.mask = ...`` changes it, in compiled code as well.
     rotary_base: the base of rotary position embedding, its pairs being halves of head_dim apart; None for no positions.
     bias: of the four projections. backend, deterministic: as for ``attention``.
 
@@ -99,8 +105,7 @@ class SparseAttention(nn.Module):
                 "turns them off"
             )
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.mask = parse(mask) if isinstance(mask, str) else mask
-        self._written = _written(self.mask)
+        self.mask = mask
         self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, heads * head_dim, **made)
@@ -108,23 +113,56 @@ class SparseAttention(nn.Module):
         self.v_proj = nn.Linear(dim, kv_heads * head_dim, **made)
         self.out_proj = nn.Linear(heads * head_dim, dim, **made)
 
+    @property
+    def mask(self) -> Pattern | BlockMask | None:
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Pattern | str | BlockMask | None) -> None:
+        mask = parse(mask) if isinstance(mask, str) else mask
+        if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
+            raise TypeError(f"mask must be a Pattern, its spec text, a BlockMask or None; got {type(mask).__name__}")
+        self._mask, self._written = mask, _written(mask)
+
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the like. With a cache, x are the tokens after those that it holds; they attend to
-        both, and are kept. Raises ValueError for shapes that do not fit."""
+        both, and are kept. Raises ValueError for shapes that do not fit.
+
+        Within torch.compile and without gradients, up to 64 tokens at a time read the cache's whole room by their count, so that
+        a new token compiles nothing after the first few."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.rotary_base is not None:
             rotation = _rotation(cache.tokens if cache else 0, x.shape[1], self.head_dim, self.rotary_base, x.device)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if cache is not None and decodes(q, k, self.mask):
-            out = attention_decode(q, k, v, self.mask, backend=self.backend)
-        else:
-            mask = self._written if torch.compiler.is_compiling() else self.mask
-            out = attention(q, k, v, mask, deterministic=self.deterministic, backend=self.backend)
+        mask = self._written if torch.compiler.is_compiling() else self._mask
+        out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _attended(self, q, k, v, mask, **lengths) -> torch.Tensor:
+        return attention(q, k, v, mask, **lengths, deterministic=self.deterministic, backend=self.backend)
+
+    def _attended_with(self, cache: KeyValueCache, q, k, v, mask) -> torch.Tensor:
+        first, stop = cache.tokens, cache.tokens + q.shape[2]
+        square = isinstance(mask, BlockMask) and (mask.q_len, mask.kv_len) != (q.shape[2], stop)
+        if square and not mask.q_len == mask.kv_len >= cache.length:
+            raise ValueError(
+                f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got q_len={mask.q_len}, "
+                f"kv_len={mask.kv_len}; compile it for {cache.length}, or pass the pattern itself"
+            )
+        k, v = cache.append(k, v)
+        if takes(q, k) and (square or not isinstance(mask, BlockMask)):
+            if not torch.compiler.is_compiling():
+                return attention_decode(q, k, v, mask, backend=self.backend)
+            return attention_decode(q, *cache.room, mask, kv_lens=_counts(stop, q), backend=self.backend)
+        if not square:
+            return self._attended(q, k, v, mask)
+        # In their places of the whole mask; blocks of places that hold no token are not visited.
+        beyond = mask.q_len - stop
+        lengths = {"q_starts": _counts(first, q), "q_lens": _counts(stop, q), "kv_lens": _counts(stop, q)}
+        q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
+        return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
 
     def new_cache(self, batch: int, length: int) -> KeyValueCache:
         """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
@@ -132,7 +170,7 @@ class SparseAttention(nn.Module):
         return KeyValueCache(batch, self.kv_heads, length, self.head_dim, dtype=weight.dtype, device=weight.device)
 
     def extra_repr(self) -> str:
-        mask = f"blocks of {self.mask.block_size}" if isinstance(self.mask, BlockMask) else self.mask
+        mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self._mask
         return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, mask={mask}"
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,6 +183,11 @@ def _written(mask):
         return mask.to_spec() if isinstance(mask, Pattern) else mask
     except ValueError:  # some pattern of it is not registered
         return mask
+
+
+def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
+    """The same count for each batch entry, (batch,) int32."""
+    return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
 
 
 def _rotation(first: int, tokens: int, head_dim: int, base: float, device) -> tuple[torch.Tensor, torch.Tensor]:

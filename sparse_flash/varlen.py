@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 
 import torch
@@ -107,6 +108,13 @@ def _check_packed(q, k, v) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+    # Said here as well as in check_tensors, as that would show shapes that the caller never passed.
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
     check_tensors(*(t.transpose(0, 1)[None] for t in (q, k, v)))
 
 
@@ -125,12 +133,19 @@ def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
     if cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
     tokens = len(x)
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 0):
-        raise ValueError(f"max_seqlen_{name} must be a number of tokens on the host, an int of at least 0; got {longest!r}")
-    longest = tokens if longest is None else min(longest, tokens)
+    longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return Side(cu_seqlens.contiguous(), tokens, longest)
+
+
+def _count(name: str, value) -> int:
+    """A number of tokens, of any integer type of the host."""
+    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
+    whole = operator.index(value) if of_numpy else value
+    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+        raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
+    return whole
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:

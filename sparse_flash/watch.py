@@ -1,7 +1,8 @@
 """Who looks on while attention is computed: nobody, or shadow checks (``check.py``).
 
-An observer has ``saw(q, k, v, mask, scale, out, lse)``: the tensors of one call, where q, k and v are this call's own uses of
-what it was given, so that their gradients are this call's alone. mask: as it was given. It is called after each eager call.
+An observer has ``saw(q, k, v, mask, scale, out, lse, terms)``: the tensors of one call, where q, k and v are this call's own
+uses of what it was given, so that their gradients are this call's alone. mask: as it was given. terms: a Terms or None. It is
+called after each eager call.
 """
 
 from __future__ import annotations

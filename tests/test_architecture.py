@@ -40,11 +40,11 @@ MAY_IMPORT = {
     "runs": {"backends", "block_mask", "grid", "kernels", "moves", "ops", "packing", "table", "tiles"},
     "varlen": {"attention", "block_mask", "moves", "packing", "pattern", "runs"},
     "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns", "watch"},
-    "check": {"block_mask", "grid", "pattern", "watch"},
+    "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
     "draw": {"block_mask", "grid", "tiles"},
     "explain": {"block_mask", "grid", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
-    "integrations": {"attention", "block_mask", "decode", "pattern", "patterns"},
+    "integrations": {"attention", "block_mask", "decode", "pattern", "patterns", "scores"},
     "layer": {"attention", "block_mask", "decode", "pattern"},
     "selection": {"attention", "block_mask", "grid", "pattern"},
     "": {

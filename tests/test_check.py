@@ -1,6 +1,9 @@
 """The shadow check: quiet where attention is right, loud where anything about it is wrong, and nobody's business otherwise."""
 
+import copy
+import io
 import logging
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -41,6 +44,45 @@ def test_right_results_and_gradients_pass_and_are_reported(name, dtype):
     assert not watch.observers
 
 
+TERMS = {
+    "dropout": {"dropout_p": 0.3},
+    "soft cap": {"softcap": 2.0},
+    "slopes": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    "relative bias": {"rel_bias": torch.linspace(-1, 1, 4 * 21).view(4, 21).requires_grad_()},
+    "own function": {"score_mod": sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: score.sin() * params[0])},
+    "lengths": {name: torch.tensor(pair) for name, pair in (("kv_lens", (150, 97)), ("q_starts", (20, 0)), ("kv_starts", (3, 0)))},
+    "sinks": {"sinks": torch.ones(4)},
+}
+TERMS["own function"]["score_params"] = (torch.tensor([1.5]),)
+TERMS["all"] = {name: value for terms in TERMS.values() for name, value in terms.items()}
+
+
+@pytest.mark.parametrize("mask", ["text", "heads"])
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_are_computed_again_as_well(name, mask):
+    def run(*qkv):
+        out, total = sf.attention(*qkv, MASKS[mask], **TERMS[name], return_lse=True)
+        (out.square().sum() + total.nan_to_num(0, 0, 0).sum()).backward()
+
+    checked = sf.check(run, every=1, rows=8)
+    qkv = tensors(dtype=torch.float64)
+    if "kv_lens" in TERMS[name]:
+        qkv[1].data[1, :, 97:] = qkv[2].data[1, :, 97:] = float("nan")  # what does not exist is never used
+    checked(*qkv)
+    forward, backward = checked.reports
+    assert set(forward.errors) == {"out", "lse"} and set(backward.errors) == {"dq", "dk", "dv"}
+    assert max(forward.worst, backward.worst) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in TERMS if name != "sinks"])
+def test_a_back_end_that_forgets_terms_is_found(name, monkeypatch):
+    right = backends.backend("torch")
+    wrong = SimpleNamespace(supports=right.supports, forward=lambda *call: right.forward(*call[:-1], None))
+    monkeypatch.setitem(backends._MODULES, "torch", wrong)
+    with pytest.raises(sf.CheckError, match=r"call 1.*out \d"), torch.no_grad():
+        sf.check(sf.attention, every=1, rows=16)(*tensors(), "causal", **TERMS[name], backend="torch")
+
+
 @pytest.mark.parametrize("place, name", list(enumerate(["out", "lse", "dq", "dk", "dv"])))
 def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypatch):
     right = backends.backend("torch")
@@ -76,6 +118,20 @@ def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
     checked.remove()
     layer(x)
     assert checked.calls == 7 and not watch.observers
+
+
+def test_a_module_that_is_checked_is_saved_and_copied_and_its_copies_are_not_checked():
+    layer, x = sf.SparseAttention(32, 4, "causal & local(20)"), torch.randn(1, 60, 32)
+    checked = sf.check(layer, every=1)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)
+    for one in copies:
+        assert torch.equal(one(x), one(x))
+    assert checked.calls == 0
+    layer(x)
+    assert checked.calls == 1 and len(checked.reports) == 1
 
 
 def test_errors_are_logged(caplog):

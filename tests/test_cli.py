@@ -72,6 +72,40 @@ def test_explain_says_what_is_kept_and_reached():
     assert "not defined" in invoke("explain", "causal", "-n", "256", "--kv-len", "512").output
 
 
+def test_explain_of_a_mask_that_keeps_nothing_predicts_nothing():
+    out = invoke("explain", "causal & ~causal", "-n", "100").output
+    assert "inf" not in out and "not defined, as no block is visited" in out and "This mask keeps nothing" in out
+    assert "none, but for each token's own" in out and "after layers" not in out
+
+
+def test_long_work_is_shown_on_a_terminal_alone():
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    code = "from sparse_flash.cli import main; main()"
+    for command in (["explain", "causal"], ["show", "causal"]):
+        arguments = [sys.executable, "-c", code, *command, "-n", "4096"]
+        done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=theirs, check=True, env=os.environ | {"TERM": "xterm"})
+        shown = os.read(ours, 1 << 16).decode()
+        assert "compiling" in shown and "counting" in shown and b"counting" not in done.stdout
+        assert subprocess.run(arguments, capture_output=True, check=True).stderr == b""
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    from sparse_flash.benchmarks import run as measuring
+
+    monkeypatch.setattr(measuring, "_measure", lambda *args: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    result = invoke("bench", "--quick", "--suite", "compile", "--out", str(tmp_path / "file" / "folder"), code=2)
+    assert f"{tmp_path / 'file' / 'folder'}: Not a directory; pass another path" in result.stderr
+    assert "Errno" not in result.stderr
+
+
+def test_no_back_end_is_advised_to_use_what_it_cannot_run_under():
+    from sparse_flash import backends
+
+    assert "TRITON_INTERPRET" not in (backends.backend("hopper").available() or "")
+
+
 def test_doctor_names_every_back_end_and_its_reason():
     from sparse_flash import backends
 

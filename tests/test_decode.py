@@ -123,6 +123,18 @@ def test_pages_in_any_order_are_read_by_the_block_table_alone(backend, page_size
     compare(backend, None, 3, page_size=page_size, capacity=512, lengths=(300, 1, 512), dtype=torch.float16)
 
 
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
+    q, pages = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(9, 2, 16, 32, device=DEVICE)
+    skip_if_it_cannot(backend, backends.Call.of(q, pages, 128))
+    lens, table = torch.tensor([60, 3], device=DEVICE), torch.tensor([[1, 0, 3, 8], [4, 2, 5, 7]], device=DEVICE)
+    wide, narrow = (
+        sf.attention_decode(q, pages, pages, "causal", kv_lens=lens.to(a), block_table=table.to(b), backend=backend)
+        for a, b in ((torch.int64, torch.int64), (torch.int32, torch.int32))
+    )
+    assert torch.equal(wide, narrow)
+
+
 @parametrize("backend", ["reference"])
 def test_the_reference_reads_pages(backend):
     compare(backend, "causal & local(20)", 2, page_size=16, lengths=(100, 33))
@@ -285,8 +297,9 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "number of key heads", q[:, :3], k, k)
     refused(ValueError, "one floating-point dtype", q, k.half(), k.half())
     refused(ValueError, "scale must be positive", q, k, k, scale=0.0)
-    refused(TypeError, "kv_lens must be an int32 tensor", q, k, k, kv_lens=[3, 4])
-    refused(ValueError, "kv_lens must be int32 on cpu; got torch.int64", q, k, k, kv_lens=lens.long())
+    refused(TypeError, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", q, k, k, kv_lens=[3, 4])
+    refused(ValueError, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", q, k, k, kv_lens=lens.float())
+    refused(ValueError, "block_table must be int32 or int64 on cpu; got torch.int16", q, k, k, block_table=table.short())
     refused(ValueError, r"kv_lens must have shape \(2,\)", q, k, k, kv_lens=lens[:1])
     refused(ValueError, r"block_table must have shape \(2, pages of a sequence\)", q, k, k, block_table=table[0])
     refused(ValueError, "power of two; got 48", q, k[:, :, :48], k[:, :, :48], block_table=table)

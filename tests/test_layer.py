@@ -1,8 +1,12 @@
 """SparseAttention: what a layer of PyTorch's own parts would compute, token by token or all at once."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 
@@ -64,6 +68,92 @@ def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces):
     assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
     cache.reset()
     torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
+
+
+WINDOW = "causal & local(20)"
+PIECES = [70, 1, 1, 7, 65, 1]
+
+
+@pytest.mark.parametrize("room", [sum(PIECES), 200])
+def test_a_table_that_covers_the_cache_gives_what_its_pattern_does(room):
+    attn = layer(mask=sf.compile_mask(WINDOW, 200), kv_heads=2)
+    x = inputs(sum(PIECES))
+    cache = attn.new_cache(2, room)
+    with torch.no_grad():
+        parts = torch.cat([attn(piece, cache) for piece in x.split(PIECES, 1)], 1)
+        attn.mask = WINDOW
+        torch.testing.assert_close(parts, attn(x), atol=1e-5, rtol=1e-4)
+
+
+def test_a_table_with_a_cache_gives_the_gradients_of_its_pattern():
+    x, gradients = inputs(90), []
+    for mask in (sf.compile_mask(WINDOW, 128), WINDOW):
+        attn = layer(mask=mask)
+        cache = attn.new_cache(2, 128)
+        attn(x[:, :80], cache)
+        attn(x[:, 80:], cache).square().sum().backward()
+        gradients.append([p.grad for p in (attn.q_proj.weight, attn.out_proj.weight)])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_that_does_not_cover_the_cache_is_refused_before_the_cache_takes_tokens():
+    attn = layer(mask=sf.compile_mask(WINDOW, 40))
+    cache = attn.new_cache(2, 41)
+    with pytest.raises(ValueError, match="cover the cache's room of 41 tokens; got q_len=40, kv_len=40; compile it for 41"):
+        attn(inputs(5), cache)
+    assert cache.tokens == 0
+    assert attn(inputs(40), cache).shape == (2, 40, DIM)  # of these very tokens it is the mask
+    attn.mask = sf.compile_mask(WINDOW, 1, 41)
+    assert attn(inputs(1), cache).shape == (2, 1, DIM)
+
+
+@pytest.mark.parametrize("mask", [WINDOW, sf.compile_mask(WINDOW, 160), "causal", None], ids=["text", "table", "causal", "dense"])
+def test_a_compiled_layer_with_a_cache_compiles_nothing_with_each_token(mask):
+    torch._dynamo.reset()
+    attn = layer(mask=mask, kv_heads=2)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attn, backend=counter, fullgraph=True)
+    pieces = inputs(100).split([80] + 20 * [1], 1)
+    with torch.no_grad():
+        cache, ours = attn.new_cache(2, 160), []
+        for number, piece in enumerate(pieces):
+            ours.append(compiled(piece, cache))
+            if number == 3:
+                first = counter.frame_count
+        assert counter.frame_count == first and cache.tokens == 100
+        cache.reset()
+        theirs = [attn(piece, cache) for piece in pieces]
+    torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1), atol=1e-5, rtol=1e-4)
+
+
+MASKS = {"text": "causal & local(9)", "pattern": sf.causal() & sf.local(9), "table": sf.compile_mask("causal & local(9)", TOKENS)}
+
+
+@pytest.mark.parametrize("name", [*MASKS, "dense"])
+def test_a_mask_that_is_set_later_is_that_of_every_use(name):
+    torch._dynamo.reset()
+    mask, x = MASKS.get(name), inputs()
+    attn, other = layer(), layer(mask=mask)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    before = compiled(x)
+    attn.mask = mask
+    wanted = other(x)
+    assert not torch.allclose(before, wanted)
+    for one in (attn, compiled, copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
+        torch.testing.assert_close(one(x), wanted)
+        assert repr(getattr(one, "_orig_mod", one)) == repr(other)
+    assert attn.state_dict().keys() == other.state_dict().keys()
+
+
+def test_a_mask_of_a_wrong_type_is_refused_when_it_is_set():
+    attn = layer()
+    before = attn.mask
+    with pytest.raises(TypeError, match="BlockMask or None; got int"):
+        attn.mask = 3
+    with pytest.raises(ValueError, match="did you mean 'causal'"):
+        attn.mask = "causl"
+    assert attn.mask is before
 
 
 def test_a_layer_survives_saving_and_moves_between_dtypes():

@@ -30,6 +30,9 @@ CALLS = {
     "mask of each head": (tensors(), {"attn_mask": masked(1, 4, 150, 150)}),
     "mask of each batch entry": (tensors(), {"attn_mask": masked(2, 1, 150, 150)}),
     "mask of keys alone": (tensors(), {"attn_mask": masked(2, 1, 1, 150)}),
+    "mask without a batch": (tensors(130, 200), {"attn_mask": masked(4, 130, 200)}),
+    "mask of heads and keys": (tensors(), {"attn_mask": masked(4, 1, 150)}),
+    "mask of queries alone": (tensors(70, 200), {"attn_mask": torch.ones(70, 1, dtype=torch.bool)}),
 }
 
 
@@ -58,6 +61,11 @@ def test_masks_of_this_library_are_taken_as_well():
         (tensors(70, 200), {"is_causal": True}, "attn_mask='causal' aligns"),
         (tensors(kv_heads=2), {}, "enable_gqa=True"),
         (tensors(), {"dropout_p": 1.0}, "dropout_p"),
+        (tensors(), {"attn_mask": masked(3, 150, 150)}, r"attn_mask must broadcast to .* \(2, 4, 150, 150\); got \(3, 150, 150\)"),
+        (tensors(), {"attn_mask": masked(150, 149)}, r"must broadcast to .*; got \(150, 149\)"),
+        (tensors(), {"attn_mask": masked(149)}, r"must broadcast to .*; got \(149,\)"),
+        (tensors(), {"attn_mask": masked(1, 2, 4, 150, 150)}, r"must broadcast to"),
+        ([t[0] for t in tensors()], {}, r"query must have shape .*; got \(4, 150, 16\)"),
     ],
 )
 def test_what_is_not_carried_is_refused_with_the_way_out(inputs, options, message):

@@ -185,6 +185,88 @@ def test_attention_dropout_is_carried_in_training_alone():
     assert torch.equal(model.eval()(x).logits, model(x).logits)
 
 
+# Models that do more to their scores than scale them.
+OWN_SCORES = {
+    "gemma2": (transformers.Gemma2Config, {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    "gpt-oss": (transformers.GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def own_scores(name: str):
+    """Two models of the same weights, the second eager: both are causal, and the first layer has a window. Queries and keys are
+    large, so that scores reach the soft cap, and so are sinks."""
+    kind, options = OWN_SCORES[name]
+    sizes = SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 33, "pad_token_id": 0}
+    config = kind(**sizes, **options, layer_types=["sliding_attention", "full_attention"])
+    torch.manual_seed(0)
+    model, eager = (
+        transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager") for _ in range(2)
+    )
+    for parameter, value in model.named_parameters():
+        if "q_proj" in parameter or "k_proj" in parameter:
+            value.data *= 30
+        if "sinks" in parameter:
+            value.data = torch.randn_like(value) + 1
+    eager.load_state_dict(model.state_dict())
+    return use_sparse_flash(model, "causal"), eager
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OWN_SCORES)
+def test_soft_caps_and_sinks_are_carried_forward_and_backward(name, padded):
+    model, eager = own_scores(name)
+    model.train()
+    eager.train()
+    x = words()
+    exist = torch.ones_like(x)
+    if padded:
+        exist[0, 110:] = 0
+    labels = x.masked_fill(exist == 0, -100)
+    ours, theirs = (one(x, labels=labels, attention_mask=exist, use_cache=False) for one in (model, eager))
+    torch.testing.assert_close(ours.logits[exist.bool()], theirs.logits[exist.bool()], atol=1e-4, rtol=1e-4)
+    ours.loss.backward()
+    theirs.loss.backward()
+    for (key, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OWN_SCORES)
+def test_soft_caps_and_sinks_are_carried_in_generation(name, padded):
+    x = words(tokens=40)
+    exist = torch.ones_like(x)
+    if padded:
+        exist[0, :13] = 0
+    options = {"attention_mask": exist, "max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    made = [
+        model.eval().generate(x, past_key_values=transformers.DynamicCache(), return_dict_in_generate=True, **options)
+        for model in own_scores(name)
+    ]
+    for ours, theirs in zip(*(one.logits for one in made), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert torch.equal(made[0].sequences, made[1].sequences)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_attentions": True},
+        {"position_bias": torch.zeros(1, 4, 5, 5)},
+        {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5},
+        {"indices": torch.zeros(1)},
+        {"of_a_later_version": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_keywords_that_are_not_carried_are_refused_by_name(options):
+    layer = use_sparse_flash(twins("llama")[0], PATTERN).model.layers[0].self_attn
+    q = torch.randn(1, 4, 5, 16)
+    attend = transformers.AttentionInterface()["block_sparse"]
+    with pytest.raises(ValueError, match=f"passes {', '.join(options)} to its attention"):
+        attend(layer, q, q, q, None, **options)
+    attend(layer, q, q, q, None, is_causal=True, position_ids=None, output_attentions=False, use_cache=True)
+
+
 @pytest.mark.parametrize(
     "masks, message",
     [

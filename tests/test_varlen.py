@@ -452,7 +452,10 @@ def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
     "message, change",
     [
         (r"q must have shape \(tokens of all documents", {"q": torch.zeros(1, 2, 10, 16)}),
-        ("divide that of query heads", {"q": torch.zeros(10, 3, 16, device=DEVICE)}),
+        (r"divide that of query heads; got 3 query heads", {"q": torch.zeros(10, 3, 16, device=DEVICE)}),
+        (r"one shape; got \(10, 2, 16\) and \(10, 2, 8\)", {"v": torch.zeros(10, 2, 8, device=DEVICE)}),
+        (r"head_dim.*; got \(10, 2, 8\) and \(10, 2, 16\)", {"q": torch.zeros(10, 2, 8, device=DEVICE)}),
+        (r"q must not be empty; got shape \(0, 2, 16\)", {"q": torch.zeros(0, 2, 16, device=DEVICE)}),
         ("one dtype", {"q": torch.zeros(10, 2, 16, device=DEVICE, dtype=torch.float16)}),
         ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(3, device=DEVICE)}),
         ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32, device=DEVICE)}),
@@ -460,6 +463,8 @@ def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
         ("pass cu_seqlens_k", {"q": torch.zeros(9, 2, 16, device=DEVICE)}),
         ("max_seqlen_q must be", {"max_seqlen_q": 2.5}),
         ("max_seqlen_k must be", {"max_seqlen_k": -1}),
+        ("max_seqlen_q must be", {"max_seqlen_q": True}),
+        ("max_seqlen_q must be", {"max_seqlen_q": torch.tensor(6)}),
         ("unknown pattern", {"mask": "nothing_like_it"}),
         ("scale must be positive", {"scale": -1.0}),
         ("backend must be", {"backend": "none"}),
@@ -470,6 +475,13 @@ def test_arguments_that_do_not_fit_raise_and_say_why(message, change):
     arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens((4, 6)), "mask": "causal"} | change
     with pytest.raises(ValueError, match=message):
         sf.attention_varlen(**arguments)
+
+
+def test_a_maximum_may_be_of_any_integer_type():
+    tensors, starts = packed(), cu_seqlens((4, 6))
+    for whole in (np.int64(6), np.int32(6)):
+        got = sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=whole, max_seqlen_k=whole)
+        assert torch.equal(got, sf.attention_varlen(*tensors, starts, mask="causal", max_seqlen_q=6, max_seqlen_k=6))
 
 
 def test_wrong_types_raise_and_say_what_would_do():

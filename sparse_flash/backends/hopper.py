@@ -17,7 +17,7 @@ MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 3
 
 
 def available() -> str | None:
-    return portable.available() or _available()
+    return _available() or portable.available()  # in this order: without a GPU, portable advises the interpreter
 
 
 @cache

@@ -76,6 +76,8 @@ def bench(
 
 def _run(options, console, run):
     with user_errors():
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)  # not after the first measurement
         return run(options, console)
 
 

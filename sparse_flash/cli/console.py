@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _PIPE_WIDTH = 160  # no terminal to fit, so that tables are not cut
 
@@ -41,9 +42,27 @@ def user_errors():
     """What is wrong with the arguments, said once: for code that only raises these for its caller's mistakes."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}; pass another path" if error.filename and error.strerror else error
+        errors().print(f"error: {said}", markup=False)
+        raise typer.Exit(2) from None
+    except (ValueError, TypeError, NotImplementedError) as error:
         errors().print(f"error: {error}", markup=False)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def stages(*names: str):
+    """Yields a function that says that the next stage begins; they are shown with the time that they take, on a terminal, while
+    they run."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task, left = bar.add_task("", total=None), list(names)
+
+        def begin() -> None:
+            bar.update(task, description=left.pop(0), refresh=True)
+
+        yield begin
 
 
 def size_text(count: float) -> str:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .console import can_draw, output, picture_size, size_text, user_errors
+from .console import can_draw, output, picture_size, size_text, stages, user_errors
 
 Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
 KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
@@ -45,11 +45,11 @@ def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
     """(pattern, mask, seconds)."""
     import sparse_flash
 
-    with user_errors():
-        pattern = sparse_flash.parse(spec)
-        begin = time.perf_counter()
-        mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size)
-        return pattern, mask, time.perf_counter() - begin
+    pattern = sparse_flash.parse(spec)
+    begin = time.perf_counter()
+    # Without the compiler's own bar, which cannot be shown within that of the stages.
+    mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)
+    return pattern, mask, time.perf_counter() - begin
 
 
 def show(
@@ -66,7 +66,6 @@ def show(
     if out:
         with user_errors():
             draw.checked_path(out)
-    pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size)
     console = output()
     unicode = can_draw("▀█▓▒░·")
     colour = console.color_system in ("256", "truecolor")  # 16 colours do not tell the shares apart
@@ -75,15 +74,19 @@ def show(
     width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
     # Square cells for square masks; a pipe or a file has no last line to stay above.
     side = min(width, height) if console.is_terminal else width
-    with user_errors():
+    with user_errors(), stages("compiling", "counting") as begin:
+        begin()
+        pattern, mask, _ = _compiled(spec, q_len, kv_len, block_size)
+        begin()
         picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
+        density, block_density = mask.density, mask.block_density
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(
         f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})\n"
     )
     console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
     console.print(draw.legend(colour, unicode))
-    console.print(f"keeps {mask.density:.3%} of the pairs, visits {mask.block_density:.3%} of the blocks of {block_size}")
+    console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")
     if out:
         with user_errors():
             draw.save(mask, out, str(pattern), level)
@@ -112,10 +115,14 @@ def gallery(
     """Draws the blocks of several masks side by side in one file."""
     from sparse_flash import draw
 
-    with user_errors():
+    specs, compiled = specs or _GALLERY, []
+    with user_errors(), stages(*(f"compiling {spec}" for spec in specs), "drawing") as begin:
         draw.checked_path(out)
-        compiled = [_compiled(spec, q_len, None, block_size) for spec in specs or _GALLERY]
-        draw.gallery([(spec, mask) for spec, (_, mask, _) in zip(specs or _GALLERY, compiled)], out)
+        for spec in specs:
+            begin()
+            compiled.append((spec, _compiled(spec, q_len, None, block_size)[1]))
+        begin()
+        draw.gallery(compiled, out)
     output().print(f"wrote {out}")
 
 
@@ -130,8 +137,10 @@ def explain(
     """What a mask costs, what it saves, and what it can see."""
     from sparse_flash.explain import explain as numbers_of
 
-    pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
-    with user_errors():
+    with user_errors(), stages("compiling", "counting") as begin:
+        begin()
+        pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
+        begin()
         e = numbers_of(mask, heads, head_dim)
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
@@ -162,10 +171,15 @@ def explain(
         "forward traffic", f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)"
     )
     rival = f"; {_times(e.rival_speedup)} over dense causal attention" if e.causal else ""
-    table.add_row(
-        "predicted speed-up", f"{_times(e.speedup)} over dense by visited blocks{rival}; {_times(e.bytes_speedup)} by traffic"
-    )
-    if e.reach:
+    if e.kept_blocks:
+        table.add_row(
+            "predicted speed-up", f"{_times(e.speedup)} over dense by visited blocks{rival}; {_times(e.bytes_speedup)} by traffic"
+        )
+    else:
+        table.add_row("predicted speed-up", "not defined, as no block is visited")
+    if not e.kept_blocks:
+        table.add_row("causal pairs in reach", "none, but for each token's own by the residual connection")
+    elif e.reach:
         shares = ", ".join(f"{layers}: {_share(share)}" for layers, share in e.reach.shares.items())
         exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
         table.add_row("causal pairs in reach", f"after layers {shares} ({exact})")

@@ -30,15 +30,19 @@ def scaled_dot_product_attention(
 
     query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of
     those heads.
-    attn_mask: a bool tensor, True where a pair is kept, of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len): it
-    is turned into a table in each call, by a pass over all its pairs on the host, so make it once with
+    attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len,
+    kv_len): it is turned into a table in each call, by a pass over all its pairs on the host, so make it once with
     ``BlockMask.from_dense`` where it stays the same. Or a mask of this library, aligned as ``attention`` says.
     is_causal: each query sees the keys up to its own number, counted from the first, as in PyTorch; for as many queries as keys.
 
     dropout_p: as there, of other pairs for the same seed.
 
-    Raises ValueError for what it does not carry: masks of numbers, causal calls of unequal lengths.
+    Raises ValueError for what it does not carry, masks of numbers and causal calls of unequal lengths, and for shapes that do not
+    fit.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal were both given; say 'causal & ...' in the mask")
     if is_causal and query.shape[-2] != key.shape[-2]:
@@ -46,11 +50,22 @@ def scaled_dot_product_attention(
             f"is_causal counts queries from the first key in PyTorch, which leaves keys unseen where lengths differ; got "
             f"{query.shape[-2]} queries and {key.shape[-2]} keys; attn_mask='causal' aligns the last query with the last key"
         )
-    if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+    if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share key heads")
     if isinstance(attn_mask, torch.Tensor):
-        if attn_mask.dtype != torch.bool:
-            raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {attn_mask.dtype}, which is added to scores")
-        attn_mask = BlockMask.from_dense(attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], key.shape[-2]))
+        attn_mask = _table(attn_mask, (*query.shape[:3], key.shape[2]))
     mask = "causal" if is_causal else attn_mask
     return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)
+
+
+def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
+    """Of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); batch and heads that it shares are stored once."""
+    if kept.dtype != torch.bool:
+        raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
+    shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)
+    if not 2 <= kept.dim() <= 4 or any(size not in (1, whole) for size, whole in zip(shape, wanted, strict=True)):
+        raise ValueError(
+            f"attn_mask must broadcast to (batch, heads, q_len, kv_len), here {wanted}; got {tuple(kept.shape)}; it must have two "
+            "to four dimensions, each 1 or that of the call, counted from the last"
+        )
+    return BlockMask.from_dense(kept.view(shape).expand(-1, -1, *wanted[2:]))

@@ -6,8 +6,9 @@
 
 The model's projections, rotary positions, key-value cache and ``generate()`` stay its own. A sliding window of the model's
 own is kept: its layers attend where both keep a pair. Padded batches are carried, padded on either side; distances in a pattern
-are then those of the padded positions, and so are those of global tokens and sinks. What this cannot carry is refused: packed
-sequences, caches of fixed length.
+are then those of the padded positions, and so are those of global tokens and sinks. Soft caps (Gemma 2) and sink logits (gpt-oss)
+are carried. What this cannot carry is refused: packed sequences, caches of fixed length, position biases, and whatever keyword
+a model passes to its attention that is neither carried nor in ``_WITHOUT_EFFECT``.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -26,6 +27,7 @@ from ..block_mask import BlockMask
 from ..decode import attention_decode, decodes
 from ..pattern import Pattern, parse
 from ..patterns import local
+from ..scores import with_sinks
 
 NAME = "block_sparse"  # not "sparse_flash": where a name holds "flash", Transformers looks for a FlashAttention kernel
 _SETTINGS = "_sparse_flash_settings"
@@ -38,6 +40,25 @@ _KNOWN = {
 }
 # Under torch.compile a model takes every batch for one of packed sequences, and says which in a tensor.
 _PACKED = {"packed_sequence_mask_function.<locals>.inner_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+
+# Keywords that reach attention, of transformers 5.23, and change nothing that it returns here: what the mask says instead of
+# them (is_causal, position_ids, whose packed sequences ``_no_mask`` refuses), what is said in use_sparse_flash (deterministic),
+# and what other parts of a model read.
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "deterministic",
+    "is_causal",
+    "kernel_options",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
 
 
 @dataclass(frozen=True)
@@ -106,8 +127,21 @@ def _checked(mask):
     raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask or None; got {type(mask).__name__}")
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs):
-    """What Transformers calls: query (batch, heads, tokens, head_dim); returns (batch, tokens, heads, head_dim), None."""
+def _attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **kwargs,
+):
+    """What Transformers calls: query (batch, heads, tokens, head_dim), s_aux (heads,) sink logits; returns (batch, tokens, heads,
+    head_dim), None."""
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
         raise ValueError(
@@ -123,11 +157,20 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
             f"the model passes an attention mask of shape {tuple(attention_mask.shape)}, which {NAME!r} cannot follow; say what it "
             "keeps as a pattern in use_sparse_flash(model, mask)"
         )
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(f"the model adds a position bias to its scores, which {NAME!r} does not carry; use another implementation")
+    # Off is None, or False where it is a switch.
+    unknown = sorted(
+        name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not carry; use another "
+            "implementation, such as model.set_attn_implementation('eager')"
+        )
     mask = settings.mask if sliding_window is None else _within(settings.mask, sliding_window, key.shape[2])
-    if not dropout and not lengths and decodes(query, key, mask):
-        out = attention_decode(query, key, value, mask, scale=scaling, backend=settings.backend)
+    if not dropout and not lengths and softcap is None and decodes(query, key, mask):
+        out, lse = attention_decode(query, key, value, mask, scale=scaling, return_lse=True, backend=settings.backend)
+        if s_aux is not None:
+            out, _ = with_sinks(out, lse, s_aux, None)
     else:
         out = attention(
             query,
@@ -137,6 +180,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
             scale=scaling,
             dropout_p=dropout,
             **lengths,
+            softcap=softcap,
+            sinks=s_aux,
             deterministic=settings.deterministic,
             backend=settings.backend,
         )
