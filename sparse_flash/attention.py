@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import NoneType
 
 import torch
 
@@ -175,7 +174,7 @@ def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, d
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
     """The scale of a call; raises ValueError or TypeError for one that cannot be."""
-    if not isinstance(scale, (int, float, NoneType)):
+    if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number; got {type(scale).__name__}" + "; use .item()" * isinstance(scale, torch.Tensor))
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
@@ -192,7 +191,7 @@ def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.dev
 def autocast(q, k, v):
     """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for "meta"
         dtype = torch.get_autocast_dtype(device_type)
         return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
