@@ -451,6 +451,15 @@ def test_results_of_another_environment_are_set_aside(quick, tmp_path, monkeypat
     assert json.loads(aside.read_text()) == data
 
 
+def test_the_report_counts_what_waits_and_names_some_of_it(quick):
+    data = json.loads(quick.path.read_text())
+    data["suites"] = {"paper": [f"paper | case {number}" for number in range(300)]}
+    (left,) = (table for table in tables(data) if table.title == "Without a result")
+    waiting = [line for line in left.rows if line[1] == "not run yet"]
+    assert waiting[0][0] == "paper | case 0" and len(waiting) < 20
+    assert waiting[-1][0] == f"{300 - len(waiting) + 1} more"
+
+
 def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     def stop_at_second(case, *_):
         if "sparse_flash" in case.key:
