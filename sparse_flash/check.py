@@ -282,14 +282,14 @@ class _Keeps:
         if isinstance(self.mask, BlockMask):
             return self.mask.kept_keys(i, b, h)
         if self.mask is None:
-            return torch.ones(self.grid.kv_len, dtype=torch.bool)
+            return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
         return self._by_rule(np.array([i]), np.arange(self.grid.kv_len))[0]
 
     def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
         if isinstance(self.mask, BlockMask):
             return self.mask.kept_queries(j, b, h)
         if self.mask is None:
-            return torch.ones(self.grid.q_len, dtype=torch.bool)
+            return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
         return self._by_rule(np.arange(self.grid.q_len), np.array([j]))[:, 0]
 
     def _by_rule(self, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:

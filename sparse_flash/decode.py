@@ -42,7 +42,7 @@ def attention_decode(
     mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square, as
     for training, of at least the capacity. Query i has position ``kv_lens[b] - q_len + i``, and a key its place in the
     sequence. A query whose position is negative keeps nothing.
-    scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, (batch, heads, q_len) float32.
+    scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as of ``attention``.
     backend: as for ``attention``; "hopper" and "triton" are one kernel here.
 
     Returns out, like q, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError for arguments that

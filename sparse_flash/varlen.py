@@ -42,8 +42,8 @@ def attention_varlen(
     for each power of two of 128-token blocks, and the memory of the table that is made from it at each call.
     scale, return_lse, deterministic, backend: as for ``attention``.
 
-    Returns out, (tokens, heads, head_dim), or (out, lse) with lse (heads, tokens) float32. Both are differentiable in q, k and
-    v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
+    Returns out, (tokens, heads, head_dim), or (out, lse) with lse (heads, tokens), as of ``attention``. Both are differentiable
+    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
 
     On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph (call
     it once before capturing one, as the first call compiles). So they cannot be checked there: where cu_seqlens fall or end past

@@ -95,7 +95,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
             for query in range(max(0, q_len - length), q_len):
                 position = length - q_len + query
                 if mask is None:
-                    kept = torch.arange(length) <= (position if causal else length)
+                    kept = torch.arange(length, device=q.device) <= (position if causal else length)
                 else:
                     kept = mask.kept_keys(position, sequence, head)[:length]
                 chosen = kept.nonzero()[:, 0].to(q.device)
