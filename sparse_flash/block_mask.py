@@ -626,8 +626,9 @@ _cached_of_all_blocks = lru_cache(maxsize=16)(_of_all_blocks)
 def is_recorded(device: torch.device) -> bool:
     """Whether operations are only recorded now, for a CUDA graph or by torch.compile, or shown to a mode, which may put other
     tensors in their place: their results are not to be kept."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return torch.compiler.is_compiling() or capturing or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _join(masks: list[BlockMask]) -> BlockMask:
