@@ -139,7 +139,7 @@ class BlockMask:
             within = one_mask("within", within, grid, blocks.device)
         listing = within._listing()
         batch, heads = blocks.shape[:2]
-        if batch * heads * listing.places >= 2**31:
+        if batch * heads * listing.block.numel() >= 2**31:  # of both tables
             raise ValueError(
                 f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
             )

@@ -29,11 +29,6 @@ class Listing(NamedTuple):
     bounds: torch.Tensor
     rows: tuple[int, int]
 
-    @property
-    def places(self) -> int:
-        """How many entries a map takes in both tables together."""
-        return self.block.numel()
-
 
 def listing_of(by_query: Table, by_key: Table) -> Listing:
     """The entries of the tables of one mask."""
