@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .listing import Listing, chosen, counted, listing_of, table_of_all
-from .table import Entries, Table, at_least_two, table_of, with_work, work_of_whole_rows
+from .table import Entries, Table, at_least_two, table_of, transposed_table_of, with_work, work_of_whole_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
 
 _DENSE_CHUNK = 1 << 24  # pairs decoded at a time
@@ -75,11 +75,16 @@ class BlockMask:
         rows, cols, tiles = entries
         if len(rows) >= 2**31:
             raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
-        is_bits = np.append(pool.is_bits, False).astype(bool)  # the last is for FULL_TILE, whose number is negative
-        segment = np.where(tiles == FULL_TILE, 0, np.where(is_bits[np.maximum(tiles, -1)], 2, 1))
-        order = np.argsort((rows * 3 + segment) * grid.kv_blocks + cols, kind="stable")
-        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
-        index, stacks = np.zeros(len(tiles), np.int64), []
+        segment = np.zeros(len(tiles), np.int8)
+        partial = np.flatnonzero(tiles != FULL_TILE)
+        segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
+        # In 32 bits but for the key: dense masks of a million tokens take gigabytes.
+        rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
+        key = (rows * np.int64(3) + segment) * grid.kv_blocks + cols
+        if (key[1:] < key[:-1]).any():
+            order = np.argsort(key, kind="stable")
+            rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
+        index, stacks = np.zeros(len(tiles), np.int32), []
         for kind in (1, 2):
             # Tiles are numbered by first appearance in the table, so that equal masks have equal tables.
             used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
@@ -93,8 +98,8 @@ class BlockMask:
             block_size=grid.block_size,
             keeps_all=bool(keeps_all),
             mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
-            by_query=table_of(rows, cols, segment, index, grid.q_blocks, grid.kv_blocks),
-            by_key=table_of(cols, rows, segment, index, grid.kv_blocks, grid.q_blocks),
+            by_query=table_of(rows, cols, segment, index, grid.q_blocks),
+            by_key=transposed_table_of(rows, cols, segment, index, grid.kv_blocks),
             tile_runs=stacks[0],
             tile_bits=stacks[1],
         )

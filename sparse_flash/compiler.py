@@ -61,7 +61,7 @@ class _Compilation:
         states = self.states(self.pattern)
         pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
         pieces += self.decided_blocks(states)
-        rows, cols, tiles = (np.concatenate([p[k] for p in pieces]) for k in range(3))
+        rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
         return Entries(rows, cols, tiles), self.pool
 
     def states(self, pattern: Pattern) -> BlockRuns:
@@ -77,6 +77,8 @@ class _Compilation:
     def full_blocks(self, rows, cols, _):
         """Full blocks; those cut short by the end of the queries or keys need a tile that says where they end."""
         tiles = np.full(len(rows), FULL_TILE, np.int64)
+        if self.grid.q_len % self.grid.block_size == 0 == self.grid.kv_len % self.grid.block_size:
+            return rows, cols, tiles
         cut = (self.grid.heights(rows) < self.grid.block_size) | (self.grid.widths(cols) < self.grid.block_size)
         if cut.any():
             zero = np.zeros((int(cut.sum()), 1, self.grid.block_size), np.int64)

@@ -18,7 +18,7 @@ _PART_BLOCKS, _PART_RATIO = 32, 2
 
 
 class Entries(NamedTuple):
-    """The kept blocks of one mask, in any order: rows, cols (blocks) and tile numbers or FULL_TILE, each (entries,) int64."""
+    """The kept blocks of one mask, in any order: rows, cols (blocks) and tile numbers or FULL_TILE, each (entries,) integers."""
 
     rows: np.ndarray
     cols: np.ndarray
@@ -51,16 +51,27 @@ class Table(NamedTuple):
     parts: torch.Tensor
 
 
-def table_of(rows, cols, segment, tile, n_rows: int, n_cols: int) -> Table:
-    """The table of one mask's entries, (entries,) each, in any order. segment: 0 full, 1 run tile, 2 bit tile. tile: its number
-    among those of its kind."""
-    order = np.argsort((rows * 3 + segment) * n_cols + cols, kind="stable")
-    rows, cols, segment, tile = rows[order], cols[order], segment[order], tile[order]
-    bounds = np.searchsorted(rows * 3 + segment, np.arange(n_rows * 3 + 1))
+def table_of(rows, cols, segment, tile, n_rows: int) -> Table:
+    """The table of one mask's entries, (entries,) each, in order of rows, segments and columns. segment: 0 full, 1 run tile, 2 bit
+    tile. tile: its number among those of its kind."""
+    bounds = np.append(0, np.cumsum(np.bincount(rows * 3 + segment, minlength=n_rows * 3)))
     ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
     heaviest = np.argsort(-np.diff(ptr), kind="stable")
     arrays = ptr[None], split[None], heaviest[None], at_least_two(cols), at_least_two(tile)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+
+
+def transposed_table_of(rows, cols, segment, tile, n_cols: int) -> Table:
+    """The table of the same entries, in the same order, column by column."""
+    order = _stable_order(cols * 3 + segment)
+    return table_of(cols[order], rows[order], segment[order], tile[order], n_cols)
+
+
+def _stable_order(numbers: np.ndarray) -> np.ndarray:
+    """What sorts numbers, (n,) int32 of at least 0; equal ones stay in order. NumPy sorts 16 bits in linear time, and 32 not."""
+    order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
+    high = (numbers >> 16).astype(np.uint16)
+    return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -105,4 +116,4 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def at_least_two(tiles: np.ndarray) -> np.ndarray:
     # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
-    return np.pad(tiles, [(0, max(0, 2 - len(tiles)))] + [(0, 0)] * (tiles.ndim - 1))
+    return tiles if len(tiles) >= 2 else np.pad(tiles, [(0, 2 - len(tiles))] + [(0, 0)] * (tiles.ndim - 1))
