@@ -91,10 +91,8 @@ def _walk_keys(
             k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
-            first_q = first_query + (kv_len - q_len)
-            changed = scored(
-                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND
-            )
+            place = (batch, head, line, first_query + (kv_len - q_len), position)
+            changed = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND)
             weights = tl.math.exp2(changed - lse[:, None])
         else:
             weights = tl.math.exp2(scores * score_scale - lse[:, None])
@@ -114,21 +112,7 @@ def _walk_keys(
         if SCORED:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(
-                weights,
-                scores,
-                score_scale,
-                batch,
-                head,
-                line,
-                first_q,
-                position,
-                terms,
-                REACH,
-                DERIVATIVE,
-                TILE_M,
-                TILE_N,
-                False,
-                KIND,
+                weights, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, False, KIND
             )
             if terms.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, score_scale, terms)
@@ -142,7 +126,7 @@ def _walk_keys(
         if terms.rel_bias_gradient is not None:
             # A query that does not exist may hold anything, and so may its row.
             dbiased = tl.where((lse < float("inf"))[:, None], dscores, 0.0)
-            beyond = add_bias_gradient(beyond, dbiased, head, position - first_q, terms, REACH, TILE_M, TILE_N)
+            beyond = add_bias_gradient(beyond, dbiased, head, position - place[3], terms, REACH, TILE_M, TILE_N)
             dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
@@ -320,10 +304,8 @@ def _walk_queries(
         if terms.seed is not None:  # weights are divided by the share that dropout keeps
             log2_sum += log2_share
         if SCORED:
-            first_q = position + (kv_len - q_len)
-            changed = scored(
-                scores, score_scale, batch, head, line, first_q, first_key, terms, REACH, SCORE, TILE_M, TILE_N, True, KIND
-            )
+            place = (batch, head, line, position + (kv_len - q_len), first_key)
+            changed = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, True, KIND)
             weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
             weights = tl.math.exp2(scores * score_scale - log2_sum[None, :])
@@ -355,21 +337,7 @@ def _walk_queries(
         if SCORED and terms.seed is None:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(
-                weights,
-                scores,
-                score_scale,
-                batch,
-                head,
-                line,
-                first_q,
-                first_key,
-                terms,
-                REACH,
-                DERIVATIVE,
-                TILE_M,
-                TILE_N,
-                True,
-                KIND,
+                weights, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True, KIND
             )
             weights = times_derivative_of_cap(weights, scores, score_scale, terms)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
@@ -383,21 +351,7 @@ def _walk_queries(
             dscores = weights * (dweights - delta[None, :])
         if SCORED and terms.seed is not None:
             dscores = times_derivative_of_function(
-                dscores,
-                scores,
-                score_scale,
-                batch,
-                head,
-                line,
-                first_q,
-                first_key,
-                terms,
-                REACH,
-                DERIVATIVE,
-                TILE_M,
-                TILE_N,
-                True,
-                KIND,
+                dscores, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True, KIND
             )
             dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")

@@ -76,10 +76,8 @@ def _walk(
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
-            first_q = first_query + (kv_len - q_len)
-            scores = scored(
-                scores, score_scale, batch, head, line, first_q, position, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND
-            )
+            place = (batch, head, line, first_query + (kv_len - q_len), position)
+            scores = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND)
         if KIND == FULL and not SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
             weights = tl.math.exp2(scores * score_scale - new_max[:, None])

@@ -1,7 +1,8 @@
 """From products to scores in base 2, and back: what terms do to them, for the forward pass and both backward passes.
 
-A tile of scores is of queries by keys, or where BY_KEY of keys by queries. Kernels switch all this off at compile time where
-there are no such terms.
+A tile of scores is of TILE_M queries by TILE_N keys, or where BY_KEY of keys by queries. Its place is (batch, head, line,
+first_q, first_k): line is batch * heads + head, first_q and first_k are the positions of its first query and key. Kernels switch
+all this off at compile time where there are no such terms.
 """
 
 import triton
@@ -33,10 +34,7 @@ def _beyond_reach(first_distance, REACH: tl.constexpr, TILE_M: tl.constexpr, TIL
 @triton.jit
 def _biased(
     scores,
-    head,
-    line,
-    first_q,
-    first_k,
+    place,
     terms,
     UNIT: tl.constexpr,
     REACH: tl.constexpr,
@@ -46,7 +44,7 @@ def _biased(
     KIND: tl.constexpr,
 ):
     """scores: times UNIT, as the result."""
-    first_distance = first_k - first_q
+    head, line, first_distance = place[1], place[2], place[4] - place[3]
     if terms.alibi_slopes is not None:
         # A conversion of each distance would take as long as its exponential: rows and columns are converted, and one added.
         keys = _column(first_distance, TILE_N, BY_KEY).to(tl.float32)
@@ -81,10 +79,7 @@ def _biased(
 def _before_function(
     products,
     score_scale,
-    head,
-    line,
-    first_q,
-    first_k,
+    place,
     terms,
     REACH: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -99,18 +94,14 @@ def _before_function(
         scores = _tanh(products, score_scale, terms) * (terms.softcap * UNIT)
     else:
         scores = products * (score_scale * (LN_2 * UNIT))
-    return _biased(scores, head, line, first_q, first_k, terms, UNIT, REACH, TILE_M, TILE_N, BY_KEY, KIND)
+    return _biased(scores, place, terms, UNIT, REACH, TILE_M, TILE_N, BY_KEY, KIND)
 
 
 @triton.jit
 def scored(
     products,
     score_scale,
-    batch,
-    head,
-    line,
-    first_q,
-    first_k,
+    place,
     terms,
     REACH: tl.constexpr,
     SCORE: tl.constexpr,
@@ -119,15 +110,12 @@ def scored(
     BY_KEY: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Scores in base 2. score_scale: scale * log2(e). line: batch * heads + head. first_q, first_k: positions of the first
-    query and key of the tile, of TILE_M queries and TILE_N keys."""
+    """Scores in base 2. score_scale: scale * log2(e)."""
     NATURAL: tl.constexpr = SCORE is not None
-    scores = _before_function(
-        products, score_scale, head, line, first_q, first_k, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY, KIND
-    )
+    scores = _before_function(products, score_scale, place, terms, REACH, NATURAL, TILE_M, TILE_N, BY_KEY, KIND)
     if SCORE is not None:
-        q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
-        scores = SCORE(scores, batch, head, q_pos, k_pos, terms.params) * LOG2_E
+        q_pos, k_pos = _column(place[3], TILE_M, not BY_KEY), _column(place[4], TILE_N, BY_KEY)
+        scores = SCORE(scores, place[0], place[1], q_pos, k_pos, terms.params) * LOG2_E
     return scores
 
 
@@ -136,11 +124,7 @@ def times_derivative_of_function(
     values,
     products,
     score_scale,
-    batch,
-    head,
-    line,
-    first_q,
-    first_k,
+    place,
     terms,
     REACH: tl.constexpr,
     DERIVATIVE: tl.constexpr,
@@ -151,11 +135,9 @@ def times_derivative_of_function(
 ):
     """values times the derivative of scores by biased products, for the arguments of ``scored``."""
     if DERIVATIVE is not None:
-        biased = _before_function(
-            products, score_scale, head, line, first_q, first_k, terms, REACH, True, TILE_M, TILE_N, BY_KEY, KIND
-        )
-        q_pos, k_pos = _column(first_q, TILE_M, not BY_KEY), _column(first_k, TILE_N, BY_KEY)
-        values *= DERIVATIVE(biased, batch, head, q_pos, k_pos, terms.params)
+        biased = _before_function(products, score_scale, place, terms, REACH, True, TILE_M, TILE_N, BY_KEY, KIND)
+        q_pos, k_pos = _column(place[3], TILE_M, not BY_KEY), _column(place[4], TILE_N, BY_KEY)
+        values *= DERIVATIVE(biased, place[0], place[1], q_pos, k_pos, terms.params)
     return values
 
 
