@@ -10,7 +10,7 @@ from . import backends, ops, watch
 from .block_mask import BlockMask, as_block_mask, compiled_once
 from .pattern import Pattern
 from .scores import with_sinks
-from .terms import ScoreFunction, check_sinks, terms_of
+from .terms import ScoreFunction, check_number, check_sinks, terms_of
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -174,9 +174,9 @@ def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, d
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
     """The scale of a call; raises ValueError or TypeError for one that cannot be."""
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number; got {type(scale).__name__}" + "; use .item()" * isinstance(scale, torch.Tensor))
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = head_dim**-0.5 if scale is None else scale
+    check_number("scale", scale)
+    scale = float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
     return scale

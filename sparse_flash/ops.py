@@ -17,7 +17,7 @@ from .terms import NO_TERMS, Terms
 def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str, terms: Terms | None = None):
     """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both."""
     more = () if terms is None else terms.tensors()
-    refuse_transforms(q, k, v, *more)
+    _refuse_transforms(q, k, v, *more)
     if nothing_looks_on(q, k, v, *more):
         learned = terms is not None and terms.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
@@ -30,14 +30,14 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
     """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
-    refuse_transforms(q, k, v)
+    _refuse_transforms(q, k, v)
     if nothing_looks_on(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
 
-def refuse_transforms(*tensors) -> None:
+def _refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation: PyTorch does so for the
     first two in words that name no way out, and for an operator takes the last to be 0."""
     if torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ import torch
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's border.
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
+_ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # what a draw of 16 bits can be compared with
 _score_functions: dict[str, ScoreFunction] = {}
 
@@ -146,7 +147,7 @@ def terms_of(
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     terms = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
-    _check_number("dropout_p", dropout_p)
+    check_number("dropout_p", dropout_p, _ONE_NUMBER)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
@@ -154,7 +155,7 @@ def terms_of(
         terms["dropout_p"] = share / _DROPOUT_STEPS
         terms["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
-        _check_number("softcap", softcap)
+        check_number("softcap", softcap, _ONE_NUMBER)
         if not (softcap > 0 and math.isfinite(softcap)):
             raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
         terms["softcap"] = float(softcap)
@@ -197,10 +198,11 @@ def terms_of(
     return Terms(**terms) if terms else None
 
 
-def _check_number(name: str, value) -> None:
+def check_number(name: str, value, what: str = "a number") -> None:
+    """Raises TypeError for what is no number."""
     if not isinstance(value, (int, float)):
         hint = "; use .item()" * isinstance(value, torch.Tensor)
-        raise TypeError(f"{name} must be a number, the same for all heads; got {type(value).__name__}{hint}")
+        raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
 
 def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
