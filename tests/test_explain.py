@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import sparse_flash as sf
-from sparse_flash import draw
-from sparse_flash.explain import explain, reachability
+from sparse_flash.tools import draw
+from sparse_flash.tools.explain import explain, reachability
 
 MASKS = [
     ("full", 256, 256, 64),

@@ -61,7 +61,7 @@ def show(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write a .png or .svg file as well.")] = None,
 ) -> None:
     """Draws a mask: queries downwards, keys to the right."""
-    from sparse_flash import draw
+    from sparse_flash.tools import draw
 
     if out:
         with user_errors():
@@ -113,7 +113,7 @@ def gallery(
     block_size: BlockSize = 128,
 ) -> None:
     """Draws the blocks of several masks side by side in one file."""
-    from sparse_flash import draw
+    from sparse_flash.tools import draw
 
     specs, compiled = specs or _GALLERY, []
     with user_errors(), stages(*(f"compiling {spec}" for spec in specs), "drawing") as begin:
@@ -135,7 +135,7 @@ def explain(
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
 ) -> None:
     """What a mask costs, what it saves, and what it can see."""
-    from sparse_flash.explain import explain as numbers_of
+    from sparse_flash.tools.explain import explain as numbers_of
 
     with user_errors(), stages("compiling", "counting") as begin:
         begin()

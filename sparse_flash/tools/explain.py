@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .block_mask import BlockMask
-from .grid import BlockGrid
-from .tiles import unpack_bits, unpack_runs
+from ..block_mask import BlockMask
+from ..grid import BlockGrid
+from ..tiles import unpack_bits, unpack_runs
 
 # Reachability multiplies boolean matrices with this many units on a side; longer masks are looked at in coarser units.
 MOST_UNITS = 1024

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_mask import BlockMask
+from ..block_mask import BlockMask
 
 FORMATS = (".png", ".svg")
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
