@@ -11,6 +11,7 @@ from .patterns import *  # noqa: F403  (the built-in patterns, by the names in p
 from .patterns import __all__ as _patterns
 from .selection import topk_blocks
 from .terms import ScoreFunction
+from .tools.draw import draw
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "attention_varlen",
     "check",
     "compile_mask",
+    "draw",
     "list_patterns",
     "parse",
     "register_pattern",

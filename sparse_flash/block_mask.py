@@ -243,6 +243,24 @@ class BlockMask:
         index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32, device="cpu")
         return replace(joined, mask_index=index, wider=None).with_wider().to(device or "cpu")
 
+    def select(self, head: int = 0, batch: int = 0) -> BlockMask:
+        """The mask of one head of one batch entry, as a mask of its own, on its device."""
+        mine = np.flatnonzero(self._entry_masks == self._stored(batch, head))
+        rows, cols, kind, tile = (axis[mine] for axis in self.entries())
+        pool, numbers = TilePool(self.block_size), np.full(len(rows), FULL_TILE, np.int64)
+        for which, stored in ((1, self.tile_runs), (2, self.tile_bits)):
+            chosen = np.flatnonzero(kind == which)
+            used, inverse = np.unique(tile[chosen], return_inverse=True)
+            tiles = stored.cpu().numpy()[used]
+            if len(used):
+                numbers[chosen] = (pool.add_runs(tiles) if which == 1 else pool.add_bits(tiles))[inverse]
+        return BlockMask.from_entries(self.grid, Entries(rows, cols, numbers), pool).with_wider().to(self.device)
+
+    def _stored(self, batch: int, head: int) -> int:
+        """Which stored mask a head uses."""
+        index = self.mask_index
+        return int(index[batch if index.shape[0] > 1 else 0, head if index.shape[1] > 1 else 0])
+
     def with_wider(self) -> BlockMask:
         """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
         rows, cols, *_ = self.entries()
@@ -458,8 +476,7 @@ class BlockMask:
     def _line(self, table: Table, token: int, length: int, batch: int, head: int, axis: int) -> torch.Tensor:
         if not 0 <= token < length:
             raise IndexError(f"the mask has tokens 0 to {length - 1} on that side; got {token}")
-        heads = self.mask_index
-        mask = int(heads[batch if heads.shape[0] > 1 else 0, head if heads.shape[1] > 1 else 0])
+        mask = self._stored(batch, head)
         row, place = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()

@@ -79,6 +79,11 @@ class TilePool:
         numbers = [self._add(False, tile, n) for tile, n in zip(packed[unique], kept.tolist(), strict=True)]
         return np.array(numbers, np.int64)[inverse]
 
+    def add_bits(self, words: np.ndarray) -> np.ndarray:
+        """Bit tiles (n, block, words) int32 that are neither empty nor full nor made of runs -> tile numbers (n,) int64."""
+        kept = np.bitwise_count(words.view(np.uint32)).sum((1, 2), dtype=np.int64)
+        return np.array([self._add(True, tile, n) for tile, n in zip(words, kept.tolist(), strict=True)], np.int64)
+
     def add_dense(self, kept: np.ndarray) -> np.ndarray:
         """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those of one run a row become run tiles."""
         words = pack_bits(kept)

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "varlen": {"attention", "block_mask", "moves", "packing", "pattern", "runs"},
     "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns", "watch"},
     "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
-    "tools": {"block_mask", "grid", "tiles"},
+    "tools": {"block_mask", "grid", "pattern", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
     "integrations": {"attention", "block_mask", "decode", "pattern", "patterns", "scores"},
     "layer": {"attention", "block_mask", "decode", "pattern"},
@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "selection",
         "varlen",
         "terms",
+        "tools",
     },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
     "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "grid", "pattern", "patterns", "tools", "tuning"},

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import sparse_flash as sf
 from sparse_flash.tools import draw
@@ -118,3 +119,37 @@ def test_empty_partial_and_full_cells_have_their_own_signs():
     assert draw.terminal(shares, colour=False).plain == "··░░▒▒▓▓██\n"
     assert draw.terminal(shares, colour=False, unicode=False).plain.isascii()
     assert draw.terminal(np.zeros((3, 5)), colour=True).plain.count("▀") == 10
+
+
+def test_a_drawing_is_text_where_it_is_printed_and_an_image_in_a_notebook(tmp_path):
+    drawing = sf.draw("causal & local(3)", q_len=8)
+    assert "causal & local(3)" in str(drawing) and "8 x 8 tokens; a cell is 1 x 1 tokens (tokens)" in str(drawing)
+    assert "██████··········" in str(drawing) and repr(drawing) == str(drawing)
+    assert drawing._repr_png_()[:4] == b"\x89PNG"
+    path = tmp_path / "mask.svg"
+    assert str(sf.draw(sf.compile_mask("causal", 300, 200), path, title="mine")).startswith("mine\n") and path.stat().st_size
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"\.png or \.svg"):
+        sf.draw("causal", tmp_path / "mask.gif")
+    with pytest.raises(ValueError, match=r"q_len is of a pattern to compile; the mask given has 64 x 64"):
+        sf.draw(sf.compile_mask("causal", 64), q_len=128)
+    with pytest.raises(ValueError, match=r"one by one, as mask.select\(head\)"):
+        sf.draw(sf.BlockMask.per_head(["causal", "full"], q_len=64))
+    with pytest.raises(TypeError, match="from_dense"):
+        sf.draw(torch.ones(3, 3) > 0)
+
+
+@pytest.mark.parametrize("specs", [["causal & local(40)", "full", "strided(5, block=3)"], ["causal & ~causal", "random(0.3)"]])
+def test_the_mask_of_one_head_is_that_which_was_given(specs):
+    mask = sf.BlockMask.per_head(specs, q_len=200, block_size=32)
+    for head, spec in enumerate(specs):
+        assert mask.select(head).equal(sf.compile_mask(spec, 200, block_size=32))
+
+
+def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():
+    import sparse_flash.tools.draw
+    import sparse_flash.tools.explain  # noqa: F401
+
+    assert callable(sf.draw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from contextlib import contextmanager
 
@@ -20,21 +19,6 @@ def output() -> Console:
 
 def errors() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def can_draw(text: str) -> bool:
-    """Whether standard output's encoding has these characters."""
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def picture_size() -> tuple[int, int]:
-    """Characters and lines that a picture may take."""
-    size = shutil.get_terminal_size((130, 64))
-    return max(16, size.columns - 2), max(8, size.lines - 8)
 
 
 @contextmanager

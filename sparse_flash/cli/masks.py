@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .console import can_draw, output, picture_size, size_text, stages, user_errors
+from .console import output, size_text, stages, user_errors
 
 Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
 KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
@@ -67,9 +67,9 @@ def show(
         with user_errors():
             draw.checked_path(out)
     console = output()
-    unicode = can_draw("▀█▓▒░·")
+    unicode = draw.can_draw("▀█▓▒░·")
     colour = console.color_system in ("256", "truecolor")  # 16 colours do not tell the shares apart
-    columns, lines = picture_size()
+    columns, lines = draw.picture_size()
     half_blocks = colour and unicode
     width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
     # Square cells for square masks; a pipe or a file has no last line to stay above.
@@ -81,9 +81,7 @@ def show(
         picture = draw.cells(mask, side, side if mask.q_len == mask.kv_len else width, level)
         density, block_density = mask.density, mask.block_density
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    console.print(
-        f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})\n"
-    )
+    console.print(draw.described(mask, picture) + "\n")
     console.print(draw.terminal(picture.shares, colour, unicode), soft_wrap=True, end="")
     console.print(draw.legend(colour, unicode))
     console.print(f"keeps {density:.3%} of the pairs, visits {block_density:.3%} of the blocks of {block_size}")

@@ -6,17 +6,83 @@ come from the lookup table, so that a picture of a million tokens costs no more 
 
 from __future__ import annotations
 
+import io
+import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..block_mask import BlockMask
+from .subject import subject
 
 FORMATS = (".png", ".svg")
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _SHADES = {True: "·░▒▓█", False: ".-+*#"}  # empty, up to a third, two thirds, all but all, all
 _EMPTY, _LEAST, _MOST, _FULL = (0xE9, 0xEC, 0xF1), (0xF6, 0xC2, 0x77), (0xD9, 0x6A, 0x1D), (0x1F, 0x4E, 0x9C)
+DEFAULT_LEN = 4096
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Drawing:
+    """A picture of a mask: text where it is printed or shown by an interactive Python, an image in a notebook.
+
+    mask: what is drawn. title: what stands above it. level: "tokens", "blocks" or "auto", see ``draw``.
+    """
+
+    mask: BlockMask
+    title: str
+    level: str
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a .png or .svg file; returns its path."""
+        return save(self.mask, path, self.title, self.level)
+
+    def __str__(self):
+        unicode, (columns, lines) = can_draw("".join(_SHADES[True])), picture_size()
+        picture = cells(self.mask, min(columns // 2, lines), columns // 2, self.level)
+        drawn = terminal(picture.shares, False, unicode).plain + legend(False, unicode).plain
+        head = [self.title] if self.title else []
+        return "\n".join([*head, described(self.mask, picture), "", drawn, _summary(self.mask)])
+
+    __repr__ = __str__
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        _figure(self.mask, self.title, self.level).savefig(image, format="png", facecolor="white")
+        return image.getvalue()
+
+
+def draw(
+    mask,
+    path: str | Path | None = None,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int | None = None,
+    level: str = "auto",
+    title: str | None = None,
+) -> Drawing:
+    """A picture of a mask, queries downwards and keys to the right; ``print`` it, or look at it in a notebook.
+
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text.
+    path: a .png or .svg file to write.
+    q_len, kv_len, block_size: tokens, for which a pattern is compiled; 4096, q_len and 128 by default. A BlockMask has its own.
+    level: "tokens" or "blocks", the finest that a cell may be; "auto" takes tokens where they all fit the picture.
+    title: the pattern's spec text by default.
+
+    Raises ValueError for another kind of file, for several masks, and for more tokens than can be drawn one by one.
+    """
+    if path is not None:
+        checked_path(path)
+    mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
+    drawing = Drawing(mask, text if title is None else title, level)
+    cells(mask, 1, 1, level)  # says now what is wrong
+    if path is not None:
+        drawing.save(path)
+    return drawing
 
 
 class Picture(NamedTuple):
@@ -36,7 +102,7 @@ def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Pict
     """
     grid = mask.grid
     if mask.masks != 1:
-        raise ValueError(f"a picture shows one mask; got {mask.masks}; draw the masks of the heads one by one")
+        raise ValueError(f"a picture shows one mask; got {mask.masks}; draw them one by one, as mask.select(head)")
     if level not in ("auto", "tokens", "blocks"):
         raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
     if level == "auto":
@@ -63,6 +129,26 @@ def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Pict
 def _parts(rows: int, cols: int, height: int, width: int) -> int:
     """How many rows and columns a square cell must hold for the whole to fit height x width cells."""
     return max(-(-rows // height), -(-cols // width))
+
+
+def described(mask: BlockMask, picture: Picture) -> str:
+    """What is drawn, and how large a cell of it is."""
+    return f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})"
+
+
+def can_draw(text: str) -> bool:
+    """Whether standard output's encoding has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def picture_size() -> tuple[int, int]:
+    """Characters and lines that a picture may take."""
+    size = shutil.get_terminal_size((130, 64))
+    return max(16, size.columns - 2), max(8, size.lines - 8)
 
 
 def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
@@ -116,6 +202,10 @@ def _rgb(shares: np.ndarray) -> np.ndarray:
 def save(mask: BlockMask, path: str | Path, title: str = "", level: str = "auto", most_cells: int = 512) -> Path:
     """Writes the picture of a mask to a .png or .svg file. Raises ValueError for another extension."""
     path = checked_path(path)
+    return _write(_figure(mask, title, level, most_cells), path)
+
+
+def _figure(mask: BlockMask, title: str, level: str, most_cells: int = 512):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.2, 6.6), dpi=160, layout="constrained")
@@ -125,7 +215,7 @@ def save(mask: BlockMask, path: str | Path, title: str = "", level: str = "auto"
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     _legend(figure)
-    return _write(figure, path)
+    return figure
 
 
 def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: int = 4) -> Path:

@@ -1,0 +1,20 @@
+"""What pictures and numbers are of: a mask, or a pattern at some length."""
+
+from __future__ import annotations
+
+from ..block_mask import BlockMask, as_block_mask
+from ..pattern import Pattern
+
+
+def subject(mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int) -> tuple[BlockMask, str]:
+    """(the mask, its spec text or "" where it has none). Lengths are those that a pattern is compiled for. Raises ValueError
+    where they are given beside a mask, which has its own."""
+    lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    given = {name: value for name, value in lengths.items() if value is not None}
+    if isinstance(mask, (Pattern, str)):
+        compiled = as_block_mask(mask, **({"q_len": default_len} | given))
+        return compiled, str(mask).strip()
+    mask = as_block_mask(mask)
+    if given:
+        raise ValueError(f"{', '.join(given)} is of a pattern to compile; the mask given has {mask.q_len} x {mask.kv_len} tokens")
+    return mask, ""
