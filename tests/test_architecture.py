@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "varlen": {"attention", "block_mask", "moves", "packing", "pattern", "runs"},
     "decode": {"attention", "backends", "block_mask", "ops", "pattern", "patterns", "watch"},
     "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
-    "tools": {"block_mask", "grid", "pattern", "tiles"},
+    "tools": {"backends", "block_mask", "grid", "pattern", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
     "integrations": {"attention", "block_mask", "decode", "pattern", "patterns", "scores"},
     "layer": {"attention", "block_mask", "decode", "pattern"},

@@ -1,5 +1,6 @@
 """The command line: what it prints, and that mistakes are one message and exit code 2."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("show", "local(9)", "--level", "tokens", "-n", "100000"), "too many to draw"),
         (("explain", "causal", "--q-len", "0"), "q_len"),
         (("explain", "causal", "--heads", "0"), "heads"),
+        (("explain", "causal", "--dtype", "int8"), "dtype must be one of bfloat16"),
         (("bench", "--suite", "speed"), "unknown suite 'speed'"),
         (("bench", "--device", "meta"), "device must be"),
         (("bench", "--report-only", "nowhere"), "there are no results"),
@@ -69,6 +71,9 @@ def test_explain_says_what_is_kept_and_reached():
     for text in ("66,585,088", "4,572 of 262,144", "predicted speed-up", "after layers 1: 3.3%", "0 queries keep nothing"):
         assert text in out
     assert "hint" not in out
+    assert "q, k and v 384.0 MiB, out and lse 130.0 MiB" in out
+    wide = invoke("explain", "causal", "-n", "1024", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--dtype", "float32").output
+    assert "batch 2, 4 heads on 2 of keys and values of 128, float32" in wide and "q, k and v 8.0 MiB" in wide
     assert "not defined" in invoke("explain", "causal", "-n", "256", "--kv-len", "512").output
 
 
@@ -88,6 +93,27 @@ def test_long_work_is_shown_on_a_terminal_alone():
         shown = os.read(ours, 1 << 16).decode()
         assert "compiling" in shown and "counting" in shown and b"counting" not in done.stdout
         assert subprocess.run(arguments, capture_output=True, check=True).stderr == b""
+
+
+def test_without_colours_a_terminal_shows_states_by_signs():
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "-c", "from sparse_flash.cli import main; main()", "show", "causal", "-n", "4096"]
+    shown = {}
+    for name, more in {"plain": {"NO_COLOR": "1"}, "coloured": {}}.items():
+        ours, theirs = pty.openpty()
+        environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color"} | more
+        process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment)
+        os.close(theirs)
+        parts = []
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while part := os.read(ours, 1 << 16):
+                parts.append(part)
+        os.close(ours)
+        assert process.wait() == 0
+        shown[name] = b"".join(parts).decode()
+    picture = shown["plain"].split("causal", 1)[1]
+    assert all(sign in picture for sign in "·▒█") and "▀" not in picture and ";5;" not in picture
+    assert "▀" in shown["coloured"] and "\x1b[" in shown["coloured"]
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):

@@ -1,10 +1,17 @@
 """The numbers of ``explain`` and the pictures of ``draw``, against the dense mask."""
 
+import importlib
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
+from oracle import heavy_rows_in_parts
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_flash as sf
+from sparse_flash import backends
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain, reachability
 
@@ -108,6 +115,36 @@ def test_the_same_mask_gives_the_same_file(tmp_path, name):
     assert draw.save(mask, tmp_path / "again" / name, "a title").read_bytes() == first
 
 
+LONG = [
+    "causal & (local(1024) | butterfly(block=128)) & ~dilated(8, 4)",
+    f"documents({tuple(range(0, 512, 7))})",
+    "9" * 3000,
+    "$x$",
+]
+
+
+@pytest.mark.parametrize("title", LONG, ids=["expression", "documents", "one word", "math"])
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 128), (128, 1024)], ids=str)
+def test_titles_stay_within_the_picture(tmp_path, monkeypatch, title, shape):
+    figures = []
+    monkeypatch.setattr(draw, "_write", lambda figure, path: figures.append(figure))
+    mask = sf.compile_mask("local(100)", *shape, 64)
+    draw.save(mask, tmp_path / "mask.png", title)
+    draw.gallery([("full", mask), (title, mask), ("causal", mask)], tmp_path / "masks.png", columns=2)
+    for figure in figures:
+        figure.draw_without_rendering()
+    single, several = figures
+    within = single.bbox
+    box = single._suptitle.get_window_extent()
+    assert within.x0 <= box.x0 and box.x1 <= within.x1 and box.y1 <= within.y1
+    assert box.y0 >= single.axes[0].get_tightbbox().y1 - 1 and title[:40] in single._suptitle.get_text()
+    boxes = [
+        axes.title.get_window_extent() if axes.title.get_text() else axes._left_title.get_window_extent() for axes in several.axes
+    ]
+    assert boxes[0].x1 <= boxes[1].x0 and boxes[1].x1 <= several.bbox.x1 and max(b.y1 for b in boxes) <= several.bbox.y1
+    assert boxes[2].y1 < several.axes[0].get_window_extent().y0
+
+
 def test_another_extension_is_refused_before_anything_is_drawn(tmp_path):
     with pytest.raises(ValueError, match=r"\.png or \.svg"):
         draw.save(sf.compile_mask("full", 64), tmp_path / "mask.gif")
@@ -153,3 +190,97 @@ def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():
     import sparse_flash.tools.explain  # noqa: F401
 
     assert callable(sf.draw)
+
+
+class Allocations(TorchDispatchMode):
+    """What the tensors made within hold: bytes, each storage once."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in pytree.tree_leaves(made):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()  # kept, so that no other takes its address
+        return made
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+CALLS = [
+    ("causal & local(200)", {}),
+    ("causal", {"heads": 4, "kv_heads": 2, "batch": 2}),
+    ("causal", {"heads": 4, "kv_heads": 2, "deterministic": True}),
+    ("full", {"head_dim": 64}),
+    ("global_tokens(128) | local(64)", {}),
+    ("global_tokens(128) | local(64)", {"deterministic": True, "head_dim": 40}),
+]
+
+
+@pytest.mark.parametrize("spec, options", CALLS, ids=str)
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
+    """Of kernels that are not launched: what they are given is all that counts."""
+    pytest.importorskip("triton")
+    folder = "sparse_flash.kernels.hopper" if backend == "hopper" else "sparse_flash.kernels"
+    passes = [importlib.import_module(f"{folder}.{name}") for name in ("forward", "backward")]
+    for module in passes:
+        for name in vars(module).copy():
+            if name.startswith("launch") and callable(getattr(module, name)):
+                monkeypatch.setattr(module, name, lambda *arguments: None)
+            if name == "tile_queue":
+                monkeypatch.setattr(module, name, lambda device: None)
+    with heavy_rows_in_parts() if "global" in spec else nullcontext():
+        mask = sf.compile_mask(spec, 600, 1000, 128)
+    s = {"heads": 2, "head_dim": 128, "batch": 1, "kv_heads": None, "deterministic": False} | options
+    m = explain(mask, dtype=torch.bfloat16, **s).memory
+    q, k, v = (
+        torch.zeros(s["batch"], heads, tokens, s["head_dim"], dtype=torch.bfloat16)
+        for heads, tokens in ((s["heads"], 600), (s["kv_heads"] or s["heads"], 1000), (s["kv_heads"] or s["heads"], 1000))
+    )
+    table = None if mask.keeps_all else mask
+    assert m.inputs == sum(t.nbytes for t in (q, k, v)) and m.table == (table.nbytes if table else 0)
+    forward, backward = (module.__dict__[f"attention_{name}"] for module, name in zip(passes, ("forward", "backward")))
+    with Allocations() as of_call:
+        out, lse = forward(q, k, v, table, 1.0)
+    assert of_call.bytes == m.outputs + m.work[backend][0]
+    assert of_call.bytes + m.inputs + m.table == m.forward(backend)
+    more = {"deterministic": s["deterministic"]} if backend == "hopper" else {}
+    with Allocations() as of_gradients:
+        backward(out, None, q, k, v, out, lse, table, 1.0, **more)
+    assert of_gradients.bytes == m.gradients + m.work[backend][1]
+    assert m.backward(backend) == m.inputs + m.outputs + m.table + out.nbytes + of_gradients.bytes
+
+
+def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at():
+    """On a CPU what is left of a call; on a GPU also the peak."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mask = sf.compile_mask("causal & local(200)", 4096, device=device)
+    m = explain(mask, heads=4, dtype=torch.float16).memory
+    q, k, v = (torch.randn(1, 4, 4096, 64, dtype=torch.float16, device=device, requires_grad=True) for _ in range(3))
+    out, lse = sf.attention(q, k, v, mask, return_lse=True)
+    assert (out.nbytes, lse.nbytes, q.nbytes + k.nbytes + v.nbytes) == (m.out, m.lse, m.inputs)
+    if device == "cuda":
+        backend = backends.choose("auto", backends.Call.of(q, k, mask.block_size))
+        out.sum().backward()  # compiled, and with room for gradients
+        q.grad = k.grad = v.grad = out = lse = None
+        dout = torch.randn_like(q)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated() - m.inputs - m.table - m.out
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(sf.attention(q, k, v, mask), (q, k, v), dout)
+        assert torch.cuda.max_memory_allocated() - before == pytest.approx(m.backward(backend), abs=1 << 16)
+
+
+def test_back_ends_that_do_not_run_a_call_have_no_memory():
+    mask = sf.compile_mask("causal", 256, block_size=64)
+    assert set(explain(mask).memory.work) == {"triton"}
+    assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float32).memory.work) == {"triton"}
+    assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float64).memory.work) == set()
+    with pytest.raises(ValueError, match="multiple of kv_heads; got 4 and 3"):
+        explain(mask, heads=4, kv_heads=3)

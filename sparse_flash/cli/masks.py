@@ -68,7 +68,8 @@ def show(
             draw.checked_path(out)
     console = output()
     unicode = draw.can_draw("▀█▓▒░·")
-    colour = console.color_system in ("256", "truecolor")  # 16 colours do not tell the shares apart
+    # 16 colours do not tell the shares apart; NO_COLOR leaves the console its color_system and drops what it would colour.
+    colour = console.color_system in ("256", "truecolor") and not console.no_color
     columns, lines = draw.picture_size()
     half_blocks = colour and unicode
     width, height = (columns, 2 * lines) if half_blocks else (columns // 2, lines)
@@ -124,6 +125,9 @@ def gallery(
     output().print(f"wrote {out}")
 
 
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
 def explain(
     spec: Spec,
     q_len: Annotated[int, typer.Option("--q-len", "-n", help="Queries, in tokens.")] = 65536,
@@ -131,19 +135,30 @@ def explain(
     block_size: BlockSize = 128,
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; as of queries by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory of gradients that repeat bit by bit.")] = False,
 ) -> None:
     """What a mask costs, what it saves, and what it can see."""
+    import torch
+
     from sparse_flash.tools.explain import explain as numbers_of
 
     with user_errors(), stages("compiling", "counting") as begin:
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
         begin()
         pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
         begin()
-        e = numbers_of(mask, heads, head_dim)
+        options = {"batch": batch, "kv_heads": kv_heads, "deterministic": deterministic}
+        e = numbers_of(mask, heads, head_dim, getattr(torch, dtype), **options)
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
+    shared = "" if kv_heads in (None, heads) else f" on {kv_heads} of keys and values"
     console.print(
-        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; {heads} heads of {head_dim}, 2 bytes an element\n"
+        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; batch {batch}, {heads} heads{shared} of {head_dim}, "
+        f"{dtype}\n"
     )
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
@@ -168,6 +183,8 @@ def explain(
     table.add_row(
         "forward traffic", f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)"
     )
+    for name, line in _memory(e.memory):
+        table.add_row(name, line)
     rival = f"; {_times(e.rival_speedup)} over dense causal attention" if e.causal else ""
     if e.kept_blocks:
         table.add_row(
@@ -186,6 +203,24 @@ def explain(
     console.print(table)
     for hint in e.hints:
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
+
+
+def _memory(m):
+    """(what, memory) of a call and of its backward pass."""
+    parts = f"q, k and v {size_text(m.inputs)}, out and lse {size_text(m.outputs)}, the table"
+    grads = f"as above, and gradients of out {size_text(m.out)}, of q, k and v {size_text(m.gradients)}"
+    for number, (name, most, made_of) in enumerate(
+        (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
+    ):
+        work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
+        yield name, f"{_by_backend({b: most(b) for b in m.work})}: {made_of}" + (f", scratch {work}" if work else "")
+
+
+def _by_backend(counts: dict[str, int]) -> str:
+    """Bytes of each back end; of both in one where they read the same."""
+    texts = {name: size_text(count) for name, count in counts.items()}
+    together = len(set(texts.values())) == 1 < len(texts)
+    return next(iter(texts.values())) if together else ", ".join(f"{text} on {name}" for name, text in texts.items())
 
 
 def _times(ratio: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from .subject import subject
 FORMATS = (".png", ".svg")
 _MOST_DENSE_PAIRS = 1 << 24  # masks of up to this many pairs are drawn from their tokens
 _SHADES = {True: "·░▒▓█", False: ".-+*#"}  # empty, up to a third, two thirds, all but all, all
+_TITLE_WIDTH, _SMALL_TITLE_WIDTH, _TITLE_LINES = 76, 44, 4  # characters of a line that fits its picture, and lines
 _EMPTY, _LEAST, _MOST, _FULL = (0xE9, 0xEC, 0xF1), (0xF6, 0xC2, 0x77), (0xD9, 0x6A, 0x1D), (0x1F, 0x4E, 0x9C)
 DEFAULT_LEN = 4096
 
@@ -208,10 +210,12 @@ def save(mask: BlockMask, path: str | Path, title: str = "", level: str = "auto"
 def _figure(mask: BlockMask, title: str, level: str, most_cells: int = 512):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2, 6.6), dpi=160, layout="constrained")
+    lines = [*_wrapped(title, _TITLE_WIDTH, _TITLE_LINES), _summary(mask)]
+    figure = Figure(figsize=(6.2, 6.4 + 0.17 * len(lines)), dpi=160, layout="constrained")
     axes = figure.subplots()
     _draw(axes, cells(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
-    axes.set_title(f"{title}\n{_summary(mask)}" if title else _summary(mask), fontsize=10, loc="left")
+    # Of the figure and not of the axes, which are narrow where there are many more queries than keys.
+    figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     _legend(figure)
@@ -223,17 +227,21 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
     path = checked_path(path)
     from matplotlib.figure import Figure
 
-    lines = -(-len(patterns) // columns)
-    size = min(8.5, 265 / max(len(title) for title, _ in patterns))  # points; the longest title fits its picture
-    figure = Figure(figsize=(2.6 * columns, 2.85 * lines + 0.35), dpi=160, layout="constrained")
+    rows = -(-len(patterns) // columns)
+    titles = [_wrapped(title, _SMALL_TITLE_WIDTH, _TITLE_LINES) for title, _ in patterns]
+    longest = max(len(line) for lines in titles for line in lines)
+    size = min(8.5, 265 / longest)  # points; the longest line fits its picture
+    height = 2.73 + 0.12 * max(map(len, titles))
+    figure = Figure(figsize=(2.6 * columns, height * rows + 0.35), dpi=160, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    for axes in (flat := figure.subplots(lines, columns, squeeze=False).ravel())[len(patterns) :]:
+    for axes in (flat := figure.subplots(rows, columns, squeeze=False).ravel())[len(patterns) :]:
         axes.set_axis_off()
-    for axes, (title, mask) in zip(flat, patterns):
+    for axes, lines, (_, mask) in zip(flat, titles, patterns):
         _draw(axes, cells(mask, 64, 64, "blocks"), mask.q_len, mask.kv_len)
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.set_title(title, fontsize=size, family="monospace", loc="left")
+        place = "left" if mask.q_len <= mask.kv_len else "center"  # a narrow picture stands in the middle of its room
+        axes.set_title("\n".join(lines), fontsize=size, family="monospace", loc=place, parse_math=False)
         caption = f"keeps {mask.density:.1%}, visits {mask.block_density:.1%}"
         axes.set_xlabel(caption, fontsize=8, color="#555555", loc="left")
     _legend(figure)
@@ -248,6 +256,14 @@ def checked_path(path: str | Path) -> Path:
             f"a picture must be a {' or '.join(FORMATS)} file; got {str(path)!r}; try {str(path.with_suffix('.png'))!r}"
         )
     return path
+
+
+def _wrapped(title: str, width: int, most: int) -> list[str]:
+    """The title in lines of at most ``width`` characters; what is beyond ``most`` lines is left out, and said so by its end."""
+    lines = textwrap.wrap(title[: width * (most + 1)], width)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], lines[most - 1][: width - 3] + "..."]
+    return lines
 
 
 def _summary(mask: BlockMask) -> str:

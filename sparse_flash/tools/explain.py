@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from ..backends import hopper, triton
 from ..block_mask import BlockMask
 from ..grid import BlockGrid
 from ..tiles import unpack_bits, unpack_runs
@@ -63,14 +65,50 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of one call and of its backward pass, over batch and heads.
+
+    inputs: q, k and v. outputs: out, and lse in float32. table: the mask's, once for all calls that share it. gradients: those
+    of q, k and v. A call holds inputs, outputs and table; they stay until the backward pass, which holds the gradient of out
+    and the gradients besides.
+    work: {back end: (forward, backward)}, what its kernels hold beyond that while they run: sums in float32, and numbers for
+    each query. A back end that does not run such calls is left out; torch holds chunks of scores of bounded size.
+    Tensors that the kernels cannot address in place, such as those of a head_dim that is no multiple of 8, are copied first.
+    """
+
+    inputs: int
+    out: int
+    lse: int
+    table: int
+    work: dict[str, tuple[int, int]]
+
+    @property
+    def outputs(self) -> int:
+        return self.out + self.lse
+
+    @property
+    def gradients(self) -> int:
+        return self.inputs
+
+    def forward(self, backend: str) -> int:
+        """The most that is held while the call runs."""
+        return self.inputs + self.outputs + self.table + self.work[backend][0]
+
+    def backward(self, backend: str) -> int:
+        """The most that is held while its backward pass runs."""
+        return self.inputs + self.outputs + self.table + self.out + self.gradients + self.work[backend][1]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Numbers of one mask; pairs and tokens are of one head. See ``explain``.
 
-    flops, dense_flops, visited_flops: of one forward pass over all heads: 4 x pairs x head_dim for the pairs kept, all
+    flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim for the pairs kept, all
     pairs, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
     written once (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
     causal: no query sees a later key, so that the fair dense rival is causal attention, with half of the blocks.
+    memory: see ``Memory``.
     """
 
     q_len: int
@@ -98,6 +136,7 @@ class Explanation:
     bytes_moved: int
     dense_bytes_moved: int
     rival_blocks: int
+    memory: Memory
 
     @property
     def partial_share(self) -> float:
@@ -147,16 +186,30 @@ class Explanation:
         return hints
 
 
-def explain(mask: BlockMask, heads: int = 1, head_dim: int = 64, itemsize: int = 2) -> Explanation:
+def explain(
+    mask: BlockMask,
+    heads: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    deterministic: bool = False,
+) -> Explanation:
     """The numbers of a mask of one stored mask (of the first batch entry and head).
 
-    heads: query heads that share the mask. head_dim: elements. itemsize: bytes of an element of q, k and v.
+    heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None
+    for as many as of queries. deterministic: whether the gradients repeat bit by bit, which takes memory on Hopper.
     Raises ValueError for a mask that differs over batch or heads.
     """
     if mask.masks != 1:
         raise ValueError(f"explain looks at one mask; got {mask.masks}; explain the masks of the heads one by one")
-    if heads < 1 or head_dim < 1:
-        raise ValueError(f"heads and head_dim must be at least 1; got {heads} and {head_dim}")
+    kv_heads = heads if kv_heads is None else kv_heads
+    for name, count in {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1; got {count}")
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
     grid = mask.grid
     rows, cols, kind, tile = mask.entries()
     per_row, per_col = np.bincount(rows, minlength=grid.q_blocks), np.bincount(cols, minlength=grid.kv_blocks)
@@ -187,13 +240,57 @@ def explain(mask: BlockMask, heads: int = 1, head_dim: int = 64, itemsize: int =
         empty_keys=empty_keys,
         reach=reachability(mask) if grid.q_len == grid.kv_len else None,
         causal=causal,
-        flops=4 * heads * head_dim * kept,
-        visited_flops=4 * heads * head_dim * int(area.sum()),
-        dense_flops=4 * heads * head_dim * grid.q_len * grid.kv_len,
-        bytes_moved=_bytes(mask, len(rows), heads, head_dim, itemsize),
-        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, heads, head_dim, itemsize),
+        flops=4 * batch * heads * head_dim * kept,
+        visited_flops=4 * batch * heads * head_dim * int(area.sum()),
+        dense_flops=4 * batch * heads * head_dim * grid.q_len * grid.kv_len,
+        bytes_moved=_bytes(mask, len(rows), batch * heads, head_dim, dtype.itemsize),
+        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, batch * heads, head_dim, dtype.itemsize),
         rival_blocks=rival_blocks,
+        memory=memory(mask, batch, heads, kv_heads, head_dim, dtype, deterministic),
     )
+
+
+def memory(
+    mask: BlockMask, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, deterministic: bool
+) -> Memory:
+    """See ``Memory``; arguments as those of ``explain``."""
+    queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
+    exact = 8 if dtype == torch.float64 else 4
+    work = {}
+    if dtype in triton.DTYPES and head_dim <= triton.MAX_HEAD_DIM:
+        work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) of each query
+    if dtype in hopper.DTYPES and head_dim in hopper.HEAD_DIMS and (mask.keeps_all or mask.block_size in hopper.BLOCK_SIZES):
+        work["hopper"] = _hopper_work(mask, batch, heads, kv_heads, 64 if head_dim <= 64 else 128, deterministic)
+    return Memory(
+        inputs=(queries + 2 * keys) * head_dim * dtype.itemsize,
+        out=queries * head_dim * dtype.itemsize,
+        lse=exact * queries,
+        table=0 if mask.keeps_all else mask.nbytes,
+        work=work,
+    )
+
+
+def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
+    """dim: head_dim as the kernels pad it."""
+    block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
+    # The result of each part of a row far heavier than others, and its lse.
+    split_rows = 0 if dense or not _in_parts(mask.by_query) else mask.by_query.parts.shape[1] * block
+    forward = 4 * batch * heads * split_rows * (dim + 1)
+    # dQ is summed in global memory; lse and delta of each query lie beside it, and the unit of its integers.
+    queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
+    backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
+    # So are dK and dV, where query heads share them or columns come in parts.
+    if deterministic:
+        backward += 4 * 2 * batch * kv_heads
+        summed_heads = heads if kv_heads != heads else 0
+    else:
+        summed_heads = kv_heads if kv_heads != heads or (not dense and _in_parts(mask.by_key)) else 0
+    return forward, backward + 4 * 2 * batch * summed_heads * keys * dim
+
+
+def _in_parts(table) -> bool:
+    """Whether some rows of a table are divided: see ``Table.work``."""
+    return table.work.shape[1] > table.row_order.shape[1]
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
