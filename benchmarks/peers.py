@@ -41,7 +41,7 @@ class SparseFlash(Peer):
 
     def call(self, problem: Problem) -> backends.Call:
         block_size = None if problem.mask.keeps_all else problem.mask.block_size
-        return backends.Call.of(problem.q, problem.k, block_size, deterministic=self.deterministic)
+        return backends.Call.of(*problem.leaves, block_size, deterministic=self.deterministic)
 
     def runs_on(self, problem: Problem) -> str | None:
         return None if _varied(problem) else backends.choose(self.backend, self.call(problem))

@@ -40,8 +40,9 @@ def attention(
     """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps; with as much
     of what else is done to scores and weights as is asked for.
 
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query
-    attention). All of one dtype and device; any strides, of which an unbroken last dimension costs no copy.
+    q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention).
+    v: (batch, kv_heads, kv_len, v_head_dim), v_head_dim being head_dim or another. All of one dtype and device; any strides, of
+    which an unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
     torch.compile: spec text, and what is made outside of the compiled function, where PyTorch before 2.13 takes BlockMasks, not
     Pattern objects.)
@@ -72,9 +73,10 @@ def attention(
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
-    Returns out, like q, or (out, lse). Both are differentiable in q, k and v, once and in reverse mode; torch.func's transforms and
-    forward mode raise NotImplementedError. A query that keeps nothing has out 0, lse -inf and no gradient; tensors may be
-    empty, but for head_dim. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
+    Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k and
+    v, once and in reverse mode; torch.func's transforms and forward mode raise NotImplementedError. A query that keeps nothing has
+    out 0, lse -inf and no gradient; tensors may be empty, but for head_dim. Raises ValueError for arguments that do not fit
+    together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
@@ -135,7 +137,7 @@ def _of_nothing(q, k, v, sinks, return_lse: bool):
     """The call where there are no queries or no keys at all, which no kernel need see; gradients are 0."""
     check_tensors(q, k, v, may_be_empty=True)
     nought = sum(t.flatten()[:0].sum() for t in (q, k, v))
-    out = torch.zeros_like(q) + nought
+    out = torch.zeros_like(backends.empty_out(q, v.shape[3])) + nought
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype) + nought.to(lse_dtype)
     if sinks is not None:
@@ -164,7 +166,7 @@ def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, d
     if mask is not None:
         _check_mask(mask, q, k)
     block_size = None if walked is None else walked.block_size
-    name = backends.choose(backend, backends.Call.of(q, k, block_size, terms, deterministic=deterministic))
+    name = backends.choose(backend, backends.Call.of(q, k, v, block_size, terms, deterministic=deterministic))
     if key is not None:
         if len(_already_settled) >= _SETTLED_MOST:
             _already_settled.clear()
@@ -216,8 +218,8 @@ def check_tensors(q, k, v, may_be_empty: bool = False) -> None:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
         if tensor.shape[3] == 0 or (0 in tensor.shape and not may_be_empty):
             raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, heads and tokens; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):

@@ -32,8 +32,9 @@ def attention_decode(
     q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and
     values are in the cache already.
     k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. Or with ``block_table`` in pages, (pages,
-    kv_heads, page_size, head_dim), page_size a power of two; a cache in vLLM's and FlashAttention's order (pages, page_size,
-    kv_heads, head_dim) is passed as ``k.transpose(1, 2)``. Any strides; an unbroken last dimension costs no copy.
+    kv_heads, page_size, head_dim), page_size a power of two. v may have a head_dim of its own, which is out's. A cache in vLLM's
+    and FlashAttention's order (pages, page_size, kv_heads, head_dim) is passed as ``k.transpose(1, 2)``. Any strides; an unbroken
+    last dimension costs no copy.
     kv_lens: (batch,) int32 or int64 on the device of q, how many tokens each sequence has; None: all that there is room for. A
     length past the capacity counts as the capacity. What the cache holds past a length is never used, NaN neither.
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
@@ -45,9 +46,9 @@ def attention_decode(
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as of ``attention``.
     backend: as for ``attention``; "hopper" and "triton" are one kernel here.
 
-    Returns out, like q, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError for arguments that
-    do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast: q is cast to
-    the cache's dtype by the caller.
+    Returns out, like q but of v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError for
+    arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast: q
+    is cast to the cache's dtype by the caller.
 
     A pattern is compiled once, to the square table of the capacity rounded up by an eighth at most, and each call walks the
     rows of its queries: a cache that grows within its capacity compiles nothing, and no call waits for the device, so that it
@@ -61,7 +62,7 @@ def attention_decode(
     scale = checked_scale(scale, q.shape[3])
     capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
     mask, is_causal = _resolved(mask, capacity, q)
-    name = backends.choose(backend, backends.Call.of(q, k, None if mask is None else mask.block_size))
+    name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
     out, lse = ops.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
 
@@ -139,8 +140,8 @@ def _check_tensors(q, k, v, block_table) -> None:
             "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
             "torch.no_grad()"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(
             "q and k must agree in head_dim, and the number of key heads divide that of query heads; got shapes "

@@ -122,7 +122,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, *call):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 @torch.library.custom_op("sparse_flash::attention_decode", mutates_args=())
@@ -146,7 +146,7 @@ def _decode(
 @_decode.register_fake
 def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 @torch.library.custom_op("sparse_flash::attention_backward", mutates_args=())

@@ -111,7 +111,7 @@ def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
-        call = backends.Call.of(q, k, mask and mask.block_size)
+        call = backends.Call.of(q, k, v, mask and mask.block_size)
         chosen = backends.choose(backend, call)
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")

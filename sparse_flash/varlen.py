@@ -32,7 +32,8 @@ def attention_varlen(
 ):
     """``attention`` of each of several documents to itself, packed one after another, each under the mask of its own length.
 
-    q: (tokens, heads, head_dim). k, v: (tokens_k, kv_heads, head_dim); kv_heads divides heads. Of one dtype and device.
+    q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim),
+    v_head_dim being head_dim or another. Of one dtype and device.
     cu_seqlens_q: (documents + 1,) int32 or int64 on q's device, where each document starts, from 0, and where the last one
     ends. Tokens past that end are of no document, and change nothing as long as they, their products and the gradients that
     come back for them are finite. cu_seqlens_k: the same for k and v, or None where it is cu_seqlens_q. Where a document has
@@ -42,7 +43,7 @@ def attention_varlen(
     for each power of two of 128-token blocks, and the memory of the table that is made from it at each call.
     scale, return_lse, deterministic, backend: as for ``attention``.
 
-    Returns out, (tokens, heads, head_dim), or (out, lse) with lse (heads, tokens), as of ``attention``. Both are differentiable
+    Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as of ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
 
     On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph (call
@@ -111,8 +112,8 @@ def _check_packed(q, k, v) -> None:
         if 0 in tensor.shape:
             raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
     # Said here as well as in check_tensors, as that would show shapes that the caller never passed.
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
     check_tensors(*(t.transpose(0, 1)[None] for t in (q, k, v)))

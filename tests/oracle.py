@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import sparse_flash as sf
 from sparse_flash import backends, table
 from sparse_flash.grid import BlockGrid
+from sparse_flash.kernels.layout import empty_out
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,9 +122,9 @@ def skip_if_it_cannot(name: str, call: backends.Call) -> None:
         pytest.skip(f"{name}: {reason}")
 
 
-def make_call(q, k, mask=None, **options) -> backends.Call:
-    """What ``attention`` would ask a back end about this call."""
-    return backends.Call.of(q, k, None if mask is None else mask.block_size, **options)
+def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
+    """What ``attention`` would ask a back end about this call. v: like k by default."""
+    return backends.Call.of(q, k, k if v is None else v, None if mask is None else mask.block_size, **options)
 
 
 def check(
@@ -164,7 +165,7 @@ def check(
     ]
     q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
     dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
-    skip_if_it_cannot(backend, make_call(q, k, mask))
+    skip_if_it_cannot(backend, make_call(q, k, mask, v=v))
 
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
     errors = measure(backend, (q, k, v), dout, dlse, mask, kept, scale, **options)
@@ -193,7 +194,7 @@ def measure(
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     assert [t.dtype for t in ours] == [q.dtype, lse_dtype, q.dtype, q.dtype, q.dtype]
     assert [t.shape for t in ours] == [t.shape for t in wanted]
-    assert ours[0].stride() == torch.empty_like(q, device="meta").stride(), "out does not keep q's memory order"
+    assert ours[0].stride() == empty_out(q, ours[0].shape[3], "meta").stride(), "out does not keep q's memory order"
     # dQ and dK are sums of differences of such terms, which cancel where few keys are kept.
     values = exact[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     terms = factor * float((dout.double() @ values.mT).abs().max() * max(t.abs().max() for t in exact[:2]))

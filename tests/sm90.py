@@ -31,6 +31,7 @@ KERNELS = {
     "grad_kv": (backward.grad_kv_kernel, configs._GRAD_KV),
 }
 OF_QUERIES = {"q_tensor", "out_tensor", "dout_tensor", "dq_tensor"}
+OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "part_out", "part_lse", "shares"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
@@ -54,12 +55,16 @@ DROPOUT = KernelTerms("*i64", "fp32")
 EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
 
 
-def compiled(kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES):
-    """terms: the types of its fields, None for those that there are none of."""
-    constants = {"DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TABLE_BLOCK": block, "SPARSE": sparse, **switches}
+def compiled(
+    kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES, dim_v: int | None = None
+):
+    """terms: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default."""
+    widths = dim, dim_v or dim
+    constants = {"DIM": dim, "DIM_V": widths[1], "TILE_M": config.tile_m, "TILE_N": config.tile_n}
+    constants |= {"TABLE_BLOCK": block, "SPARSE": sparse, **switches}
     constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
     tensors = {
-        name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{dim}]>"
+        name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{widths[name in OF_VALUES]}]>"
         for name in kernel.arg_names
         if name.endswith("_tensor")
     }
@@ -92,10 +97,12 @@ def compiled_for_hopper(
     return triton.compile(source, target=TARGET, options=config.options)
 
 
-def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int):
-    """rows: of stacked queries. page: tokens of a page, 0 for none."""
-    constants = {"HEAD_DIM": dim, "DIM": dim, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
-    constants |= {"JOINED": decode.joined_at_a_time(rows, dim), "SHARED": True, "SPARSE": sparse}
+def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int, dim_v: int | None = None):
+    """rows: of stacked queries. page: tokens of a page, 0 for none. dim_v: of v; dim by default."""
+    dim_v = dim_v or dim
+    constants = {"HEAD_DIM": dim, "DIM": dim, "HEAD_DIM_V": dim_v, "DIM_V": dim_v}
+    constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
+    constants |= {"JOINED": decode.joined_at_a_time(rows, dim_v), "SHARED": True, "SPARSE": sparse}
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
     constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page, "VECTOR": 8}
     source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))

@@ -326,7 +326,7 @@ BAD_TENSORS = [
     ({"v": torch.zeros(1, 2, 100, 16, device="meta")}, rf"one device; q is on {DEVICE}.*, v on meta"),
     ({"q": zeros(1, 2, 100, 0)}, r"q must not be empty; got shape \(1, 2, 100, 0\)"),
     ({"k": zeros(1, 0, 100, 16), "v": zeros(1, 0, 100, 16)}, r"must divide that of query heads; got 2 query heads and 0 key heads"),
-    ({"v": zeros(1, 2, 90, 16)}, r"k and v must have one shape; got \(1, 2, 100, 16\) and \(1, 2, 90, 16\)"),
+    ({"v": zeros(1, 2, 90, 16)}, r"k and v must agree in batch, heads and tokens; got \(1, 2, 100, 16\) and \(1, 2, 90, 16\)"),
     ({"q": zeros(3, 2, 100, 16)}, r"agree in batch and head_dim; got \(3, 2, 100, 16\) and \(1, 2, 100, 16\)"),
     ({"q": zeros(1, 2, 100, 32)}, r"agree in batch and head_dim; got \(1, 2, 100, 32\) and \(1, 2, 100, 16\)"),
     ({"q": zeros(1, 3, 100, 16)}, r"must divide that of query heads; got 3 query heads and 2 key heads"),

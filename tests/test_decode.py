@@ -74,7 +74,7 @@ def compare(
     q = tensor((batch, heads, q_len, head_dim), layout, dtype=dtype, generator=generator)
     k, v = (tensor((batch, kv_heads, capacity, head_dim), layout, dtype=dtype, generator=generator) for _ in range(2))
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
-    skip_if_it_cannot(backend, backends.Call.of(q, k, None if pattern is None else mask.block_size if mask else 128))
+    skip_if_it_cannot(backend, backends.Call.of(q, k, v, None if pattern is None else mask.block_size if mask else 128))
     for sequence, length in enumerate(lengths):
         k[sequence, :, length:] = v[sequence, :, length:] = float("nan")
     options = {"kv_lens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE)} if given else {}
@@ -126,7 +126,7 @@ def test_pages_in_any_order_are_read_by_the_block_table_alone(backend, page_size
 @parametrize("backend", ["torch", "triton", "reference"])
 def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
     q, pages = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(9, 2, 16, 32, device=DEVICE)
-    skip_if_it_cannot(backend, backends.Call.of(q, pages, 128))
+    skip_if_it_cannot(backend, backends.Call.of(q, pages, pages, 128))
     lens, table = torch.tensor([60, 3], device=DEVICE), torch.tensor([[1, 0, 3, 8], [4, 2, 5, 7]], device=DEVICE)
     wide, narrow = (
         sf.attention_decode(q, pages, pages, "causal", kv_lens=lens.to(a), block_table=table.to(b), backend=backend)
@@ -258,7 +258,7 @@ def test_the_operator_is_what_a_compiler_sees(backend):
     def step(q, k, lens):
         return sf.attention_decode(q, k, k, "causal & local(40)", kv_lens=lens, backend=backend)
 
-    skip_if_it_cannot(backend, backends.Call.of(q, k, 128))
+    skip_if_it_cannot(backend, backends.Call.of(q, k, k, 128))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, lens), step(q, k, lens))
 
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, r"\(batch, heads, q_len, head_dim\)", q[0], k, k)
     refused(ValueError, r"k must have shape \(pages, kv_heads, page_size, head_dim\)", q, k[0], k[0], block_table=table)
     refused(ValueError, "agree in batch.*block_table", q, k[:1], k[:1])
-    refused(ValueError, "one shape", q, k, k[:, :, :5])
+    refused(ValueError, "agree in all but head_dim", q, k, k[:, :, :5])
     refused(ValueError, "number of key heads", q[:, :3], k, k)
     refused(ValueError, "one floating-point dtype", q, k.half(), k.half())
     refused(ValueError, "scale must be positive", q, k, k, scale=0.0)

@@ -453,7 +453,7 @@ def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
     [
         (r"q must have shape \(tokens of all documents", {"q": torch.zeros(1, 2, 10, 16)}),
         (r"divide that of query heads; got 3 query heads", {"q": torch.zeros(10, 3, 16, device=DEVICE)}),
-        (r"one shape; got \(10, 2, 16\) and \(10, 2, 8\)", {"v": torch.zeros(10, 2, 8, device=DEVICE)}),
+        (r"agree in tokens and heads; got \(10, 2, 16\) and \(9, 2, 16\)", {"v": torch.zeros(9, 2, 16, device=DEVICE)}),
         (r"head_dim.*; got \(10, 2, 8\) and \(10, 2, 16\)", {"q": torch.zeros(10, 2, 8, device=DEVICE)}),
         (r"q must not be empty; got shape \(0, 2, 16\)", {"q": torch.zeros(0, 2, 16, device=DEVICE)}),
         ("one dtype", {"q": torch.zeros(10, 2, 16, device=DEVICE, dtype=torch.float16)}),

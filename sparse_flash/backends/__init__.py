@@ -8,11 +8,11 @@ A back end is a module of this package with five functions:
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
-q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. mask: a BlockMask,
-or None for dense attention. terms: ``Terms``, or None for none. out: like q, in q's memory order. lse: (batch, heads, q_len)
-float32 (float64 for float64 inputs), natural logarithm, without dropout, -inf for queries that keep nothing, whose out is 0.
-dlse: like lse, or None where nothing depends on lse. A fourth gradient, like terms.rel_bias, follows where that is learned.
-Arguments are checked before a back end sees them.
+q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but that its
+head_dim may be its own. mask: a BlockMask, or None for dense attention. terms: ``Terms``, or None for none. out: (batch, heads,
+q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural
+logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None where nothing depends on
+lse. A fourth gradient, like terms.rel_bias, follows where that is learned. Arguments are checked before a back end sees them.
 
 decode: the queries are the last of each sequence, mask is square and covers the cache's capacity. kv_lens: (batch,) int32,
 how many keys of each sequence exist, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
@@ -28,6 +28,7 @@ from types import ModuleType
 
 import torch
 
+from ..kernels.layout import empty_out as empty_out
 from ..terms import LEARNED, ScoreFunction, Terms
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
@@ -52,16 +53,27 @@ class Call:
     deterministic: bool = False
     features: tuple[str, ...] = ()  # ``Terms.features()``
     score_mod: ScoreFunction | None = None
+    v_head_dim: int = 0  # 0: head_dim, which is that of q and k
+
+    def __post_init__(self):
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
 
     @classmethod
     def of(
-        cls, q: torch.Tensor, k: torch.Tensor, block_size: int | None, terms: Terms | None = None, deterministic: bool = False
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block_size: int | None,
+        terms: Terms | None = None,
+        deterministic: bool = False,
     ) -> Call:
         """The call on these tensors."""
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
-        more = () if terms is None else (terms.features(), terms.score_mod)
-        return cls(q.device, q.dtype, batch, heads, kv_heads, q_len, kv_len, head_dim, block_size, deterministic, *more)
+        features, score_mod = ((), None) if terms is None else (terms.features(), terms.score_mod)
+        sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
+        return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3])
 
 
 def backend(name: str) -> ModuleType:

@@ -55,6 +55,8 @@ def supports(call: Call) -> str | None:
         return f"it runs float16 and bfloat16; got {call.dtype}"
     if call.head_dim not in HEAD_DIMS:
         return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
+    if call.v_head_dim != call.head_dim:
+        return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
     if call.block_size not in BLOCK_SIZES:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} and {BLOCK_SIZES[2]}; got {call.block_size}"
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
@@ -70,7 +72,7 @@ def forward(q, k, v, mask, scale, terms):
     ready = [portable.addressable(t) for t in (q, k, v)]
     with portable.current_device(q.device):
         out, lse = attention_forward(*ready, mask, scale, terms)
-    return portable.restored(out, ready[0], q), lse
+    return portable.restored_out(out, ready[0], q, v), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.layout import empty_out
 from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
 
 
@@ -22,7 +23,7 @@ def available() -> str | None:
 def forward(q, k, v, mask, scale, terms):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
     matrix = _Matrix(q, k, v, mask, scale, terms)
-    out = torch.empty_like(q).copy_(matrix.weights @ matrix.values)
+    out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
     return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
@@ -86,7 +87,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
     """(out, lse), one query of one head at a time, over the keys that the mask's definition keeps for it."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
-    out = torch.zeros_like(q)
+    out = empty_out(q, v.shape[3]).zero_()
     lse = q.new_full((batch, heads, q_len), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for sequence in range(batch):
         keys, values = (_sequence(t, block_table, sequence).double() for t in (k, v))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels.layout import empty_out
 from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..tiles import pack_runs
 
@@ -90,7 +91,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
     """(out, lse). Reads the keys that some query keeps, and no others. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
     capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
     for sequence, length in enumerate(lengths):
         for group_heads, key_heads, number in _heads_by_mask(mask, sequence, heads, k.shape[1]):
@@ -103,7 +104,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
                 # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
                 scores.sub_(torch.where(logs == float("-inf"), float("inf"), logs)[..., None]).exp_()
                 results = scores.flatten(1, 2) @ values
-            out[sequence, group_heads] = results.view(-1, q_len, q.shape[3]).to(q.dtype)
+            out[sequence, group_heads] = results.view(-1, q_len, v.shape[3]).to(q.dtype)
             lse[sequence, group_heads] = logs.flatten(0, 1)
     return out, lse
 
@@ -163,9 +164,9 @@ def _own_precision(q):
 
 
 def _like(x, values):
-    """values with x's dtype and memory order; itself where it has them already."""
-    fits = values.dtype == x.dtype and values.stride() == torch.empty_like(x, device="meta").stride()
-    return values if fits else torch.empty_like(x).copy_(values)
+    """values, of any head_dim, with x's dtype and memory order; itself where it has them already."""
+    fits = values.dtype == x.dtype and values.stride() == empty_out(x, values.shape[3], "meta").stride()
+    return values if fits else empty_out(x, values.shape[3]).copy_(values)
 
 
 def _compute_dtype(tensor) -> torch.dtype:
@@ -239,15 +240,15 @@ class _Scores:
 
 
 def _forward(q, k, v, walk, rule):
-    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q,
-    lse (units, q_blocks, rows, 1)."""
-    out, lse = torch.zeros_like(q), q.new_full((*q.shape[:3], 1), float("-inf"))
+    """One part: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim), each of its own -> out (units,
+    q_blocks, rows, v's head_dim), lse (units, q_blocks, rows, 1)."""
+    out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full((*q.shape[:3], 1), float("-inf"))
     lowest = torch.finfo(q.dtype).min
     for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
         q_rows = _take(q[units], rows).reshape(-1, *q.shape[2:])
         running_max = running_sum = accumulator = None
         for piece in pieces:
-            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
+            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, t.shape[3]) for t in (k, v))
             scores = walk.scratch(0, q_rows, keys)
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
@@ -280,7 +281,7 @@ def _forward(q, k, v, walk, rule):
 
 
 def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bias):
-    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq like q, dk and dv like k. Adds to drel_bias."""
+    """One part, as in ``_forward``; lse and dlse (units, q_blocks, rows, 1) -> dq, dk and dv. Adds to drel_bias."""
     scale = rule.scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for units, rows, pieces in walk.chunks(*q.shape[::2], q.device):
@@ -289,7 +290,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
         bias = lse_rows * -_LOG2_E
         minus_delta = dlse_rows - (dout_rows * out_rows).sum(-1, keepdim=True)
         for piece in pieces:
-            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, k.shape[3]) for t in (k, v))
+            keys, values = (_take(t[units], piece.cols).reshape(len(q_rows), -1, t.shape[3]) for t in (k, v))
             shape = (len(q_rows), q_rows.shape[1], keys.shape[1])
             probabilities, dscores = walk.scratch(0, q_rows, keys), walk.scratch(1, q_rows, keys)
             pairs = rule.pairs(units, rows, piece.cols)

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from ..terms import LEARNED
-from . import Call
+from . import Call, empty_out
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -52,8 +52,8 @@ def supports(call: Call) -> str | None:
         return reason
     if call.dtype not in DTYPES:
         return f"it runs float16, bfloat16 and float32; got {call.dtype}"
-    if call.head_dim > MAX_HEAD_DIM:
-        return f"it runs head_dim up to {MAX_HEAD_DIM}; got {call.head_dim}"
+    if (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM:
+        return f"it runs head_dim up to {MAX_HEAD_DIM}; got {widest}"
     if call.batch * call.heads > MAX_BATCH_HEADS:
         return f"it runs up to {MAX_BATCH_HEADS:,} heads over the batch; got {call.batch} x {call.heads}"
     if call.device.type != "cuda" and not interpreted():
@@ -75,7 +75,7 @@ def forward(q, k, v, mask, scale, terms):
     ready = [addressable(t) for t in (q, k, v)]
     with current_device(q.device):
         out, lse = attention_forward(*ready, mask, scale, terms)
-    return restored(out, ready[0], q), lse
+    return restored_out(out, ready[0], q, v), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
@@ -99,7 +99,7 @@ def _decode(q, k, v, mask, scale, **options):
     ready = [unbroken(t) for t in (q, k, v)]
     with current_device(q.device):
         out, lse = attention_decode(*ready, mask, scale, **options)
-    return restored(out, ready[0], q), lse
+    return restored_out(out, ready[0], q, v), lse
 
 
 def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -121,13 +121,15 @@ def current_device(device: torch.device):
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the copy engine can address it, else a copy, its rows padded to whole 16-byte pieces.
 
-    It needs an unbroken last dimension, and a base and strides that are multiples of 16 bytes: so do projections of q, k
-    and v in one tensor, and either order of tokens and heads, at head dimensions that are multiples of 8.
+    It needs an unbroken last dimension, and a base and strides that are multiples of 16 bytes, as then are those of results
+    like it: so do projections of q, k and v in one tensor, and either order of tokens and heads, at head dimensions that are
+    multiples of 8.
     """
     unit = 16 // tensor.element_size()
     *strides, last = tensor.stride()
+    pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
     # None is 0, and all are whole pieces.
-    if last == 1 and not tensor.data_ptr() % 16 and all(strides) and not (strides[0] | strides[1] | strides[2]) % unit:
+    if last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit:
         return tensor
     padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1
@@ -141,3 +143,9 @@ def unbroken(tensor: torch.Tensor) -> torch.Tensor:
 def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A result like ``ready`` as one like ``tensor``: its head_dim and memory order."""
     return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
+
+
+def restored_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """out of a kernel that was given ``ready`` in place of q: v's head_dim, in q's memory order."""
+    fits = ready is q and out.shape[3] == v.shape[3]
+    return out if fits else empty_out(q, v.shape[3]).copy_(out[..., : v.shape[3]])

@@ -65,6 +65,7 @@ def _walk_keys(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -84,7 +85,7 @@ def _walk_keys(
     for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
         k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
-        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
+        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
         if KIND == CUT:
             key = position + tl.arange(0, TILE_N)
             exists = (key >= existing[0]) & (key < existing[1])
@@ -163,6 +164,7 @@ def grad_q_kernel(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -188,11 +190,11 @@ def grad_q_kernel(
         first_query = slot * TILE_M
         bounds = dense_bounds(kv_len, TILE_N)
     q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
-    dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM)
+    dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM_V)
     query = first_query + tl.arange(0, TILE_M)
     row_line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + row_line, mask=query < q_len, other=0.0) * LOG2_E
-    out = load_tile(out_tensor, batch, head, first_query, TILE_M, DIM)
+    out = load_tile(out_tensor, batch, head, first_query, TILE_M, DIM_V)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row_line, mask=query < q_len, other=0.0)
@@ -223,8 +225,8 @@ def grad_q_kernel(
                 if begin < end:
                     dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream,
                                             kv_head, table, begin, end, first_query, q_len, kv_len,
-                                            (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N,
-                                            TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
+                                            (first_key, last_key, number // 2), score_scale, terms, DIM, DIM_V, TILE_M,
+                                            TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
             begin, end = entries[KIND][1], entries[KIND][2]
@@ -232,12 +234,12 @@ def grad_q_kernel(
             begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114
             dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
-                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
-                                    TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
+                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         elif begin < end:
             dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
-                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
-                                    TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
+                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
     # fmt: on
     if terms.rel_bias_gradient is not None:
         store_bias_gradient(beyond, head, terms, REACH)
@@ -270,6 +272,7 @@ def _walk_queries(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -324,7 +327,7 @@ def _walk_queries(
                 weights = tl.where(kept, weights, 0.0)
         if KIND == CUT:
             weights = tl.where(exists[None, :], weights, 0.0)
-        dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM)
+        dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM_V)
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if terms.seed is not None:
@@ -388,6 +391,7 @@ def grad_kv_kernel(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -409,9 +413,9 @@ def grad_kv_kernel(
         mask = tl.load(mask_index + batch * mask_batch_stride + kv_head * group * mask_head_stride)
         _, first_key = ordered_tile(col_order, mask, kv_blocks, slot, TILE_N, TABLE_BLOCK)
     k = load_tile(k_tensor, batch, kv_head, first_key, TILE_N, DIM)
-    v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM)
+    v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM_V)
     dk = tl.zeros([TILE_N, DIM], tl.float32)
-    dv = tl.zeros([TILE_N, DIM], tl.float32)
+    dv = tl.zeros([TILE_N, DIM_V], tl.float32)
     first, last = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
     first_query, last_query = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
     Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
@@ -439,8 +443,8 @@ def grad_kv_kernel(
                     if begin < end:
                         dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table,
                                                begin, end, first_key, q_len, kv_len, (first_query, last_query, number // 2),
-                                               score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
-                                               DERIVATIVE, CUT)
+                                               score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
+                                               SCORE, DERIVATIVE, CUT)
         for KIND in tl.static_range(FULL, KINDS):
             if Q_CUT or KV_CUT:
                 begin, end = entries[KIND][1], entries[KIND][2]
@@ -448,12 +452,12 @@ def grad_kv_kernel(
                 begin, end = bounds[KIND], bounds[KIND + 1]
             if KIND == FULL:  # noqa: SIM114
                 dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
-                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
-                                       TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
+                                       TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
             elif begin < end:
                 dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
-                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N,
-                                       TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
+                                       TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
         # fmt: on
     if KV_CUT:
         key = first_key + tl.arange(0, TILE_N)
@@ -462,7 +466,7 @@ def grad_kv_kernel(
     if terms.seed is not None:
         dk *= 0.5
     store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
-    store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM)
+    store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM_V)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q_config=None, kv_config=None):
@@ -472,20 +476,21 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     """
     drel_bias = torch.zeros_like(terms.rel_bias) if terms is not None and terms.learned else None
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    dim, block_size = padded_head_dim(head_dim), mask.block_size if mask else None
+    kv_heads, kv_len, v_head_dim = v.shape[1:]
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    block_size = mask.block_size if mask else None
 
     delta = torch.empty_like(lse)
     dq = torch.empty_like(q)
     given, switches, kinds = kernel_terms(terms, drel_bias)
-    config = q_config or grad_q_config(q.dtype, head_dim, block_size, q.device)
+    config = q_config or grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
     m, n = config.tile_m, config.tile_n
     arguments = [
         described(q, m, dim),
         described(k, n, dim),
-        described(v, n, dim),
-        described(out, m, dim),
-        described(dout, m, dim),
+        described(v, n, dim_v),
+        described(out, m, dim_v),
+        described(dout, m, dim_v),
         described(dq, m, dim),
         lse,
         lse if dlse is None else dlse.contiguous(),
@@ -500,23 +505,23 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         scale * LOG2_E.value,
         given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
-    constants["HAS_DLSE"] = dlse is not None
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
+    constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": dlse is not None}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
     options = launch_options(config, given, switches, m)
     launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     given, switches, kinds = kernel_terms(terms)
-    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size, q.device)
+    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
     m, n = config.tile_m, config.tile_n
     arguments = [
         described(q, m, dim),
         described(k, n, dim),
-        described(v, n, dim),
-        described(dout, m, dim),
+        described(v, n, dim_v),
+        described(dout, m, dim_v),
         described(dk, n, dim),
-        described(dv, n, dim),
+        described(dv, n, dim_v),
         lse,
         delta,
         *table_arguments(mask, mask and mask.by_key, lse),
@@ -529,7 +534,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         scale * LOG2_E.value,
         given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m, "SPARSE": mask is not None, **switches}
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m}
+    constants |= {"SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
     options = launch_options(config, given, switches, n)
     launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))

@@ -79,8 +79,10 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _fitted(table: dict[int, Config], dtype: torch.dtype, head_dim: int, block_size: int | None) -> Config:
-    config = (_FLOAT32 if dtype == torch.float32 else table)[padded_head_dim(head_dim)]
+def _fitted(
+    table: dict[int, Config], dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+) -> Config:
+    config = (_FLOAT32 if dtype == torch.float32 else table)[padded_head_dim(max(head_dim, v_head_dim or 0))]
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
@@ -95,13 +97,15 @@ MOST_CANDIDATES = 24
 _LARGEST_TILE = 128
 
 
-def candidates(kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None) -> tuple[Config, ...]:
+def candidates(
+    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+) -> tuple[Config, ...]:
     """What is worth measuring, MOST_CANDIDATES at most and all distinct: the built-in config, then its neighbours, nearest
     first: a tile halved or doubled, warps halved or doubled, a stage more or less; two such changes at most.
 
-    kernel: one of KERNELS. Tiles are powers of two that divide the table's block.
+    kernel: one of KERNELS. v_head_dim: that of q and k by default. Tiles are powers of two that divide the table's block.
     """
-    builtin = _fitted(_TABLES[kernel], dtype, head_dim, block_size)
+    builtin = _fitted(_TABLES[kernel], dtype, head_dim, block_size, v_head_dim)
     largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
     found = []
     for changes in product((0, 1, -1), repeat=4):
@@ -125,10 +129,10 @@ def _distance(one: Config, other: Config) -> float:
 
 
 @lru_cache(maxsize=256)
-def decode_config(dtype: torch.dtype, head_dim: int, block_size: int | None, rows: int) -> Config:
+def decode_config(dtype: torch.dtype, head_dim: int, block_size: int | None, rows: int, v_head_dim: int | None = None) -> Config:
     """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
     block."""
-    config = (_FLOAT32 if dtype == torch.float32 else _DECODE)[padded_head_dim(head_dim)]
+    config = (_FLOAT32 if dtype == torch.float32 else _DECODE)[padded_head_dim(max(head_dim, v_head_dim or 0))]
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     return replace(
         config,
@@ -138,25 +142,33 @@ def decode_config(dtype: torch.dtype, head_dim: int, block_size: int | None, row
     )
 
 
-def _chosen(kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
-    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device)
-    return choose(candidates(kernel, dtype, head_dim, block_size), key)
+def _chosen(
+    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
+) -> Config:
+    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
+    return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim), key)
 
 
 @remembered
-def forward_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
+def forward_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
     """For the forward pass: the built-in config, or what ``sparse-flash tune`` chose for this GPU. block_size: the table's, or
-    None for dense attention."""
-    return _chosen("forward", dtype, head_dim, block_size, device)
+    None for dense attention. v_head_dim: that of q and k by default."""
+    return _chosen("forward", dtype, head_dim, block_size, device, v_head_dim)
 
 
 @remembered
-def grad_q_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
+def grad_q_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
     """For the pass over queries that computes dQ."""
-    return _chosen("grad_q", dtype, head_dim, block_size, device)
+    return _chosen("grad_q", dtype, head_dim, block_size, device, v_head_dim)
 
 
 @remembered
-def grad_kv_config(dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device) -> Config:
+def grad_kv_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
     """For the pass over keys that computes dK and dV."""
-    return _chosen("grad_kv", dtype, head_dim, block_size, device)
+    return _chosen("grad_kv", dtype, head_dim, block_size, device, v_head_dim)

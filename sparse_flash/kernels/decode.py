@@ -20,6 +20,7 @@ from .common import BITS, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_posit
 from .configs import decode_config, padded_head_dim
 from .forward import FLOOR
 from .launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
+from .layout import empty_out
 
 
 @triton.jit
@@ -63,6 +64,8 @@ def _walk(
     score_scale,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
@@ -75,7 +78,7 @@ def _walk(
     its own before it starts. bounds: of the row's kinds. position: of each row of the tile."""
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
-    dim = tl.arange(0, DIM)[None, :]
+    dim, dim_v = tl.arange(0, DIM)[None, :], tl.arange(0, DIM_V)[None, :]
     in_block = position - row_block * TABLE_BLOCK if SPARSE else position
     within = (in_block >= 0) & (in_block < TABLE_BLOCK) if SPARSE else in_block >= 0
     first = step_position(table[0], begin, end, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
@@ -84,9 +87,9 @@ def _walk(
         token = first + tl.arange(0, TILE_N)
         exists = token < kv_len
         # What lies past the last key may be anything, NaN too, which a weight of 0 would not take away.
-        load = exists[:, None] & (dim < HEAD_DIM)
+        load, load_v = exists[:, None] & (dim < HEAD_DIM), exists[:, None] & (dim_v < HEAD_DIM_V)
         keys = tl.load(k + _rows(page, token, strides[0], strides[1], PAGE, VECTOR) + dim, mask=load, other=0.0)
-        values = tl.load(v + _rows(page, token, strides[2], strides[3], PAGE, VECTOR) + dim, mask=load, other=0.0)
+        values = tl.load(v + _rows(page, token, strides[2], strides[3], PAGE, VECTOR) + dim_v, mask=load_v, other=0.0)
         kept = exists[None, :]
         if SEVERAL:
             kept = kept & within[:, None]
@@ -135,6 +138,8 @@ def _walk_share(
     score_scale,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SEVERAL: tl.constexpr,
@@ -150,7 +155,7 @@ def _walk_share(
     end = bounds[0] * STEPS + (steps * (split + 1)) // splits
     # fmt: off
     return _walk(state, q, k, v, pages, strides, table, bounds, begin, end, row_block, position, kv_len, score_scale,
-                 HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, True, False, SEVERAL, PAGE, VECTOR)
+                 HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, True, False, SEVERAL, PAGE, VECTOR)
     # fmt: on
 
 
@@ -165,14 +170,14 @@ def _query_of(row, members, q_len, SEVERAL: tl.constexpr):
 
 
 @triton.jit
-def _joined(shares, logs, splits, ROWS: tl.constexpr, JOINED: tl.constexpr, DIM: tl.constexpr):
+def _joined(shares, logs, splits, ROWS: tl.constexpr, JOINED: tl.constexpr, DIM_V: tl.constexpr):
     """The softmax state of a tile, from its shares in their order. JOINED of them are under way at a time, each thread having
     the same numbers of every share: nothing passes between threads."""
     running_max = tl.full([ROWS], FLOOR, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, DIM], tl.float32)
+    accumulator = tl.zeros([ROWS, DIM_V], tl.float32)
     row = tl.arange(0, ROWS)
-    place = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    place = row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :]
     for first in tl.range(0, splits, JOINED):
         part_logs, parts = (), ()
         for number in tl.static_range(JOINED):
@@ -180,7 +185,7 @@ def _joined(shares, logs, splits, ROWS: tl.constexpr, JOINED: tl.constexpr, DIM:
             exists = row < (splits - share) * ROWS
             # Other multiprocessors wrote them: not from this one's own cache.
             part_logs += (tl.load(logs + share * ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
-            parts += (tl.load(shares + share * ROWS * DIM + place, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
+            parts += (tl.load(shares + share * ROWS * DIM_V + place, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
         new_max = running_max
         for number in tl.static_range(JOINED):
             new_max = tl.maximum(new_max, part_logs[number])
@@ -215,8 +220,8 @@ def _store(
     members,
     first_row,
     q_len,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM_V: tl.constexpr,
     ROWS: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
@@ -224,8 +229,8 @@ def _store(
     values, log = _finished(state[0], state[1], state[2])
     member, query, exists = _query_of(first_row + tl.arange(0, ROWS), members, q_len, SEVERAL)
     row = batch * strides[0] + (head + member) * strides[1] + query * strides[2]
-    dim = tl.arange(0, DIM)[None, :]
-    tl.store(out + row[:, None] + dim, values.to(out.dtype.element_ty), mask=exists[:, None] & (dim < HEAD_DIM))
+    dim = tl.arange(0, DIM_V)[None, :]
+    tl.store(out + row[:, None] + dim, values.to(out.dtype.element_ty), mask=exists[:, None] & (dim < HEAD_DIM_V))
     tl.store(lse + (batch.to(tl.int64) * heads + head + member) * q_len + query, log * LN_2, mask=exists)
 
 
@@ -277,6 +282,8 @@ def decode_kernel(
     score_scale,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -320,7 +327,7 @@ def decode_kernel(
     strides = (k_page_stride, k_token_stride, v_page_stride, v_token_stride)
     table = (col_idx, tile_idx, tile_runs, tile_bits)
     state = (
-        tl.zeros([TILE_M, DIM], tl.float32),
+        tl.zeros([TILE_M, DIM_V], tl.float32),
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
@@ -332,48 +339,51 @@ def decode_kernel(
             last_block = tl.maximum(first_query + q_len - 1, 0) // TABLE_BLOCK
             for row_block in tl.range(first_block, last_block + 1):
                 state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, row_block, q_blocks, position,
-                                    length, score_scale, HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, SEVERAL, PAGE, VECTOR)
+                                    length, score_scale, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, SEVERAL, PAGE,
+                                    VECTOR)
         else:
             state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, first_block, q_blocks, position,
-                                length, score_scale, HEAD_DIM, DIM, TILE_N, TABLE_BLOCK, SEVERAL, PAGE, VECTOR)
+                                length, score_scale, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, SEVERAL, PAGE,
+                                    VECTOR)
     else:
         steps = (length + TILE_N - 1) // TILE_N
         begin, end = (steps * split) // splits, (steps * (split + 1)) // splits
         state = _walk(state, q, k, v, pages, strides, table, None, begin, end, 0, position, length, score_scale,
-                      HEAD_DIM, DIM, TILE_N, TILE_N, False, CAUSAL, SEVERAL, PAGE, VECTOR)
+                      HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TILE_N, False, CAUSAL, SEVERAL, PAGE, VECTOR)
     # fmt: on
     out_strides = (out_batch_stride, out_head_stride, out_token_stride)
     # fmt: off
     if SHARED:
         first_row_of_tile = tile.to(tl.int64) * splits * ROWS
-        logs = shares + tiles.to(tl.int64) * splits * ROWS * DIM + first_row_of_tile
-        shares += first_row_of_tile * DIM
+        logs = shares + tiles.to(tl.int64) * splits * ROWS * DIM_V + first_row_of_tile
+        shares += first_row_of_tile * DIM_V
         values, log = _finished(state[0], state[1], state[2])
         row = tl.arange(0, TILE_M)
         share_row = split * ROWS + row
         # A share that keeps nothing is 0, not left out: then its loads need not wait for its log.
-        tl.store(shares + share_row[:, None] * DIM + dim, values, mask=(row < ROWS)[:, None])
+        tl.store(shares + share_row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :], values, mask=(row < ROWS)[:, None])
         tl.store(logs + share_row, log, mask=row < ROWS)
         # Every thread has written its part of the share before one of them says so.
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrived + tile, 0)
-            whole = _joined(shares, logs, splits, ROWS, JOINED, DIM)
+            whole = _joined(shares, logs, splits, ROWS, JOINED, DIM_V)
             _store(whole, out_ptr, lse_ptr, out_strides, batch, head, heads, members, first_row, q_len,
-                   HEAD_DIM, DIM, ROWS, SEVERAL)
+                   HEAD_DIM_V, DIM_V, ROWS, SEVERAL)
     else:
         _store(state, out_ptr, lse_ptr, out_strides, batch, head, heads, members, first_row, q_len,
-               HEAD_DIM, DIM, TILE_M, SEVERAL)
+               HEAD_DIM_V, DIM_V, TILE_M, SEVERAL)
     # fmt: on
 
 
 def attention_decode(
     q, k, v, mask, scale, *, kv_lens=None, block_table=None, causal=False, at_end=True, config=None, splits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, lse (batch, heads, q_len) float32.
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim), or with block_table (batch, pages of a
-    sequence) int32, (pages, kv_heads, page_size, head_dim), page_size a power of two. All with an unbroken last dimension.
+    sequence) int32, (pages, kv_heads, page_size, head_dim), page_size a power of two; v's head_dim may be its own. All with an
+    unbroken last dimension.
     kv_lens: (batch,) int32, or None: all tokens. at_end: the queries are the last of each sequence, mask is square and covers
     its tokens, or is None; causal: then none of them sees a later one. Else the mask's rows are the queries, and there are
     neither lengths nor pages. splits: programs that share a tile's keys; by default what fills the GPU.
@@ -382,10 +392,10 @@ def attention_decode(
     apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
     table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
     pages = None if block_table is None else tuple(block_table.shape)
-    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.stride()
+    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride()
     shape = q.device, q.dtype, *layout, table, apart, pages, kv_lens is not None, causal, at_end, config, splits
     plan = _plan(*shape)
-    out = torch.empty_like(q)
+    out = empty_out(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shares = arrived = lse
     if plan.shares:
@@ -417,7 +427,22 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device, dtype, q_shape, q_strides, k_shape, k_strides, v_strides, table, apart, pages, has_lens, causal, at_end, config, splits
+    device,
+    dtype,
+    q_shape,
+    q_strides,
+    k_shape,
+    k_strides,
+    v_head_dim,
+    v_strides,
+    table,
+    apart,
+    pages,
+    has_lens,
+    causal,
+    at_end,
+    config,
+    splits,
 ) -> _Plan:
     """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk apart. pages: the shape
     of the block table, or None."""
@@ -425,8 +450,8 @@ def _plan(
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows)
-    tile_m, tile_n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim)
+    tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
     stored = min(tile_m, 1 << (rows - 1).bit_length())
@@ -438,11 +463,13 @@ def _plan(
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {
         "HEAD_DIM": head_dim,
-        "DIM": dim,
+        "DIM": padded_head_dim(head_dim),
+        "HEAD_DIM_V": v_head_dim,
+        "DIM_V": dim_v,
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "ROWS": stored,
-        "JOINED": joined_at_a_time(stored, dim),
+        "JOINED": joined_at_a_time(stored, dim_v),
         "TABLE_BLOCK": table[0] if table else tile_n,
         "SPARSE": table is not None,
         "CAUSAL": causal and q_len > 1,
@@ -455,7 +482,7 @@ def _plan(
     }
     numbers = (
         *(stride // vector for stride in strides),
-        *torch.empty_like(like_q).stride()[:3],
+        *empty_out(like_q, v_head_dim).stride()[:3],
         0 if pages is None else pages[1],
         heads,
         group,
@@ -465,7 +492,7 @@ def _plan(
         tokens,
         table[2] if table else 0,
     )
-    shares = tiles * splits * stored * (dim + 1) if splits > 1 else 0
+    shares = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
     return _Plan((tiles, splits), shares, numbers, constants, config.options)
 
 

@@ -26,6 +26,7 @@ from .common import (
 from .configs import forward_config, padded_head_dim
 from .dropout import dropout_stream, kept_by_dropout
 from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
+from .layout import empty_out
 from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import scored
 from .terms import kernel_terms, launch_options
@@ -55,6 +56,7 @@ def _walk(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -110,7 +112,7 @@ def _walk(
             survives = kept_by_dropout(terms, stream, first_query, position, TILE_M, TILE_N, False)
             # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
             weights = tl.where(survives, weights, tl.minimum(terms.dropout_p, 0.0))
-        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM)
+        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
@@ -144,6 +146,7 @@ def attention_forward_kernel(
     score_scale,
     terms,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
@@ -169,7 +172,7 @@ def attention_forward_kernel(
         bounds = dense_bounds(kv_len, TILE_N)
     q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
     state = (
-        tl.zeros([TILE_M, DIM], tl.float32),
+        tl.zeros([TILE_M, DIM_V], tl.float32),
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
@@ -190,8 +193,8 @@ def attention_forward_kernel(
                 begin, end = cut_entry(entries, number, KINDS)
                 if begin < end:
                     state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query,
-                                  q_len, kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, TILE_M, TILE_N,
-                                  TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, CUT)
+                                  q_len, kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, DIM_V, TILE_M,
+                                  TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
             begin, end = entries[KIND][1], entries[KIND][2]
@@ -199,12 +202,12 @@ def attention_forward_kernel(
             begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
-                          kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
-                          KIND)
+                          kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
+                          SCORE, KIND)
         elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
             state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
-                          kv_len, (0, 0, 0), score_scale, terms, DIM, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE,
-                          KIND)
+                          kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
+                          SCORE, KIND)
     # fmt: on
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -216,30 +219,31 @@ def attention_forward_kernel(
     divisor = total
     if terms.seed is not None:
         divisor *= 1.0 - terms.dropout_p
-    store_tile(out_tensor, accumulator / divisor[:, None], batch, head, first_query, TILE_M, DIM)
+    store_tile(out_tensor, accumulator / divisor[:, None], batch, head, first_query, TILE_M, DIM_V)
     query = first_query + tl.arange(0, TILE_M)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, terms=None, config=None):
-    """out like q, lse (batch, heads, q_len) float32.
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q, k, v: unbroken rows, base and strides multiples of 16 bytes.
     """
     given, switches, kinds = kernel_terms(terms)
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    out = torch.empty_like(q)
+    kv_heads, kv_len, v_head_dim = v.shape[1:]
+    out = empty_out(q, v_head_dim)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     block_size = mask.block_size if mask else None
-    config = config or forward_config(q.dtype, head_dim, block_size, q.device)
-    m, n, dim = config.tile_m, config.tile_n, padded_head_dim(head_dim)
+    config = config or forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+    m, n = config.tile_m, config.tile_n
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     arguments = [
         described(q, m, dim),
         described(k, n, dim),
-        described(v, n, dim),
-        described(out, m, dim),
+        described(v, n, dim_v),
+        described(out, m, dim_v),
         lse,
         *table_arguments(mask, mask and mask.by_query, lse),
         heads,
@@ -250,7 +254,8 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
         scale * LOG2_E.value,
         given,
     ]
-    constants = {"DIM": dim, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n, "SPARSE": mask is not None, **switches}
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
+    constants |= {"SPARSE": mask is not None, **switches}
     grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
     options = launch_options(config, given, switches, m)
     launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))

@@ -1,11 +1,12 @@
 """Configs that ``sparse-flash tune`` chose on this machine: one small JSON file, read once a process.
 
     {"format": 1, "choices": [{"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "backend": "triton",
-      "kernel": "forward", "dtype": "bfloat16", "head_dim": 128, "block_size": 128,
+      "kernel": "forward", "dtype": "bfloat16", "head_dim": 128, "block_size": 128, "v_head_dim": 128,
       "config": {"tile_m": 64, ...}, "instead_of": {"tile_m": 128, ...}, "measured": {"milliseconds": 1.9, ...}}]}
 
-The first eight fields are the key; all must match. A choice holds while the built-in config is the one that it was measured
-against, and while it is still among the candidates: newer kernels drop it in silence. ``measured`` is for readers.
+The first nine fields are the key; all must match, and v_head_dim is head_dim where a file does not say. A choice holds while the
+built-in config is the one that it was measured against, and while it is still among the candidates: newer kernels drop it in
+silence. ``measured`` is for readers.
 """
 
 import json
@@ -25,7 +26,8 @@ ANY = TypeVar("ANY")
 
 
 class Key(NamedTuple):
-    """What a choice holds for. dtype: without "torch.". head_dim: padded. block_size: the table's; None for dense."""
+    """What a choice holds for. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the table's;
+    None for dense."""
 
     gpu: str
     torch: str
@@ -35,6 +37,7 @@ class Key(NamedTuple):
     dtype: str
     head_dim: int
     block_size: int | None
+    v_head_dim: int
 
 
 def cache_file() -> Path:
@@ -51,16 +54,24 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def key_of(
-    backend: str, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device
+    backend: str,
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None,
+    device: torch.device,
+    v_head_dim: int | None = None,
 ) -> Key | None:
-    """The key of a launch on this device; None where there is no GPU. head_dim: padded."""
+    """The key of a launch on this device; None where there is no GPU. head_dim, v_head_dim: padded; the
+    second is the first by default."""
     gpu = gpu_name(device)
     if gpu is None:
         return None
     import triton
 
     name = str(dtype).removeprefix("torch.")
-    return Key(gpu, str(torch.__version__), triton.__version__, backend, kernel, name, head_dim, block_size)
+    versions = str(torch.__version__), triton.__version__
+    return Key(gpu, *versions, backend, kernel, name, head_dim, block_size, v_head_dim or head_dim)
 
 
 def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:
@@ -113,6 +124,7 @@ def _read(path: Path) -> dict[Key, dict]:
     for choice in data["choices"]:
         if not (isinstance(choice["config"], dict) and isinstance(choice["instead_of"], dict)):
             raise ValueError("a choice has no config")
+        choice.setdefault("v_head_dim", choice["head_dim"])
         choices[Key(*(choice[name] for name in Key._fields))] = choice
     return choices
 
