@@ -50,10 +50,9 @@ class _TakeRows(torch.autograd.Function):
         return _take_rows(x, index, fill, heads_first)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        _, reverse = ctx.saved_tensors
-        return _take_rows(grad, reverse, 0.0, not ctx.heads_first), None, None, None, None
+        index, reverse = ctx.saved_tensors
+        return take_rows(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
 
 
 @torch.library.custom_op("sparse_flash::take_rows", mutates_args=())

@@ -78,8 +78,15 @@ class _Direct(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                gradients = _Direct._gradients(ctx, dout, dlse)
+            return _Once.of(gradients, (dout, dlse, *ctx.saved_tensors))
+        return _Direct._gradients(ctx, dout, dlse)
+
+    @staticmethod
+    def _gradients(ctx, dout, dlse):
         q, k, v, out, lse, *more = ctx.saved_tensors
         mask, scale, deterministic, backend = ctx.call
         if dout is None and dlse is None:
@@ -89,6 +96,35 @@ class _Direct(torch.autograd.Function):
         grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
         of_terms = [] if terms is None else terms.gradients(*grads[3:])
         return (*grads[:3], None, None, None, None, None, *of_terms)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that raise where they are differentiated again. In the graph they depend on all that they were made from.
+    PyTorch's ``once_differentiable`` marks nothing where the incoming gradient is constant, and what it marks depends on
+    nothing, so that a second backward pass can leave it out in silence."""
+
+    @staticmethod
+    def of(gradients: tuple, sources: tuple) -> tuple:
+        """The same gradients, which were made from ``sources``; either may hold None."""
+        some = [g for g in gradients if g is not None]
+        marked = iter(_Once.apply(len(some), *some, *sources)) if some else iter(())
+        return tuple(None if g is None else next(marked) for g in gradients)
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_second_derivatives()
+
+
+def _refuse_second_derivatives(*_) -> None:
+    raise RuntimeError(
+        "sparse_flash.attention is differentiable once, and a second backward pass (after create_graph=True) went through its "
+        "gradients; detach() them where they may count as constants, else compute this call by scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -201,3 +237,4 @@ def _gradients(ctx, dout, dlse):
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)
+torch.library.register_autograd("sparse_flash::attention_backward", _refuse_second_derivatives)

@@ -207,8 +207,63 @@ def test_dispatch_modes_see_the_operator():
     assert "sparse_flash.attention.default" in seen
 
 
-def test_second_derivatives_are_refused():
-    q, k, v = inputs()
-    (dq,) = torch.autograd.grad(attend(q, k, v, LOCAL)[0].square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+def twice_differentiated():
+    """By name: (function of one tensor, the tensors whose gradients depend on attention's)."""
+    q, k, v = inputs(60)
+    rel_bias, rows = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((2, 9), (60, 2, 16)))
+    layer, x = sf.SparseAttention(32, 2, LOCAL, device=DEVICE), torch.randn(1, 60, 32, device=DEVICE, requires_grad=True)
+    starts = torch.tensor([0, 20, 60], dtype=torch.int32, device=DEVICE)
+    return {
+        "out": (lambda: sf.attention(q, k, v, LOCAL), (q, k, v)),
+        "lse": (lambda: sf.attention(q, k, v, LOCAL, return_lse=True)[1], (q, k)),
+        "rel_bias": (lambda: sf.attention(q, k, v, rel_bias=rel_bias), (q, k, v, rel_bias)),
+        "varlen in place": (lambda: sf.attention_varlen(rows, rows, rows, starts, mask="causal"), (rows,)),
+        "varlen moved": (lambda: sf.attention_varlen(rows, rows, rows, starts, mask="causal & strided(7)"), (rows,)),
+        "layer": (lambda: layer(x), (x, layer.q_proj.weight, layer.v_proj.weight)),
+    }
+
+
+@parametrize(
+    "name, compiler",
+    [(name, None) for name in ("out", "lse", "rel_bias", "varlen in place", "varlen moved", "layer")]
+    + [(name, compiler) for name in ("out", "rel_bias") for compiler in ("eager", "aot_eager")],
+)
+def test_second_derivatives_raise_though_the_gradient_that_arrives_is_constant(name, compiler):
+    function, leaves = twice_differentiated()[name]
+    function = torch.compile(function, backend=compiler) if compiler else function
+    for leaf in leaves:
+        (gradient,) = torch.autograd.grad(function().sum(), leaf, create_graph=True)
+        for other in leaves:
+            with pytest.raises(RuntimeError, match="differentiable once|not currently support double backward"):
+                torch.autograd.grad(gradient.sum(), other, allow_unused=True, retain_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once|not currently support double backward"):
+            gradient.sum().backward()
+
+
+def test_second_derivatives_by_sinks_are_those_of_the_definition():
+    q, k, v = (t.detach().double().requires_grad_() for t in inputs(30))
+    sinks = torch.randn(2, dtype=torch.float64, device=DEVICE, requires_grad=True)
+
+    def defined():
+        scores = (q @ k.mT / 4).masked_fill(~sf.compile_mask(LOCAL, 30).to_dense().to(DEVICE), float("-inf"))
+        with_sink = torch.cat([scores, sinks[None, :, None, None].expand(1, 2, 30, 1)], -1)
+        return with_sink.softmax(-1)[..., :-1] @ v
+
+    def second(out):
+        (gradient,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), (q, k, v, sinks))
+
+    for got, wanted in zip(second(sf.attention(q, k, v, LOCAL, sinks=sinks)), second(defined()), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_first_derivatives_are_the_same_with_create_graph_and_are_marked_only_then(monkeypatch):
+    q, k, v = inputs(60)
+
+    def gradients(**options):
+        return torch.autograd.grad(attend(q, k, v, LOCAL)[0].square().sum(), (q, k, v), **options)
+
+    marked = gradients(create_graph=True)
+    monkeypatch.setattr(ops._Once, "of", None)
+    for got, wanted in zip(marked, gradients(), strict=True):
+        assert torch.equal(got, wanted) and not wanted.requires_grad
