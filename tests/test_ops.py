@@ -234,9 +234,9 @@ def test_second_derivatives_raise_though_the_gradient_that_arrives_is_constant(n
     for leaf in leaves:
         (gradient,) = torch.autograd.grad(function().sum(), leaf, create_graph=True)
         for other in leaves:
-            with pytest.raises(RuntimeError, match="differentiable once|not currently support double backward"):
+            with pytest.raises(RuntimeError, match=r"differentiable once|not currently support double backward"):
                 torch.autograd.grad(gradient.sum(), other, allow_unused=True, retain_graph=True)
-        with pytest.raises(RuntimeError, match="differentiable once|not currently support double backward"):
+        with pytest.raises(RuntimeError, match=r"differentiable once|not currently support double backward"):
             gradient.sum().backward()
 
 
