@@ -19,6 +19,7 @@ from .prefix import Prefix as prefix
 from .random import Random as random
 from .sinks import Sinks as sinks
 from .strided import Strided as strided
+from .window import Window as window
 
 __all__ = [
     "bigbird",
@@ -40,4 +41,5 @@ __all__ = [
     "random",
     "sinks",
     "strided",
+    "window",
 ]

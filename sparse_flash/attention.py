@@ -8,6 +8,7 @@ import torch
 
 from . import backends, ops, watch
 from .block_mask import BlockMask, as_block_mask, compiled_once
+from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern
 from .scores import with_sinks
 from .terms import ScoreFunction, check_number, check_sinks, terms_of
@@ -15,6 +16,7 @@ from .terms import ScoreFunction, check_number, check_sinks, terms_of
 DEFAULT_BLOCK_SIZE = 128
 
 
+@shown_without_foreign
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -36,6 +38,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    **foreign,
 ):
     """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps; with as much
     of what else is done to scores and weights as is asked for.
@@ -81,6 +84,8 @@ def attention(
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.
     """
+    if foreign:
+        raise unexpected(attention, foreign)
     _check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     if 0 in q.shape or 0 in k.shape:

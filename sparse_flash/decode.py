@@ -9,12 +9,14 @@ import torch
 from . import backends, ops, watch
 from .attention import DEFAULT_BLOCK_SIZE, check_mask_fits, checked_scale
 from .block_mask import BlockMask, as_block_mask, plain_tensors
+from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern, parse
 from .patterns import causal, full, local
 
 MAX_QUERIES = 64
 
 
+@shown_without_foreign
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -26,6 +28,7 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **foreign,
 ):
     """Attention of the last tokens of each sequence to all of its tokens, read from a cache; forward only.
 
@@ -57,6 +60,8 @@ def attention_decode(
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
+    if foreign:
+        raise unexpected(attention_decode, foreign)
     _check_tensors(q, k, v, block_table)
     kv_lens, block_table = _checked_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])

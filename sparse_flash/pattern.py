@@ -106,10 +106,12 @@ class Pattern:
         return parse(text)
 
     def __and__(self, other):
-        return And.of(self, other) if isinstance(other, Pattern) else NotImplemented
+        return _combined(And, self, other)
 
     def __or__(self, other):
-        return Or.of(self, other) if isinstance(other, Pattern) else NotImplemented
+        return _combined(Or, self, other)
+
+    __rand__, __ror__ = __and__, __or__  # with spec text on the left; operands have no order
 
     def __invert__(self):
         return Not(self)
@@ -173,6 +175,11 @@ class _Composite(Pattern):
 
     def __repr__(self):
         return self._write(repr)
+
+
+def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
+    other = parse(other) if isinstance(other, str) else other
+    return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
 class And(_Composite):

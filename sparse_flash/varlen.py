@@ -9,12 +9,14 @@ import torch
 
 from .attention import attention, autocast, check_tensors
 from .block_mask import BlockMask
+from .keywords import shown_without_foreign, unexpected
 from .moves import take_rows
 from .packing import Axis, Side, pack
 from .pattern import Pattern
 from .runs import mask_in_place
 
 
+@shown_without_foreign
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -29,6 +31,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
+    **foreign,
 ):
     """``attention`` of each of several documents to itself, packed one after another, each under the mask of its own length.
 
@@ -58,6 +61,8 @@ def attention_varlen(
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
+    if foreign:
+        raise unexpected(attention_varlen, foreign)
     _check_packed(q, k, v)
     mask = "full" if mask is None else mask
     if not isinstance(mask, (Pattern, str)):

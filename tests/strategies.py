@@ -43,6 +43,7 @@ by_name = {
     "random": st.builds(sf.random, st.floats(0.01, 1), st.integers(0, 99), units),
     "sinks": st.builds(sf.sinks, st.integers(1, 300)),
     "strided": st.builds(sf.strided, st.integers(1, 9), units),
+    "window": st.builds(sf.window, st.none() | st.integers(0, 300), st.none() | st.integers(0, 300)),
 }
 leaves = st.one_of(*by_name.values())
 

@@ -91,6 +91,7 @@ FORMULAS = {
     "random": of_units(is_drawn),
     "sinks": lambda p, q, kv: kv < p.tokens,
     "strided": of_units(lambda p, i, j: abs(i - j) < p.stride or (i - j) % p.stride == 0),
+    "window": lambda p, q, kv: (p.left is None or q - kv <= p.left) and (p.right is None or kv - q <= p.right),
 }
 
 PICTURED = {
@@ -113,6 +114,7 @@ PICTURED = {
     "random": sf.random(0.25, seed=1, block=1),
     "sinks": sf.sinks(1),
     "strided": sf.strided(3, block=1),
+    "window": sf.window(2, 1),
 }
 
 

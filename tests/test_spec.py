@@ -164,8 +164,8 @@ def test_truth_value_of_a_pattern_is_refused_with_the_operators_to_use(use):
             use(pattern)
 
 
-@pytest.mark.parametrize("combine", [lambda p: p & "local(3)", lambda p: p | 3, lambda p: None & p])
-def test_patterns_combine_with_patterns_alone(combine):
+@pytest.mark.parametrize("combine", [lambda p: p & ("local(3)",), lambda p: p | 3, lambda p: None & p])
+def test_patterns_combine_with_patterns_and_their_text_alone(combine):
     with pytest.raises(TypeError, match="unsupported operand"):
         combine(sf.causal())
 

@@ -1,0 +1,79 @@
+"""What to write here for keywords that other libraries' attention takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+
+_CAUSAL = 'pass mask="causal", which aligns the last query with the last key'
+_BOOL_MASK = (
+    "pass mask=BlockMask.from_dense(...) for a bool tensor of pairs (made once, outside of the loop), or a pattern that says what "
+    "it keeps; for numbers that are added to scores, alibi_slopes, rel_bias or score_mod"
+)
+_PADDING = "pass kv_lens= and q_lens= (kv_starts= and q_starts= for padding on the left), the number of tokens of each sequence"
+_SCALE = "pass scale="
+_PROBABILITIES = "the matrix of weights is never formed; return_lse=True returns the logarithm of each query's softmax sum"
+_GROUPED = "leave it out: k and v may have fewer heads than q, a number that divides q's"
+_SPLITS = "leave it out: the kernel chooses how many programs share the keys of a sequence"
+
+_WRITE_INSTEAD = {
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
+    "attn_mask": _BOOL_MASK,
+    "attn_bias": _BOOL_MASK,
+    "attention_mask": _BOOL_MASK + "; for padding, kv_lens and q_lens",
+    "bias": _BOOL_MASK,
+    "block_mask": "pass it as mask=: masks of FlexAttention are taken as they are",
+    "mask_mod": "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop",
+    "enable_gqa": _GROUPED,
+    "window_size": (
+        'pass mask="local(w)", which keeps |query - key| < w, or "causal & local(w)"; a window (left, right) of FlashAttention is '
+        '"window(left, right)"'
+    ),
+    "sliding_window": 'pass mask="causal & local(w)", in which a query sees w keys, its own among them',
+    "softmax_scale": _SCALE,
+    "sm_scale": _SCALE,
+    "scaling": _SCALE,
+    "dropout": "pass dropout_p=",
+    "p": "pass dropout_p=",
+    "key_padding_mask": _PADDING,
+    "padding_mask": _PADDING,
+    "seqused_k": "pass kv_lens=",
+    "cache_seqlens": "pass kv_lens=",
+    "cu_seqlens": "documents packed one after another are taken by sparse_flash.attention_varlen",
+    "return_attn_probs": _PROBABILITIES,
+    "return_softmax_lse": "pass return_lse=True",
+    "need_weights": _PROBABILITIES,
+    "output_attentions": _PROBABILITIES,
+    "kernel_options": "leave it out: tile sizes are chosen for each GPU; `sparse-flash tune` measures others",
+    "num_splits": _SPLITS,
+    "s_aux": "pass sinks=",
+    "learnable_sink": "pass sinks=",
+    "position_bias": "pass rel_bias=, by head and distance",
+}
+
+
+def shown_without_foreign(function: Callable) -> Callable:
+    """Decorator for a call with ``**foreign``: its signature is shown without it. Not a wrapper, which would take time in each
+    call."""
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=named)
+    return function
+
+
+def unexpected(function: Callable, foreign: dict[str, object]) -> TypeError:
+    """The error for keywords that a call does not have: Python's own words, and what to write instead."""
+    known = inspect.signature(function).parameters
+    parts = [f"{function.__name__}() got an unexpected keyword argument {next(iter(foreign))!r}"]
+    for name in foreign:
+        instead = _WRITE_INSTEAD.get(name)
+        near = difflib.get_close_matches(name, known, n=1)
+        if instead is not None:
+            parts.append(f"{name}: {instead}")
+        elif near:
+            parts.append(f"{name}: did you mean {near[0]!r}?")
+        else:
+            parts.append(f"{name}: it takes {', '.join(known)}")
+    return TypeError("; ".join(parts))

@@ -1,0 +1,59 @@
+"""What people type who come from other libraries: their keywords, text beside patterns."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+import sparse_flash as sf
+
+Q = torch.randn(1, 2, 8, 16)
+CALLS = {
+    "attention": (sf.attention, (Q, Q, Q)),
+    "attention_varlen": (sf.attention_varlen, (Q[0].transpose(0, 1),) * 3 + (torch.tensor([0, 8]),)),
+    "attention_decode": (sf.attention_decode, (Q, Q, Q)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "keyword, instead",
+    [
+        ("is_causal", 'mask="causal"'),
+        ("causal", 'mask="causal"'),
+        ("attn_mask", "BlockMask.from_dense"),
+        ("block_mask", "mask="),
+        ("mask_mod", "BlockMask.from_mask_mod"),
+        ("enable_gqa", "leave it out"),
+        ("window_size", "local(w)"),
+        ("softmax_scale", "scale="),
+        ("sm_scale", "scale="),
+        ("cache_seqlens", "kv_lens="),
+        ("return_attn_probs", "return_lse=True"),
+        ("backened", "did you mean 'backend'?"),
+        ("zzz", "it takes q, k, v,"),
+    ],
+)
+def test_a_keyword_of_another_library_gets_an_error_that_names_what_to_write(name, keyword, instead):
+    call, arguments = CALLS[name]
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{keyword}'.*{re.escape(instead)}"):
+        call(*arguments, **{keyword: None})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_signature_shows_the_named_arguments_alone(name):
+    parameters = inspect.signature(CALLS[name][0]).parameters.values()
+    assert "backend" in {p.name for p in parameters}
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
+
+
+def test_text_stands_beside_a_pattern_on_either_side():
+    expected = sf.parse("causal & local(4)")
+    assert sf.causal() & "local(4)" == "local(4)" & sf.causal() == expected
+    assert sf.causal() | "local(4)" == "local(4)" | sf.causal() == sf.parse("causal | local(4)")
+    assert (sf.causal() & "local(4) | sinks(2)") == sf.parse("causal & (local(4) | sinks(2))")
+    with pytest.raises(ValueError, match="did you mean 'local'"):
+        sf.causal() & "lokal(4)"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sf.causal() & 4
