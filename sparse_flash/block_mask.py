@@ -296,6 +296,24 @@ class BlockMask:
         return *self._shape_key, *self.mask_index.shape, self.device
 
     @cached_property
+    def keeps_causal(self) -> bool:
+        """Whether each query keeps the keys up to its own number and no others, by the table, whatever it was compiled from.
+        Reads the table, once: for masks on a CPU."""
+        rows = torch.arange(1, self.grid.q_blocks + 1)
+        if self.q_len != self.kv_len or bool((self.by_query.row_ptr.diff() != rows).any()):
+            return False
+        row, col, kind, tile = self.entries()
+        if (col > row).any() or (kind == 2).any():
+            return False
+        first, stop = unpack_runs(self.tile_runs.numpy())
+        key = np.arange(self.block_size)
+        # Rows of a tile past the last query may hold anything.
+        until = np.minimum(self.block_size, self.q_len - row * self.block_size)
+        whole = _first_unlike(first, stop, np.full_like(key, self.block_size))[tile] >= until
+        lower = _first_unlike(first, stop, key + 1)[tile] >= until
+        return bool(np.where(col == row, (kind == 1) & lower, (kind == 0) | whole).all())
+
+    @cached_property
     def _digest(self) -> bytes:
         """Equal for equal masks on the CPU (compiled tables are canonical)."""
         digest = hashlib.sha256(repr(self._shape_key).encode())
@@ -693,3 +711,9 @@ def _join(masks: list[BlockMask]) -> BlockMask:
 
 # torch.load takes a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
+
+
+def _first_unlike(first: np.ndarray, stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """(tiles,): the first row of each tile of runs that does not keep the keys 0 .. wanted - 1; the block size for none."""
+    unlike = (first != 0) | (stop != wanted)
+    return np.where(unlike.any(1), unlike.argmax(1), unlike.shape[1])

@@ -17,6 +17,7 @@ import torch
 from ..kernels.layout import empty_out
 from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..tiles import pack_runs
+from . import aten_cpu
 
 # Scores computed at a time. On a CPU, where this is for each thread, they should stay in its cache: each is touched about
 # five times. Half as many take a fifth more time on two cores, where every operation waits for its slowest thread.
@@ -39,6 +40,9 @@ def available() -> str | None:
 def forward(q, k, v, mask, scale, terms):
     """(out, lse). See the package's docstring."""
     results = None
+    if _is_pytorchs(q, v, mask, terms):
+        out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
+        return _like(q, out), lse.contiguous()
     if terms is not None:
         q = cleared(q, terms.q_starts, terms.q_lens)
         k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
@@ -58,6 +62,9 @@ def forward(q, k, v, mask, scale, terms):
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
     drel_bias = None
+    if dlse is None and _is_pytorchs(q, v, mask, terms):
+        grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
+        return tuple(_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
     if terms is not None:
         q, dout = (cleared(t, terms.q_starts, terms.q_lens) for t in (q, dout))
         k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
@@ -85,6 +92,12 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     dk, dv = (grad.flatten(1, 2)[:, : k.shape[2]].unflatten(0, k.shape[:2]) for grad in grads[1:])
     grads = _like(q, grads[0]), _like(k, dk), _like(v, dv)
     return grads if drel_bias is None else (*grads, drel_bias)
+
+
+def _is_pytorchs(q, v, mask, terms) -> bool:
+    """Whether this call is one of PyTorch's own kernel for CPUs: dense or causal attention."""
+    plain = q.device.type == "cpu" and terms is None and q.shape[3] == v.shape[3]
+    return plain and (mask is None or mask.keeps_causal)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

@@ -1,0 +1,132 @@
+"""The torch back end on a CPU: what it leaves to PyTorch's own kernel, and what it relies on there."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import LAYOUTS, check, tensor
+
+import sparse_flash as sf
+from sparse_flash.backends import aten_cpu
+from sparse_flash.terms import NO_TERMS
+
+parametrize = pytest.mark.parametrize
+
+
+def leaves(q_len: int = 200, kv_len: int | None = None, *, kv_heads: int = 4, head_dim: int = 32, dtype=torch.float32):
+    kv_len = q_len if kv_len is None else kv_len
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4, q_len), (kv_heads, kv_len), (kv_heads, kv_len)
+    return [torch.randn(2, *size, head_dim, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@parametrize(
+    "mask, causal, kv_len",
+    [(None, False, 200), (None, False, 90), ("full", False, 90), ("causal", True, 200), ("causal & local(200)", True, 200)],
+)
+def test_dense_and_causal_attention_are_pytorchs_bit_for_bit(dtype, mask, causal, kv_len):
+    inputs = leaves(200, kv_len, kv_heads=2, dtype=dtype)
+    dout = torch.randn(2, 4, 200, 32).to(dtype)
+    results = []
+    for out in (
+        sf.attention(*inputs, mask, scale=0.3, backend="torch"),
+        F.scaled_dot_product_attention(*inputs, scale=0.3, is_causal=causal, enable_gqa=True),
+    ):
+        results.append((out, *torch.autograd.grad(out, inputs, dout)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def test_a_causal_mask_is_known_by_its_table_within_the_operator_too(monkeypatch):
+    calls = []
+    for name in ("forward", "backward"):
+        original = getattr(aten_cpu, name)
+        monkeypatch.setattr(aten_cpu, name, lambda *args, f=original, n=name, **kwargs: calls.append(n) or f(*args, **kwargs))
+    inputs = leaves()
+    for mask in (sf.compile_mask("causal", 200, block_size=64), sf.compile_mask("causal & local(200)", 200)):
+        call = mask.tensors(), mask.block_size, 0.3, False, "torch", *NO_TERMS
+        torch.ops.sparse_flash.attention(*inputs, *call)[0].sum().backward()
+        assert calls == ["forward", "backward"]
+        calls.clear()
+
+
+@parametrize("length, block_size", [(1, 16), (16, 16), (100, 16), (128, 64), (200, 64), (300, 128), (300, 256)])
+@parametrize(
+    "spec", ["causal", "causal & local({0})", "causal & local({1})", "causal | sinks(2)", "full", "local({0})", "strided(2)"]
+)
+def test_a_mask_says_causal_exactly_where_its_pairs_are(spec, length, block_size):
+    mask = sf.compile_mask(spec.format(length, max(1, length - 1)), length, block_size=block_size)
+    assert mask.keeps_causal == bool(np.array_equal(mask.to_dense().numpy(), np.tri(length, dtype=bool)))
+
+
+def test_causal_masks_of_other_lengths_of_some_heads_and_of_run_time_are_told_apart():
+    assert not sf.compile_mask("causal", 100, 200).keeps_causal and not sf.compile_mask("causal", 200, 100).keeps_causal
+    assert sf.BlockMask.per_head(["causal", "causal & local(200)"], q_len=200, kv_len=200).keeps_causal
+    assert not sf.BlockMask.per_head(["causal", "local(200)"], q_len=200, kv_len=200).keeps_causal
+    blocks = torch.ones(1, 2, 4, 4, dtype=torch.bool)
+    assert sf.BlockMask.from_blocks(blocks, 64, within="causal").keeps_causal
+    blocks[0, 1, 3, 1] = False
+    assert not sf.BlockMask.from_blocks(blocks, 64, within="causal").keeps_causal
+
+
+@parametrize("layout", LAYOUTS)
+@parametrize("head_dim", [1, 33, 300])
+@parametrize("pattern, kv_len", [(None, 70), ("causal", 130)])
+@parametrize("lse_gradient", [False, True])
+def test_dense_attention_is_right_in_odd_sizes_and_orders(layout, head_dim, pattern, kv_len, lse_gradient):
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    check("torch", pattern, 130, kv_len, layout=layout, lse_gradient=lse_gradient, device="cpu", **sizes)
+
+
+def test_dense_gradients_are_right_of_expanded_keys_and_cotangents():
+    q, k, v = leaves()
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v).sum(), (q, k, v))
+    grads = torch.autograd.grad(sf.attention(q, k[:, :1].expand_as(k), v, backend="torch").sum(), (q, k, v))
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@parametrize("mask", [None, "causal"])
+def test_dense_gradients_repeat_bit_for_bit_with_several_threads(mask):
+    inputs, before = leaves(600, kv_heads=2), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        first, *others = (
+            torch.autograd.grad(sf.attention(*inputs, mask, backend="torch").square().sum(), inputs) for _ in range(4)
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_pytorchs_private_operators_take_and_give_what_is_relied_on():
+    names = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+    forward, backward = (getattr(torch.ops.aten, name).default._schema for name in names)
+    assert [a.name for a in forward.arguments] == [
+        *("query", "key", "value", "dropout_p", "is_causal"),
+        *("attn_mask", "scale"),
+    ]
+    assert [a.name for a in backward.arguments] == [
+        *("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal"),
+        *("attn_mask", "scale"),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (tensor((2, 3, 70, 16), dtype=torch.float64, device="cpu", generator=generator) for _ in range(4))
+    bias = torch.zeros(1, 3, 70, 70, dtype=torch.float64).masked_fill(
+        torch.rand(3, 70, 70, generator=generator) < 0.5, float("-inf")
+    )
+    bias[..., :5, :] = float("-inf")
+    out, lse = aten_cpu.forward(q, k, v, 0.3, bias=bias)
+    scores = q @ k.mT * 0.3 + bias
+    empty = torch.arange(70) < 5
+    torch.testing.assert_close(lse[..., ~empty], scores.logsumexp(-1)[..., ~empty])
+    assert (out[:, :, empty] == 0).all()
+    torch.testing.assert_close(out[:, :, ~empty], (scores.softmax(-1) @ v)[:, :, ~empty])
+    # Of lse over more keys than these, weights are the smaller; +inf is that of a query without weights.
+    shifted = (lse + 1.0).masked_fill(empty, float("inf"))
+    weights = (scores - shifted[..., None]).exp()
+    delta = (dout * out).sum(-1, keepdim=True)
+    dscores = weights * (dout @ v.mT - delta) * 0.3
+    wanted = dscores @ k, dscores.mT @ q, weights.mT @ dout
+    for ours, right in zip(aten_cpu.backward(dout, q, k, v, out, shifted, 0.3, bias=bias), wanted, strict=True):
+        torch.testing.assert_close(ours, right)
