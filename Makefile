@@ -1,26 +1,36 @@
 # make bench   the benchmark, on whatever this machine has        make test   the tests
 # make lint    what .ci/run asks of the source                    make wheel  builds the wheel and tries it elsewhere
+# make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
 #
-# Each makes .venv first where it is missing or older than what it is made of. ARGS goes to the command:
-# make bench ARGS="--help"; make test ARGS="-k compiler".
+# Each makes .venv first where it is missing or older than what it is made of; matrix makes .matrix/oldest and .matrix/newest.
+# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler".
 
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
-PIP_INSTALL := -m pip install --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := -m pip install --disable-pip-version-check
 
 # On Linux, torch from PyPI brings gigabytes of CUDA libraries. A machine without an NVIDIA driver takes the CPU build;
 # where that page cannot be reached, pip says so and goes on with the indexes that it is configured for. Torch comes alone
-# (what it needs comes with the package), as pip would look at the page again for each of the others.
-TORCH := --no-deps --retries 1 torch==2.13.0
+# (what it needs comes with the package), as pip would look at the page again for each of the others. Its version is that of
+# the constraints.
+TORCH := --no-deps --retries 1 torch
 ifeq ($(shell uname -s),Linux)
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 TORCH += --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 endif
 
-.PHONY: bench test lint wheel clean
+# Where the pairs are tried: on the oldest Python that pyproject.toml allows, and on the newest for which all that the tests
+# need has wheels and that is here (3.14 on 2026-11-22: transformers does not install on 3.15 yet).
+PAIR ?= oldest newest
+OLDEST_PYTHON ?= $(call first_python,3.11)
+NEWEST_PYTHON ?= $(call first_python,3.14 3.13)
+first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python); \
+  do $$python -c "" 2>/dev/null && echo $$python && break; done)))
+
+.PHONY: bench test lint wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -33,14 +43,22 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The second is tried where the first fails, too.
+matrix:
+	@$(MAKE) --no-print-directory --keep-going $(PAIR:%=matrix-%)
+
+matrix-oldest matrix-newest: matrix-%: .matrix/%/.ready
+	.matrix/$*/bin/sparse-flash doctor
+	OMP_NUM_THREADS=1 .matrix/$*/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
 # Into an environment of its own and run from outside the checkout, so that only what is in the wheel can be imported.
 wheel: $(READY)
 	rm -rf build dist
 	$(BIN)/python -m build --quiet --wheel
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && set -e && \
 	$(BIN)/python -m venv "$$directory/venv" && \
-	"$$directory/venv/bin/python" $(PIP_INSTALL) $(TORCH) && \
-	"$$directory/venv/bin/python" $(PIP_INSTALL) dist/*.whl && \
+	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt $(TORCH) && \
+	"$$directory/venv/bin/python" $(PIP_INSTALL) -c constraints.txt dist/*.whl && \
 	cd "$$directory" && \
 	venv/bin/python -c 'import sparse_flash.patterns, sparse_flash.benchmarks; print(sparse_flash.patterns.__file__)' && \
 	venv/bin/sparse-flash doctor
@@ -49,10 +67,26 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing). Name another: make PYTHON=python3.12" >&2; \
 	  exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) $(TORCH)
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	$(call environment,$(PYTHON),constraints.txt)
+
+.matrix/oldest/.ready: pyproject.toml constraints-oldest.txt
+	$(call matrix_environment,oldest,OLDEST_PYTHON,$(OLDEST_PYTHON),3.11)
+
+.matrix/newest/.ready: pyproject.toml constraints-newest.txt
+	$(call matrix_environment,newest,NEWEST_PYTHON,$(NEWEST_PYTHON),3.13 or newer)
+
+define environment
+	$(1) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -c $(2) $(TORCH)
+	$(@D)/bin/python $(PIP_INSTALL) -c $(2) -e '.[dev]'
 	@touch $@
+endef
+
+define matrix_environment
+	@$(if $(3),,echo "matrix: the $(1) versions are tried on Python $(4), and none is on PATH or in ~/.pyenv/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
+	@echo "matrix: makes $(@D) with $(3), once. On Linux torch may bring its CUDA libraries: about 2 GB to fetch, 6 GB on disk."
+	$(call environment,$(3),constraints-$(1).txt)
+endef
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

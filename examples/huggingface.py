@@ -1,6 +1,6 @@
 """A Hugging Face model under a mask: train it, watch its attention, generate with it.
 
-    pip install "sparse-flash[transformers]"
+    pip install -e ".[transformers]"
     python examples/huggingface.py
 
 A small Llama with random weights learns to copy: each sequence is a random piece, repeated. Its first layer sees the last 48

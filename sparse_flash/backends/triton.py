@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 from functools import cache
 
+import numpy
 import torch
 
 from ..terms import LEARNED
@@ -24,12 +25,22 @@ def available() -> str | None:
 @cache
 def _available() -> str | None:
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"triton is not installed ({error})"
     if not torch.cuda.is_available() and not interpreted():
         return "there is no GPU (set TRITON_INTERPRET=1 before the first import to run the kernels on the CPU, slowly)"
-    return None
+    return _interpreter_fails(triton.__version__, numpy.__version__) if interpreted() else None
+
+
+def _interpreter_fails(triton_version: str, numpy_version: str) -> str | None:
+    """Triton 3.6's interpreter makes integers of arrays of one element, which NumPy 2.4 refuses."""
+    series = [tuple(map(int, version.split(".")[:2])) for version in (triton_version, numpy_version)]
+    if series[0] >= (3, 7) or series[1] < (2, 4):
+        return None
+    return (
+        f"Triton {triton_version}'s interpreter fails with NumPy {numpy_version}: pip install 'numpy<2.4', or torch 2.12 or newer"
+    )
 
 
 def interpreted() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from . import bench, doctor, masks, tune
@@ -22,9 +24,16 @@ app.command("tune")(tune.tune)
 app.command("doctor")(doctor.doctor)
 
 
-@app.command()
-def version() -> None:
-    """Prints the version."""
-    from importlib.metadata import version as installed
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
 
-    typer.echo(installed("sparse-flash"))
+        typer.echo(f"sparse-flash {version('sparse-flash')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Prints the version.")] = False,
+) -> None:
+    pass

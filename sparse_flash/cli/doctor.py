@@ -8,11 +8,12 @@ from importlib import metadata
 from rich.table import Table
 from rich.text import Text
 
+from . import versions
 from .console import output
 
 
 def doctor() -> None:
-    """Versions, the GPU, and why each back end can or cannot run."""
+    """Versions and whether they were tested together, the GPU, what Triton needs, and why each back end can or cannot run."""
     import torch
 
     from sparse_flash import tuning
@@ -23,7 +24,11 @@ def doctor() -> None:
     table.add_column(overflow="fold")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     for name in ("sparse-flash", "torch", "triton", "numpy", "scipy"):
-        table.add_row(name, _version(name))
+        table.add_row(name, _version(name) or "not installed")
+    table.add_row("together", _together(torch.cuda.is_available()))
+    if _version("triton"):
+        table.add_row("C compiler", _found(versions.no_compiler(), versions.compiler()))
+        table.add_row("Python.h", _found(versions.no_headers(), versions.headers()))
     table.add_row("CPU", f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -41,11 +46,23 @@ def doctor() -> None:
     console.print("\nA plain entry runs; 'auto' takes the first back end from the left that does ('reference' only by name).")
 
 
-def _version(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def _together(gpu: bool) -> Text:
+    """Whether these versions were tested on such a device."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    tested, text = versions.verdict(python, _version("torch"), _version("triton"), gpu)
+    said = Text(text, "green" if tested else "yellow", overflow="fold")
+    return said if platform.system() == "Linux" else said.append("; all tests were on Linux")
+
+
+def _found(missing: str | None, path: object) -> Text:
+    return Text(missing, "red", overflow="fold") if missing else Text(str(path))
 
 
 def _calls(torch) -> list[tuple[str, object]]:

@@ -1,0 +1,110 @@
+"""Which versions were tested together, and what Triton's first call needs of the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What was seen to pass, all on Linux: nothing is concluded from one row for another."""
+
+    python: str
+    torch: str
+    triton: str
+    device: str  # "CPU", or the name of the GPU
+    what: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "CPU"
+
+    def __str__(self) -> str:
+        return f"torch {self.torch} with triton {self.triton} on Python {self.python}, {self.device} ({self.what})"
+
+
+# The rows on a CPU are those of constraints-oldest.txt, constraints.txt (CI) and constraints-newest.txt, which `make matrix` and
+# `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range of pyproject.toml.
+TESTED = (
+    Tested("3.11", "2.11.0", "3.6.0", "CPU", "all tests"),
+    Tested("3.11", "2.13.0", "3.9.0", "CPU", "all tests"),
+    Tested("3.13", "2.15.0", "3.9.0", "CPU", "all tests"),
+    Tested("3.12", "2.11.0", "3.6.0", "NVIDIA H200", "GPU tests, random calls, benchmarks"),
+    Tested("3.12", "2.11.0", "3.9.0", "NVIDIA H200", "1,027 random calls of the back end hopper, speed"),
+)
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 15) of "2.15.0+cu130", "2.15.0rc1" and "2.15"."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()))
+
+
+def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[bool, str]:
+    """Whether these versions were tested together on such a device, and what was tested, of them or nearest to them.
+
+    python, torch, triton: versions, triton None where it is not installed. They count to the second number.
+    """
+    for name, version in (("torch", torch), ("triton", triton)):
+        releases = sorted(release(getattr(row, name)) for row in TESTED)
+        if version is not None and not releases[0] <= release(version) <= releases[-1]:
+            (major, oldest), newest = releases[0], releases[-1][1]
+            return (
+                False,
+                f"{name} {version} is none that is supported: pip install '{name}>={major}.{oldest},<{major}.{newest + 1}'",
+            )
+    same = [row for row in TESTED if _alike(row, torch, triton) == 2]
+    there = [row for row in same if row.on_gpu == gpu]
+    if exact := [row for row in there if row.python == python]:
+        return True, "; ".join(f"tested: {row}" for row in exact)
+    if triton is None:
+        missing = "without triton"
+    else:
+        missing = f"on Python {python}" if there else f"on {'a GPU' if gpu else 'a CPU'}" if same else "together"
+    near = same + [row for row in TESTED if row.on_gpu == gpu and _alike(row, torch, triton) == 1]
+    near = near or [row for row in TESTED if row.on_gpu == gpu]
+    return False, f"not tested {missing}; tested: {'; '.join(map(str, near))}"
+
+
+def _alike(row: Tested, torch: str, triton: str | None) -> int:
+    """How many of the two a row has."""
+    return (release(row.torch) == release(torch)) + (triton is not None and release(row.triton) == release(triton))
+
+
+def no_compiler() -> str | None:
+    """Why Triton finds no C compiler, by its own rule: CC, else gcc, else clang on PATH."""
+    if compiler():
+        return None
+    if "CC" in os.environ:
+        return f"CC is {os.environ['CC']!r}, which is no program here: name one, or unset it"
+    return "none, and Triton's first call needs one: apt-get install gcc, dnf install gcc, or set CC to its path"
+
+
+def compiler() -> str | None:
+    """Path of the C compiler that Triton takes, or None."""
+    named = os.environ.get("CC")
+    return shutil.which(named) if named is not None else shutil.which("gcc") or shutil.which("clang")
+
+
+def no_headers() -> str | None:
+    """Why C code that includes Python.h does not compile for this Python, by the folder that Triton looks in."""
+    header = headers() / "Python.h"
+    if header.is_file():
+        return None
+    version = sysconfig.get_python_version()
+    return (
+        f"there is no {header}, and Triton's first call needs it: apt-get install python{version}-dev (python3-dev for the "
+        f"system's own Python), dnf install python3-devel, or a Python that comes with its headers (pyenv, uv, conda)"
+    )
+
+
+def headers() -> Path:
+    """Folder of this Python's headers."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's system Python; Triton does the same
+        scheme = "posix_prefix"
+    return Path(sysconfig.get_paths(scheme=scheme)["include"])

@@ -1,0 +1,148 @@
+"""Versions: what was tested, what is allowed, what the matrix installs and what the docs say are one thing; what Triton needs."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import sparse_flash
+from sparse_flash.backends import triton as portable
+from sparse_flash.cli import versions
+from sparse_flash.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#"))
+    return {package.lower(): version for package, version in (line.split("==") for line in lines)}
+
+
+def bounds() -> dict[str, tuple[str, str | None]]:
+    """The first version that pyproject.toml allows of each dependency, and the first that it does not."""
+    found = {}
+    for requirement in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["transformers"]]:
+        name, first, stop = re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)(?:,<([\d.]+))?(?:;.*)?", requirement).groups()
+        found[name] = first, stop
+    return found
+
+
+OLDEST, CI, NEWEST = (pins(f"constraints{name}.txt") for name in ("-oldest", "", "-newest"))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_range_ends_at_the_oldest_and_the_newest_version_tested(name):
+    tested = [versions.release(getattr(row, name)) for row in versions.TESTED]
+    first, stop = map(versions.release, bounds()[name])
+    assert first == min(tested) == versions.release(OLDEST[name])
+    assert (stop[0], stop[1] - 1) == max(tested) == versions.release(NEWEST[name])
+
+
+def test_what_ci_and_the_matrix_install_is_what_is_called_tested_on_a_cpu():
+    on_cpu = [row for row in versions.TESTED if not row.on_gpu]
+    assert [row.torch for row in on_cpu] == [OLDEST["torch"], CI["torch"], NEWEST["torch"]]
+    assert [row.triton for row in on_cpu] == [OLDEST["triton"], NEWEST["triton"], NEWEST["triton"]]
+
+
+def test_the_oldest_environment_has_the_lower_bound_of_every_dependency():
+    assert {name: OLDEST[name] for name in bounds()} == {
+        name: ".".join(f"{first}.0.0".split(".")[:3]) for name, (first, _) in bounds().items()
+    }
+
+
+def test_the_docs_have_the_rows_of_the_table():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for row in versions.TESTED:
+        assert f"| {row.torch} | {row.triton} | {row.python} | {row.device} | {row.what} |" in page
+
+
+@pytest.mark.parametrize(
+    "combination, tested, said",
+    [
+        (("3.13", "2.15.0+cu130", "3.9.0", False), True, "all tests"),
+        (("3.12", "2.11.0", "3.9.0", True), True, "1,027 random calls"),
+        (("3.13", "2.15.0", "3.9.0", True), False, "not tested on a GPU; tested: torch 2.15.0 with triton 3.9.0"),
+        (("3.12", "2.15.0", "3.9.0", False), False, "not tested on Python 3.12"),
+        (("3.12", "2.13.0", "3.7.1", True), False, "not tested together"),
+        (("3.13", "2.15.0", None, False), False, "not tested without triton"),
+        (("3.14", "2.16.0.dev1", "3.10.0", False), False, "pip install 'torch>=2.11,<2.16'"),
+        (("3.11", "2.11.0", "3.5.1", True), False, "pip install 'triton>=3.6,<3.10'"),
+    ],
+)
+def test_a_combination_is_called_tested_only_where_it_was(combination, tested, said):
+    found, text = versions.verdict(*combination)
+    assert found is tested and said in text
+
+
+def test_what_was_seen_on_a_gpu_is_said_beside_what_was_seen_on_a_cpu():
+    _, text = versions.verdict("3.13", "2.15.0", "3.9.0", gpu=True)
+    assert "on Python 3.13, CPU" in text and "torch 2.11.0 with triton 3.9.0 on Python 3.12, NVIDIA H200" in text
+
+
+def test_no_compiler_is_said_with_the_way_out(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "apt-get install gcc" in versions.no_compiler()
+    assert "apt-get install gcc" in CliRunner().invoke(app, ["doctor"]).output
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert "CC is 'no-such-cc'" in versions.no_compiler()
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert versions.no_compiler() is None and versions.compiler() == "/bin/no-such-cc"
+
+
+def test_no_headers_are_said_with_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "headers", lambda: tmp_path)
+    assert f"there is no {tmp_path / 'Python.h'}" in versions.no_headers() and "-dev" in versions.no_headers()
+    (tmp_path / "Python.h").touch()
+    assert versions.no_headers() is None
+
+
+def test_headers_are_looked_for_where_triton_looks():
+    source = Path(pytest.importorskip("triton").runtime.build.__file__).read_text()
+    for line in ("scheme = sysconfig.get_default_scheme()", 'sysconfig.get_paths(scheme=scheme)["include"]'):
+        assert line in source
+
+
+@pytest.mark.parametrize(
+    "triton, numpy, fails",
+    [("3.6.0", "2.4.6", True), ("3.6.0", "2.10.0", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.5.5", False)],
+)
+def test_an_interpreter_that_fails_with_this_numpy_is_a_refusal(triton, numpy, fails):
+    reason = portable._interpreter_fails(triton, numpy)
+    assert (reason is not None) is fails and (not fails or "pip install 'numpy<2.4'" in reason)
+
+
+def test_the_extra_for_transformers_brings_what_its_trainer_needs():
+    (requirement,) = PROJECT["optional-dependencies"]["transformers"]
+    assert requirement.startswith("transformers[torch]")
+    brought = importlib.metadata.requires("transformers")
+    assert any(re.match(r"accelerate\b.*extra == ['\"]torch['\"]", line) for line in brought)
+    assert "sparse-flash[transformers]" in PROJECT["optional-dependencies"]["dev"]
+    assert all("accelerate" in pinned for pinned in (OLDEST, CI, NEWEST))
+
+
+def test_the_command_line_says_its_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output == f"sparse-flash {importlib.metadata.version('sparse-flash')}\n"
+    assert PROJECT["version"] == sparse_flash.__version__
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("pair, variable", [("oldest", "OLDEST_PYTHON"), ("newest", "NEWEST_PYTHON")])
+def test_the_matrix_says_which_python_it_lacks_and_what_it_will_fetch(pair, variable, tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints-oldest.txt", "constraints-newest.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = ["make", "-C", str(tmp_path), "matrix", f"PAIR={pair}"]
+    lacking = subprocess.run([*command, f"{variable}="], capture_output=True, text=True)
+    assert (
+        lacking.returncode and f"PAIR={pair} {variable}=/path/to/python" in lacking.stderr and not (tmp_path / ".matrix").exists()
+    )
+    steps = subprocess.run([*command, "-n", f"{variable}=python3"], capture_output=True, text=True, check=True).stdout
+    told, installed, tested = (steps.index(text) for text in ("GB to fetch", f"-c constraints-{pair}.txt", "-m pytest"))
+    assert told < installed < tested
