@@ -112,20 +112,58 @@ def test_checkpointed_activations_give_the_same_gradients():
     torch.testing.assert_close(gradient(), kept)
 
 
-def test_what_a_pattern_cannot_say_is_refused_with_the_way_out():
+def test_what_patterns_cannot_say_is_kept_pair_by_pair():
     model, dense = twins("llama")
     use_sparse_flash(model, PATTERN)
     x = words()
+    kept = pairs(PATTERN, *x.shape)
     holes = torch.ones_like(x)
     holes[0, 5:9] = 0
-    with pytest.raises(ValueError, match="has zeros between its ones"):
-        model(x, attention_mask=holes)
-    with pytest.raises(ValueError, match="shape \\(2, 1, 150, 150\\)"):
-        model(x, attention_mask=pairs("causal", *x.shape))
-    with pytest.raises(ValueError, match="packed_sequence"):
-        model(x, position_ids=torch.arange(TOKENS)[None].remainder(50), use_cache=False)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model(x, past_key_values=transformers.StaticCache(model.config, max_cache_len=200))
+    exist = holes.bool()
+    with_holes = kept & exist[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
+    ours, theirs = model(x, attention_mask=holes).logits, dense(x, attention_mask=with_holes).logits
+    torch.testing.assert_close(ours[exist], theirs[exist], atol=1e-5, rtol=1e-4)
+
+    some = torch.rand(2, 4, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)) < 0.5
+    some |= torch.eye(TOKENS, dtype=torch.bool)
+    expected = dense(x, attention_mask=some & kept).logits
+    additive = torch.where(some, 0.0, torch.finfo(torch.float32).min)
+    for given in (some, additive, additive.masked_fill(~some, float("-inf"))):
+        torch.testing.assert_close(model(x, attention_mask=given).logits, expected, atol=1e-5, rtol=1e-4)
+    shared = some[:1, :1]
+    expected = dense(x, attention_mask=shared).logits
+    torch.testing.assert_close(use_sparse_flash(model)(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("starts", [[[0, 50, 100], [0, 50, 100]], [[0, 7], [0, 131]]], ids=["alike", "each its own"])
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
+def test_packed_sequences_see_themselves_alone(name, starts):
+    model, dense = twins(name)
+    use_sparse_flash(model, PATTERN)
+    x = words()
+    sequence = torch.zeros_like(x)
+    for row, first in enumerate(starts):
+        sequence[row, first[1:]] = 1
+    sequence = sequence.cumsum(1)
+    kept = pairs(within(name, PATTERN), *x.shape) & (sequence[:, None, :, None] == sequence[:, None, None])
+    positions = torch.stack([torch.arange(TOKENS) - torch.tensor(first)[numbers] for first, numbers in zip(starts, sequence)])
+    ours = model(x, position_ids=positions, use_cache=False).logits
+    theirs = dense(x, position_ids=positions, attention_mask=kept).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
+    model, dense = twins("llama")
+    use_sparse_flash(model, PATTERN)
+    x = words()
+    with pytest.raises(ValueError, match="adds numbers other than 0 and -inf"):
+        model(x, attention_mask=torch.rand(2, 1, TOKENS, TOKENS))
+    with pytest.raises(ValueError, match=r"must be bool.*got torch.int64"):
+        model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"shape \(2, 1, 150, 149\) for 150 queries and 150 keys"):
+        model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="shorter than the 150 tokens"):
+        model(x, attention_mask=torch.ones(2, 149), past_key_values=transformers.DynamicCache())
     with pytest.raises(ValueError, match="use_sparse_flash"):
         dense.set_attn_implementation("block_sparse")
         dense(x)

@@ -1,0 +1,290 @@
+"""Hugging Face Transformers: a model whose attention goes through Transformers' attention interface, under a mask.
+
+    from sparse_flash.integrations.transformers import use_sparse_flash
+
+    use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
+
+The model's projections, rotary positions, key-value cache and ``generate()`` stay its own, and so do its cross-attention, its
+encoder where it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) are carried.
+
+A layer attends where its mask and what the model keeps besides the causal triangle both keep a pair: a sliding window
+(Mistral, ModernBERT), chunks (Llama 4), packed sequences, padding. Padded batches are padded on either side at best; distances in
+a pattern are then those of the padded positions, and so are those of global tokens and sinks. What patterns cannot say (a 4-D
+attention_mask, padding between tokens, functions of the model's own) is kept pair by pair, which takes a pass over all pairs on
+the host. What cannot be carried is refused: position biases, attention weights, and whatever keyword a model passes to its
+attention that is neither carried nor in ``_WITHOUT_EFFECT``.
+
+Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...attention import attention
+from ...block_mask import BlockMask
+from ...decode import attention_decode, decodes, takes
+from ...pattern import Pattern, parse
+from ...scores import with_sinks
+from .layers import others_of, self_attention, tower
+from .masks import ModelMask, assumed, depends_on_position, given, model_mask
+
+NAME = "block_sparse"  # not "sparse_flash": where a name holds "flash", Transformers looks for a FlashAttention kernel
+OWN = "own"
+_SETTINGS = "_sparse_flash_settings"
+_BEFORE = "_sparse_flash_before"
+_WATCHED = "_sparse_flash_watched"
+
+# Keywords that reach attention, of transformers 5.23, and change nothing that it returns here: what the mask says instead of
+# them (is_causal, position_ids), what is said in use_sparse_flash (deterministic), and what other parts of a model read.
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "deterministic",
+    "is_causal",
+    "kernel_options",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "seq_idx",
+    "use_cache",
+}
+
+
+class _Settings(NamedTuple):
+    """What one attention layer uses: see ``use_sparse_flash``. moves: whether the mask says other than by distance."""
+
+    mask: Pattern | str | BlockMask | None
+    backend: str = "auto"
+    deterministic: bool | None = None
+    moves: bool = False
+
+
+def use_sparse_flash(
+    model: torch.nn.Module,
+    mask: Pattern | str | BlockMask | Sequence | Mapping | None = OWN,
+    *,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+) -> torch.nn.Module:
+    """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
+
+    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. Of one with several parts
+    (encoder and decoder; text and images), the self-attention of its text decoder; the rest stays as it is.
+    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length; None for
+    dense attention; "own" for what the model has itself, causal for a decoder and all pairs for an encoder. A sequence gives each
+    layer its own, and a mapping from layer numbers those of some layers: the others keep what the model has. A mask that shall not
+    look ahead must say so: "causal & ...".
+    backend, deterministic: as for ``sparse_flash.attention``.
+
+    The choice lies on the model's layers and is not saved with it. Raises ValueError for a model that has no such layers, and
+    for masks that do not fit them; the model is then as before.
+    """
+    part = tower(model)
+    layers = self_attention(part)
+    masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
+    _switch(model, part, layers.values())
+    for number, layer in layers.items():
+        one = masks[number]
+        setattr(layer, _SETTINGS, _Settings(one, backend, deterministic, one != OWN and depends_on_position(one)))
+    if not hasattr(part, _WATCHED):
+        setattr(part, _WATCHED, part.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
+    return model
+
+
+def _refuse_weights(module, args, kwargs) -> None:
+    """Not all models hand on to attention that its weights are wanted; they would return none in silence."""
+    wanted = kwargs.get("output_attentions")
+    wanted = getattr(module.config, "output_attentions", False) if wanted is None else wanted
+    if wanted and _implementation(module) == NAME:
+        raise ValueError(
+            f"output_attentions: {NAME!r} computes no matrix of weights; call the model with "
+            "model.set_attn_implementation('eager') for them, or look at the mask with sparse_flash.draw"
+        )
+
+
+def _switch(model, part, layers) -> None:
+    """Has the modules read the implementation's name from their configs, and leaves those that are not meant as they were."""
+    switched = part if hasattr(part, "set_attn_implementation") else model
+    before = _implementation(switched)
+    switched.set_attn_implementation(NAME)
+    left = [module for module in others_of(model, layers) if _implementation(module) == NAME]
+    unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
+    if before != NAME and (unswitched is not None or (left and "flash" in before)):
+        switched.set_attn_implementation(before)
+        if unswitched is not None:
+            raise ValueError(
+                f"{type(unswitched).__name__} of {type(model).__name__} cannot be switched to another attention implementation; "
+                "call sparse_flash.attention in its code instead"
+            )
+        raise ValueError(
+            f"{type(left[0]).__name__} of {type(model).__name__} keeps {before!r}, which cannot run beside {NAME!r}; call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+    if before != NAME:
+        for module in left:
+            setattr(module, _BEFORE, before)
+
+
+def _implementation(module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _by_layer(mask, numbers: list[int]) -> dict[int, object]:
+    if isinstance(mask, Mapping):
+        unknown = sorted(set(mask) - set(numbers))
+        if unknown:
+            raise ValueError(f"mask names layers {unknown}; the model has layers {numbers[0]} to {numbers[-1]}")
+        return {number: mask.get(number, OWN) for number in numbers}
+    if isinstance(mask, Sequence) and not isinstance(mask, str):
+        if len(mask) != len(numbers):
+            raise ValueError(f"mask has {len(mask)} entries; the model has {len(numbers)} attention layers")
+        return dict(zip(numbers, mask, strict=True))
+    return dict.fromkeys(numbers, mask)
+
+
+def _checked(mask):
+    if isinstance(mask, str):
+        return mask if mask == OWN else parse(mask).to_spec()  # says now what is wrong with it
+    if isinstance(mask, Pattern):
+        try:
+            return mask.to_spec()  # text, which compiled code takes on every PyTorch
+        except ValueError:  # of a pattern that is not registered
+            return mask
+    if mask is None or isinstance(mask, BlockMask):
+        return mask
+    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask or None; got {type(mask).__name__}")
+
+
+def _attention(module, query, key, value, attention_mask, **kwargs):
+    """What Transformers calls: query (batch, heads, tokens, head_dim); returns (batch, tokens, heads, head_dim), None."""
+    settings = getattr(module, _SETTINGS, None)
+    if settings is None:
+        return _as_before(module, query, key, value, attention_mask, **kwargs)
+    if torch.compiler.is_compiling() and not _traceable(settings, attention_mask, query, key, **kwargs):
+        return _outside_of_graphs(settings, module, query, key, value, attention_mask, **kwargs)
+    return _masked(settings, module, query, key, value, attention_mask, **kwargs)
+
+
+def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, softcap=None, **_) -> bool:
+    """Whether the call needs no look at values, as compiled code cannot take one."""
+    if own is None:
+        return True
+    if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
+        return False
+    if own.end_tensor is None:
+        return not _moves(settings, own) or not own.kv_offset
+    return own.starts is None and not dropout and softcap is None and takes(query, key) and not _moves(settings, own)
+
+
+def _moves(settings, own) -> bool:
+    """Whether the mask that both make says other than by the distance of query and key."""
+    return settings.moves or any(not isinstance(one, str) or not one.startswith("local(") for limit in own.limits for one in limit)
+
+
+def _masked(
+    settings,
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    is_causal=None,
+    **kwargs,
+):
+    """s_aux: (heads,) sink logits."""
+    # Off is None, or False where it is a switch.
+    unknown = sorted(
+        name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not carry; use another "
+            "implementation, such as model.set_attn_implementation('eager')"
+        )
+    own = attention_mask
+    if own is None:
+        own = assumed(module, query, key, sliding_window, is_causal)
+    elif not isinstance(own, ModelMask):
+        own = given(own, query, key)
+    if own.refusal is not None:
+        raise ValueError(f"{own.refusal}; {NAME!r} cannot follow that")
+    if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
+            f"and {own.kv_length}, which {NAME!r} cannot follow"
+        )
+    mask = settings.mask
+    if isinstance(mask, str) and mask == OWN:
+        mask = None if own.base == "full" else own.base
+    kv_lens = None
+    if own.end_tensor is not None and torch.compiler.is_compiling():
+        kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
+    elif own.end != own.kv_length:
+        key, value = key[:, :, : own.end], value[:, :, : own.end]
+    mask = own.joined(mask, query.device)
+    lengths = {}
+    if own.starts is not None:
+        earlier = own.end - own.q_length  # the last query is at the last key
+        lengths = {
+            "kv_starts": own.starts,
+            "kv_lens": own.stops,
+            "q_starts": own.starts - earlier,
+            "q_lens": own.stops - earlier,
+        }
+    aligned = not (own.kv_offset and _moves(settings, own))
+    if kv_lens is not None or (aligned and not dropout and not lengths and softcap is None and decodes(query, key, mask)):
+        out, lse = attention_decode(
+            query, key, value, mask, kv_lens=kv_lens, scale=scaling, return_lse=True, backend=settings.backend
+        )
+        if s_aux is not None:
+            out, _ = with_sinks(out, lse, s_aux, None)
+    else:
+        out = attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=scaling,
+            dropout_p=dropout,
+            **lengths,
+            softcap=softcap,
+            sinks=s_aux,
+            deterministic=settings.deterministic,
+            backend=settings.backend,
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+_outside_of_graphs = torch.compiler.disable(_masked)
+
+
+def _as_before(module, query, key, value, attention_mask, **kwargs):
+    """The attention of a module that is left as it was."""
+    before = getattr(module, _BEFORE, None)
+    if before is None:
+        raise ValueError(
+            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it"
+        )
+    if isinstance(attention_mask, ModelMask):
+        attention_mask = attention_mask.made_for(before)
+    eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+    attend = AttentionInterface().get_interface(before, eager)
+    return attend(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, model_mask)

@@ -1,0 +1,98 @@
+"""Which modules of a model are its self-attention, and whether they take the attention interface of Transformers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from types import CodeType
+
+import torch
+
+_REFUSED_KEYWORDS = {"position_bias"}
+_NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods name the interface too
+
+
+def tower(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of a model whose self-attention is meant: the text decoder of one with several parts, else all of it."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder if any(map(_takes_interface, decoder.modules())) else model
+
+
+def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """The self-attention modules of a tower by the numbers of their layers. Raises ValueError where some cannot be switched."""
+    taking = [(name, module) for name, module in model.named_modules() if _takes_interface(module)]
+    others = [module for module in model.modules() if _attends(module) and not any(map(_takes_interface, module.modules()))]
+    if others:
+        raise ValueError(
+            f"{type(others[0]).__name__} of {type(model).__name__} does not call attention through Transformers' attention "
+            "interface; call sparse_flash.attention in its code instead"
+        )
+    found = [module for name, module in taking if not _is_cross_attention(name, module)]
+    # Where some layers are causal, the others are an encoder's, or attend to one.
+    found = [module for module in found if getattr(module, "is_causal", False)] or found
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no self-attention layers that call Transformers' attention interface; call "
+            "sparse_flash.attention in its code instead"
+        )
+    for module in found:
+        refused = sorted(_REFUSED_KEYWORDS & _names(type(module)))
+        if refused:
+            raise ValueError(
+                f"{type(module).__name__} passes {', '.join(refused)} to its attention, which sparse_flash does not carry; use "
+                "another implementation, such as model.set_attn_implementation('sdpa')"
+            )
+    numbers = [getattr(module, "layer_idx", None) for module in found]
+    if None in numbers:
+        numbers = range(len(found))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} attention modules in {len(set(numbers))} layers, and which of them are meant "
+            "cannot be told; call sparse_flash.attention in its code instead"
+        )
+    return dict(sorted(zip(numbers, found, strict=True)))
+
+
+def others_of(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
+    """The modules that call the interface and are none of ``layers``."""
+    chosen = set(map(id, layers))
+    return [module for module in model.modules() if _takes_interface(module) and id(module) not in chosen]
+
+
+def _attends(module: torch.nn.Module) -> bool:
+    return hasattr(module, "is_causal") and getattr(module, "layer_idx", None) is not None
+
+
+def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
+    """By the module's own word, its class, or its name within its layer: encoder_attn, EncDecAttention, crossattention.self."""
+    within_layer = re.split(r"(?:^|\.)\d+\.", name)[-1].lower()
+    named = "cross" in within_layer or "cross" in type(module).__name__.lower() or within_layer.startswith("enc")
+    return named or bool(getattr(module, "is_cross_attention", False))
+
+
+def _takes_interface(module: torch.nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _names(type(module))
+
+
+@cache
+def _names(kind: type) -> frozenset[str]:
+    """The names that the methods of a class speak of: globals, attributes, and keywords that they pass."""
+    found: set[str] = set()
+    for owner in kind.__mro__:
+        if owner.__module__ in _NOT_OF_MODELS or owner.__module__.startswith("torch."):
+            continue
+        for value in vars(owner).values():
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if code is not None:
+                _collect(code, found)
+    return frozenset(found)
+
+
+def _collect(code: CodeType, found: set[str]) -> None:
+    found.update(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _collect(constant, found)
+        elif isinstance(constant, tuple):
+            found.update(name for name in constant if isinstance(name, str))

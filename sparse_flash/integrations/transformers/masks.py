@@ -1,0 +1,384 @@
+"""What a model's own mask keeps, read from the functions that Transformers makes masks of.
+
+Transformers asks for one mask for all layers of a kind (those with a window, those without), and hands it to attention. Here
+it gets a ``ModelMask``, which says in spec text what a tensor would have said by pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ...block_mask import BlockMask, compiled_once
+from ...pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ...patterns import block_diagonal, full, sinks
+
+_BLOCK = 128
+# Pairs of a mask that patterns cannot say, of all batch entries: a byte each, and a pass over them on the host.
+_MOST_PAIRS = 1 << 28
+
+_NO_TENSOR = (
+    "the model computes with its attention mask, which is no tensor under sparse_flash; use another implementation, such as "
+    "model.set_attn_implementation('sdpa')"
+)
+
+
+class ModelMask(FlexBlockMask):
+    """What a model's own mask keeps of (q_length, kv_length) pairs, made once a forward pass for the layers of one kind.
+
+    base: "causal" or "full". limits: what is kept besides, as spec texts or Patterns of absolute positions; each a tuple of
+    one, or of one for each batch entry. dense: a bool tensor, broadcastable to (batch, heads, q_length, kv_length), of the
+    pairs that are kept besides; None for all.
+    kv_offset: the position of the first key. end: how many of the keys come before the last query's next, or None where
+    only ``end_tensor``, of no dimensions, knows; that is None where no key comes after.
+    starts, stops: (batch,) int32, which of the keys exist; None for all up to ``end``.
+    refusal: why attention cannot follow it, or None. arguments: what Transformers says of the mask.
+
+    A FlexAttention mask for Transformers' sake: ``generate()`` makes the masks of static caches before it calls the model, which
+    takes none but tensors and these for ready. An ordinary class with ordinary fields, which torch.compile can make and read.
+    """
+
+    def __init__(
+        self,
+        q_length,
+        kv_length,
+        base="full",
+        limits=(),
+        dense=None,
+        kv_offset=0,
+        end=None,
+        end_tensor=None,
+        starts=None,
+        stops=None,
+        refusal=None,
+        arguments=None,
+    ):
+        self.q_length, self.kv_length, self.kv_offset = q_length, kv_length, kv_offset
+        self.base, self.limits, self.dense = base, limits, dense
+        self.end, self.end_tensor = end, end_tensor
+        self.starts, self.stops = starts, stops
+        self.refusal, self.arguments = refusal, arguments
+        self._made = {}
+
+    @property
+    def shape(self):
+        return (1, 1, self.q_length, self.kv_length)
+
+    def contiguous(self) -> ModelMask:
+        return self
+
+    def to(self, device, **kwargs) -> ModelMask:
+        moved = object.__new__(ModelMask)
+        for name, value in vars(self).items():
+            setattr(moved, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+        moved._made = {}
+        return moved
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise ValueError(_NO_TENSOR)
+
+    def __getitem__(self, index):
+        raise ValueError(_NO_TENSOR)
+
+    def __repr__(self):
+        return f"ModelMask(base={self.base!r}, limits={self.limits}, q_length={self.q_length}, kv_length={self.kv_length})"
+
+    def made_for(self, implementation: str):
+        """The same mask in the form of another attention implementation of Transformers."""
+        if implementation not in self._made:
+            make = AttentionMaskInterface()[implementation]
+            made = make(**self.arguments)
+            if torch.compiler.is_compiling():
+                return made
+            self._made[implementation] = made
+        return self._made[implementation]
+
+    def joined(self, mask, device: torch.device) -> Pattern | str | BlockMask | None:
+        """Where both keep a pair: ``mask``, in place of ``base``, and what the model keeps besides, for keys 0 .. end - 1.
+
+        mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
+        """
+        limits = [limit for limit in self.limits if len(limit) > 1 or not _keeps_all(limit[0], self.kv_length)]
+        if isinstance(mask, BlockMask) and (limits or self.kv_offset):
+            said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.kv_offset} on"
+            raise ValueError(
+                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be, or set "
+                "the model's config.sliding_window to None"
+            )
+        if self.dense is None and all(len(limit) == 1 for limit in limits):
+            return joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
+        key = mask, device
+        if key not in self._made:
+            self._made[key] = self._block_mask(mask, limits, device)
+        return self._made[key]
+
+    def _block_mask(self, mask, limits, device) -> BlockMask:
+        if self.dense is None:
+            each = zip(*(limit if len(limit) > 1 else limit * max(map(len, limits)) for limit in limits), strict=True)
+            return _of_entries(tuple(joined(mask, one, self.kv_offset) for one in each), self.q_length, self.end, device)
+        if self.dense[..., :1, :1].numel() * self.q_length * self.end > _MOST_PAIRS:
+            raise ValueError(
+                f"the model's mask is none that patterns can say, and {self.q_length} x {self.end} pairs of each of "
+                f"{self.dense.shape[0]} sequences are too many to keep one by one; use shorter sequences or smaller batches"
+            )
+        kept = self.dense[..., : self.end].to(device).expand(-1, -1, self.q_length, -1)
+        pattern = joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
+        if pattern is not None:
+            compiled = (
+                pattern if isinstance(pattern, BlockMask) else compiled_once(pattern, self.q_length, self.end, _BLOCK, device)
+            )
+            kept = kept & compiled.to_dense()
+        return BlockMask.from_dense(kept, _BLOCK)
+
+
+def model_mask(**arguments) -> ModelMask:
+    """What Transformers calls for a mask."""
+    q_length, kv_length, kv_offset = _q_length(arguments), arguments["kv_length"], arguments.get("kv_offset", 0)
+    mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
+    _set_end(mask, _q_offset(arguments, q_length))
+    if torch.compiler.is_compiling():
+        mask.base, limit = _said(arguments)
+        mask.limits = () if limit is None else ((limit,),)
+        if arguments.get("attention_mask") is not None:
+            _set_tokens(mask, arguments["attention_mask"])
+        return mask
+    read = _Reading(arguments["batch_size"])
+    read.function(arguments["mask_function"])
+    mask.base, mask.limits = read.base, tuple(read.limits)
+    padding = arguments.get("attention_mask")
+    if read.unknown:
+        mask.base, mask.limits = "full", ()
+        mask.dense = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    elif padding is not None:
+        total = kv_offset + kv_length if mask.end is None else kv_offset + mask.end
+        exist = padding[:, :total].bool()
+        if exist.shape[1] < total:
+            mask.refusal = f"attention_mask, of shape {tuple(padding.shape)}, is shorter than the {total} tokens so far"
+        elif not exist.all():
+            _set_tokens(mask, exist, check=True)
+    return mask
+
+
+def _q_length(arguments) -> int:
+    # Transformers before 5.3 or so says where queries are by a tensor.
+    position = arguments.get("cache_position")
+    return arguments["q_length"] if position is None else position.shape[0]
+
+
+def _q_offset(arguments, q_length):
+    """The position of the first query, an int, or a tensor where the cache's length is one."""
+    position = arguments.get("cache_position")
+    if position is None:
+        return arguments.get("q_offset", 0)
+    return arguments.get("kv_offset", 0) if q_length == arguments["kv_length"] else position[0]
+
+
+def _set_end(mask: ModelMask, q_offset) -> None:
+    if isinstance(q_offset, torch.Tensor):
+        mask.end_tensor = q_offset + (mask.q_length - mask.kv_offset)
+        if not torch.compiler.is_compiling():
+            mask.end = int(mask.end_tensor)
+    else:
+        mask.end = q_offset + mask.q_length - mask.kv_offset
+        if mask.end != mask.kv_length:
+            mask.end_tensor = torch.full((), mask.end, device=mask.arguments.get("device", "cpu"))
+    if mask.end is not None and not 0 < mask.end <= mask.kv_length:
+        mask.refusal = f"the cache holds {mask.kv_length} keys from position {mask.kv_offset} on, and the last query is beyond them"
+
+
+def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
+    """Which keys exist, from (batch, tokens): as one run of each sequence, or, where that is not so, key by key."""
+    count = exist.sum(1, keepdim=True)
+    first = exist.int().argmax(1, keepdim=True)
+    token = torch.arange(exist.shape[1], device=exist.device)
+    if check and not torch.equal(exist, (token >= first) & (token < first + count)):
+        mask.dense = exist[:, None, None, mask.kv_offset :]
+        return
+    starts, stops = (t.squeeze(1) - mask.kv_offset for t in (first, first + count))
+    stops = stops if mask.end is not None or mask.end_tensor is None else torch.minimum(stops, mask.end_tensor)
+    mask.starts, mask.stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
+
+
+def _said(arguments) -> tuple[str, str | None]:
+    """(base, limit) of a mask within torch.compile, which cannot look into functions: from what Transformers says beside them.
+
+    Packed sequences cannot be told from single ones there, and count as single ones.
+    """
+    bidirectional = "allow_is_bidirectional_skip" in arguments
+    size, config = arguments.get("local_size"), arguments.get("config")
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    unclear = size is not None and (size == window) == (size == chunk)
+    if arguments.get("use_vmap") or unclear or arguments["mask_function"].__name__ == "or_mask":
+        raise ValueError(
+            "the model masks by functions of its own, which torch.compile cannot read; compile it with another attention "
+            "implementation, or call it uncompiled"
+        )
+    base = "full" if bidirectional else "causal"
+    if size is None:
+        return base, None
+    if size == chunk:
+        if arguments.get("attention_mask") is not None:
+            raise ValueError(
+                "the model's chunks start with its sequences, and where those start torch.compile cannot read from attention_mask; "
+                "leave attention_mask out, or call the model uncompiled"
+            )
+        return base, f"block_diagonal(block={size})"
+    return base, f"local({size + 1 if bidirectional else size})"
+
+
+class _Reading:
+    """What a mask function is made of."""
+
+    def __init__(self, batch: int):
+        self.batch, self.base, self.limits, self.unknown = batch, "full", [], False
+
+    def function(self, function) -> None:
+        name = function.__qualname__.removesuffix(".<locals>.inner_mask")
+        cells = zip(getattr(function, "__code__", None).co_freevars, function.__closure__ or (), strict=True)
+        held = {variable: cell.cell_contents for variable, cell in cells}
+        if name == "causal_mask_function":
+            self.base = "causal"
+        elif name == "bidirectional_mask_function":
+            pass
+        elif name == "and_masks.<locals>.and_mask":
+            for part in held["mask_functions"]:
+                self.function(part)
+        elif name == "sliding_window_overlay":
+            self.limits.append((f"local({held['sliding_window']})",))
+        elif name == "sliding_window_bidirectional_overlay":
+            self.limits.append((f"local({held['sliding_window'] + 1})",))
+        elif name == "chunked_overlay":
+            self.chunks(held["chunk_size"], held["left_padding"].tolist())
+        elif name == "packed_sequence_mask_function":
+            self.packed(held["packed_sequence_mask"])
+        elif name == "remap_positions_for_packed_sequence":
+            # The distance of two tokens of one sequence is the same in it, and others are kept apart beside this.
+            before = len(self.limits)
+            self.function(held["mask_function"])
+            self.unknown |= any(not str(limit[0]).startswith("local") for limit in self.limits[before:])
+        else:
+            self.unknown = True
+
+    def chunks(self, size: int, left_padding: list[int]) -> None:
+        """Chunks are counted from the first token of each sequence."""
+        limits = tuple(
+            str(block_diagonal(size)) if left % size == 0 else moved(block_diagonal(size), -left) for left in left_padding
+        )
+        self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
+
+    def packed(self, numbers: torch.Tensor) -> None:
+        """numbers: (batch | 1, tokens), which sequence each token is of, from 0."""
+        limits = []
+        for row in numbers.tolist():
+            starts = [k for k in range(1, len(row)) if row[k] != row[k - 1]]
+            limits.append(f"documents({[0, *starts, len(row)]})" if starts else "full")
+        if set(limits) != {"full"}:
+            self.limits.append(tuple(limits) if len(set(limits)) > 1 else (limits[0],))
+
+
+def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
+    """The mask of a layer that is given none: causal where the layer is, the last query at the last key."""
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    q_length, kv_length = query.shape[2], key.shape[2]
+    limits = () if sliding_window is None else ((f"local({sliding_window})",),)
+    return ModelMask(q_length, kv_length, base="causal" if causal else "full", limits=limits, end=kv_length)
+
+
+def given(mask: torch.Tensor, query, key) -> ModelMask:
+    """A mask of pairs that the model was called with, True or 0 where a pair is kept, made once a tensor."""
+    known = getattr(mask, "_sparse_flash", None)
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    q_length, kv_length = query.shape[2], key.shape[2]
+    shape = tuple(mask.shape)
+    fits = mask.dim() == 4 and shape[2] in (1, q_length) and shape[3] == kv_length
+    if not fits or shape[0] not in (1, query.shape[0]) or shape[1] not in (1, query.shape[1]):
+        raise ValueError(
+            f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
+            f"(batch | 1, heads | 1, {q_length}, {kv_length})"
+        )
+    kept = mask if mask.dtype == torch.bool else mask == 0
+    if mask.is_floating_point():
+        if not (kept | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+            raise ValueError(
+                "the model passes an attention mask that adds numbers other than 0 and -inf to scores, which a mask of pairs "
+                "cannot say; use another implementation, such as model.set_attn_implementation('eager')"
+            )
+    elif mask.dtype != torch.bool:
+        raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
+    own = ModelMask(q_length, kv_length, dense=kept, end=kv_length)
+    mask._sparse_flash = mask._version, own
+    return own
+
+
+def depends_on_position(mask) -> bool:
+    """Whether a mask says other than by the distance of query and key."""
+    mask = parse(mask) if isinstance(mask, str) else mask
+    return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
+
+
+@lru_cache(maxsize=1024)
+def _keeps_all(limit: str | Pattern, kv_length: int) -> bool:
+    """Whether it is a window as wide as there are keys."""
+    return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
+
+
+def joined(mask, limits: tuple, offset: int = 0):
+    """Where all keep a pair, as text where all are text: a mask and what limits it, of positions that count from offset."""
+    if torch.compiler.is_compiling() or not offset:
+        if not limits:
+            return mask
+        if isinstance(mask, str | None) and all(isinstance(limit, str) for limit in limits):
+            return " & ".join(f"({one})" for one in (mask, *limits) if one is not None)
+    return mask if mask is None and not limits else _joined_patterns(mask, limits, offset)
+
+
+@lru_cache(maxsize=1024)
+def _joined_patterns(mask, limits, offset) -> Pattern:
+    patterns = [parse(one) if isinstance(one, str) else one for one in (mask, *limits) if one is not None]
+    return moved(And.of(*patterns), offset)
+
+
+@dataclass(frozen=True)
+class _Moved(Pattern):
+    """A pattern of the positions ``offset`` further on."""
+
+    pattern: Pattern
+    offset: int
+
+    def token_rule(self, q, kv):
+        return self.pattern.token_rule(q + self.offset, kv + self.offset)
+
+    def row_runs(self, q):
+        runs = self.pattern.row_runs(q + self.offset)
+        return None if runs is None else tuple(edge - self.offset for edge in runs)
+
+
+def moved(pattern: Pattern, offset: int) -> Pattern:
+    """The pattern for keys of which the first has position ``offset``; equal for as many offsets as can be, as tables are
+    cached."""
+    if isinstance(pattern, (And, Or)):
+        return type(pattern).of(*(moved(one, offset) for one in pattern.operands))
+    if isinstance(pattern, Not):
+        return ~moved(pattern.operand, offset)
+    if pattern.shift_period:
+        offset %= pattern.shift_period
+    elif isinstance(pattern, DerivedPattern):
+        return moved(pattern.expression, offset)
+    elif isinstance(pattern, sinks):
+        return sinks(pattern.tokens - offset) if pattern.tokens > offset else ~full()
+    return _Moved(pattern, offset) if offset else pattern
+
+
+@lru_cache(maxsize=64)
+def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
+    """A mask for each batch entry."""
+    every = [full() if pattern is None else pattern for pattern in patterns]
+    masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
+    return replace(masks, mask_index=masks.mask_index.view(-1, 1), wider=None).with_wider().to(device)

@@ -1,0 +1,358 @@
+"""Transformers' architectures under a mask, each with random weights: as with its own attention, where a pair is kept by its own
+mask and by the pattern; or refused. No architecture may be changed, or stay as it is, in silence."""
+
+import inspect
+
+import pytest
+import torch
+
+import sparse_flash as sf
+
+transformers = pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.masking_utils import and_masks, eager_mask  # noqa: E402
+
+from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+
+WORDS, TOKENS = 90, 24
+LONGEST = 256
+PATTERNS = {
+    "distance": "causal & (local(5) | strided(11, block=1))",
+    "place": "causal & (local(3) | sinks(2) | block_diagonal(block=7))",
+}
+# Pairs of positions that every causal mask of a model under the oracle keeps, beside its own.
+KEPT: dict[str, torch.Tensor] = {}
+
+
+def oracle_mask(mask_function, allow_is_bidirectional_skip=None, **arguments):
+    """Transformers' own mask and the pattern, in numbers that are added to scores."""
+    if "pairs" in KEPT and (allow_is_bidirectional_skip is None or KEPT["everywhere"]):
+        mask_function = and_masks(mask_function, lambda batch, head, q, kv: KEPT["pairs"][q, kv])
+    return eager_mask(mask_function=mask_function, **arguments)
+
+
+def oracle_attention(module, *tensors, **keywords):
+    return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"](module, *tensors, **keywords)
+
+
+AttentionInterface.register("oracle", oracle_attention)
+AttentionMaskInterface.register("oracle", oracle_mask)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_from_another_test():
+    KEPT.clear()
+
+
+def keep(pattern: str, everywhere: bool = False) -> None:
+    KEPT["pairs"] = sf.compile_mask(pattern, LONGEST).to_dense()
+    KEPT["everywhere"] = everywhere
+
+
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "sliding_window": 8,
+    "attention_dropout": 0.0,
+}
+KINDS = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ENCODER = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id")}
+ENCODER |= {"bos_token_id": 1, "eos_token_id": 2}
+DECODERS = {
+    "bitnet": {},
+    "cohere2": {"layer_types": KINDS},
+    "ernie4_5": {},
+    "exaone4": {"layer_types": KINDS},
+    "gemma": {},
+    "gemma2": {"layer_types": KINDS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"layer_types": KINDS, "query_pre_attn_scalar": 8},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {"layer_types": KINDS, **EXPERTS},
+    "granite": {},
+    "llama": {},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 7,
+        "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+        **EXPERTS,
+    },
+    "mistral": {},
+    "mixtral": EXPERTS,
+    "olmo2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "phi": {},
+    "phi3": {"original_max_position_embeddings": 128},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {},
+    "smollm3": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+# The whole model with its own default cache keeps window - 1 tokens of some layers.
+WINDOWS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2", "cohere2", "llama4_text"]
+
+
+def config_of(name: str, **more):
+    kind = transformers.CONFIG_MAPPING[name]
+    wanted = SIZES | DECODERS.get(name, {}) | more
+    accepted = set(inspect.signature(kind).parameters) | set(getattr(kind, "attribute_map", {}))
+    return kind(**{key: value for key, value in wanted.items() if key in accepted})
+
+
+def made(kind, config):
+    """The model with weights so large that attention is far from even."""
+    torch.manual_seed(0)
+    model = (kind.from_config(config) if kind is transformers.AutoModel else kind._from_config(config)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def decoder_of(name: str):
+    config = config_of(name)
+    return made(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def as_oracle(model, *parts) -> None:
+    for module in (model, *parts):
+        module.set_attn_implementation("oracle")
+
+
+def words(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(3, WORDS, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def padded(x: torch.Tensor, side: str) -> torch.Tensor:
+    exist = torch.ones_like(x)
+    if side == "left":
+        exist[0, :6] = 0
+    elif side == "right":
+        exist[0, -6:] = 0
+    elif side == "holes":
+        exist[0, 5:8] = 0
+    return exist
+
+
+def close(ours, theirs) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-4 * theirs.abs().max().item(), rtol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_give_what_their_own_attention_gives_of_the_pairs_that_both_keep(name):
+    model, x = decoder_of(name), words()
+    for pattern in ("own", PATTERNS["place"]):
+        for side in (None, "left", "right"):
+            exist = None if side is None else padded(x, side)
+            ours = use_sparse_flash(model, pattern)(x, attention_mask=exist).logits
+            as_oracle(model)
+            KEPT.clear()
+            if pattern != "own":
+                keep(pattern)
+            theirs = model(x, attention_mask=exist).logits
+            there = torch.ones_like(x) if exist is None else exist
+            close(ours[there.bool()], theirs[there.bool()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_generation_goes_on_past_the_window_of_the_default_cache(name, pattern):
+    model, x = decoder_of(name), words(tokens=13)
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    runs = [
+        {"attention_mask": padded(x, "none")},
+        {"attention_mask": padded(x, "left"), "num_beams": 3},
+        {"attention_mask": padded(x, "left"), "cache_implementation": "static"},
+    ]
+    keep(PATTERNS[pattern])
+    for run in runs:
+        ours = use_sparse_flash(model, PATTERNS[pattern]).generate(x, **options, **run)
+        as_oracle(model)
+        assert torch.equal(ours, model.generate(x, **options, **run)), run
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
+def test_a_conversation_goes_on_from_a_full_cache(name, static):
+    model, pattern = decoder_of(name), PATTERNS["place"]
+    pieces = words(tokens=40).split([13, 1, 9, 2, 15], 1)
+
+    def told():
+        cache = (
+            transformers.StaticCache(model.config, max_cache_len=64) if static else transformers.DynamicCache(config=model.config)
+        )
+        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
+
+    keep(pattern)
+    use_sparse_flash(model, pattern)
+    ours = told()
+    as_oracle(model)
+    close(ours, told())
+
+
+@torch.no_grad()
+def test_assisted_generation_gives_what_the_model_alone_gives():
+    model, assistant = decoder_of("gemma3_text"), decoder_of("gemma3_text")
+    for parameter in assistant.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    use_sparse_flash(model, PATTERNS["place"])
+    x = words(batch=1, tokens=13)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
+    assert torch.equal(model.generate(x, assistant_model=assistant, **options), model.generate(x, **options))
+
+
+ENCODERS = {
+    "bert": {**ENCODER, "intermediate_size": 48},
+    "roberta": {**ENCODER, "intermediate_size": 48},
+    "distilbert": {"vocab_size": WORDS, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "electra": {**ENCODER, "intermediate_size": 48, "embedding_size": 32},
+    "modernbert": {
+        **ENCODER,
+        "intermediate_size": 48,
+        "local_attention": 8,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "global_attn_every_n_layers": 2,
+    },
+}
+
+
+def encoder_of(name: str):
+    return made(transformers.AutoModel, transformers.CONFIG_MAPPING[name](**ENCODERS[name]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_see_both_ways_within_their_own_windows(name):
+    model, x = encoder_of(name), words()
+    for pattern in ("own", "local(4) | sinks(2)"):
+        for side in (None, "right", "holes"):
+            exist = padded(x, side or "none")
+            given = {} if side is None else {"attention_mask": exist}
+            ours = use_sparse_flash(model, pattern)(x, **given).last_hidden_state
+            as_oracle(model)
+            KEPT.clear()
+            if pattern != "own":
+                keep(pattern, everywhere=True)
+            close(ours[exist.bool()], model(x, **given).last_hidden_state[exist.bool()])
+
+
+@torch.no_grad()
+def test_layers_that_a_mapping_does_not_name_stay_as_the_model_has_them():
+    for model, named in ((encoder_of("bert"), "full"), (decoder_of("mistral"), "causal")):
+        x = words()
+        expected = model(x)[0]
+        close(use_sparse_flash(model, {0: named})(x)[0], expected)
+        close(use_sparse_flash(model)(x)[0], expected)
+
+
+SEQ2SEQ = {
+    "bart": {"vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    "mbart": {"vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    "pegasus_x": {"vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_global_tokens": 4},
+    "pegasus": {"vocab_size": WORDS, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+}
+LAYERS = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "dropout": 0.0,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_of_encoder_and_decoder_the_decoders_self_attention_is_switched_and_the_rest_stays(name):
+    config = transformers.CONFIG_MAPPING[name](**SEQ2SEQ[name], **LAYERS)
+    model, x = made(transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)], config), words()
+    inputs = {"input_ids": x, "attention_mask": padded(x, "right"), "decoder_input_ids": words(tokens=19)}
+    for pattern in ("own", PATTERNS["place"]):
+        ours = use_sparse_flash(model, pattern)(**inputs).logits
+        made_of_it = model.generate(x, num_beams=2, max_new_tokens=12, attention_mask=inputs["attention_mask"])
+        as_oracle(model)
+        if pattern != "own":
+            keep(pattern)
+        close(ours, model(**inputs).logits)
+        assert torch.equal(made_of_it, model.generate(x, num_beams=2, max_new_tokens=12, attention_mask=inputs["attention_mask"]))
+
+
+@torch.no_grad()
+def test_whisper_attends_to_sound_as_before():
+    config = transformers.WhisperConfig(
+        vocab_size=WORDS, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=30, num_mel_bins=8, **LAYERS
+    )
+    model = made(transformers.WhisperForConditionalGeneration, config)
+    sound = torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(3))
+    ours = use_sparse_flash(model, PATTERNS["place"])(sound, decoder_input_ids=words()).logits
+    as_oracle(model)
+    keep(PATTERNS["place"])
+    close(ours, model(sound, decoder_input_ids=words()).logits)
+
+
+@torch.no_grad()
+def test_of_images_and_text_the_text_is_switched():
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=config_of("llama"), image_token_index=80, vision_feature_layer=-1
+    )
+    model = made(transformers.LlavaForConditionalGeneration, config)
+    x = words().clamp(max=79)
+    x[:, 7:11] = 80
+    inputs = {"input_ids": x, "pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))}
+    inputs["attention_mask"] = padded(x, "left")
+    ours = use_sparse_flash(model, PATTERNS["place"])(**inputs).logits
+    assert model.model.vision_tower.config._attn_implementation == "sdpa"
+    made_of_it = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    as_oracle(model.get_decoder())
+    keep(PATTERNS["place"])
+    theirs = model(**inputs).logits
+    close(ours[inputs["attention_mask"].bool()], theirs[inputs["attention_mask"].bool()])
+    assert torch.equal(made_of_it, model.generate(**inputs, max_new_tokens=6, do_sample=False))
+
+
+REFUSED = {
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": WORDS},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": WORDS},
+    "big_bird": {**ENCODER, "intermediate_size": 48},
+    "t5": {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48, "vocab_size": WORDS},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_attention_cannot_be_switched_are_refused_and_stay_as_they_were(name):
+    model = made(transformers.AutoModel, transformers.CONFIG_MAPPING[name](**REFUSED[name]))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"interface; call sparse_flash.attention in its code|passes position_bias"):
+        use_sparse_flash(model, "causal & local(4)")
+    assert model.config._attn_implementation == before
+
+
+def test_attention_weights_are_refused_by_every_decoder():
+    for name in ("llama", "gemma2", "gpt2", "opt"):
+        model = use_sparse_flash(decoder_of(name), "causal")
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(words(), output_attentions=True)
