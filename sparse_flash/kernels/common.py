@@ -4,6 +4,8 @@ Kernels walk *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pair
 iteration computes. The kind of a walk is fixed at compile time: the loop over full blocks holds no mask code at all.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,19 +21,67 @@ BITS = tl.constexpr(2)
 CUT = tl.constexpr(3)
 
 
+class Rows(NamedTuple):
+    """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles by itself. Triton would turn a descriptor
+    into loads of single numbers there, as it does not know that rows are unbroken and begin on 16 bytes.
+
+    Strides are in pieces of 16 bytes. pieces: those of a row, where they are whole; else head_dim: numbers. Both None: a tile is
+    as wide as the tensor.
+    """
+
+    base: Any
+    batch_stride: Any
+    head_stride: Any
+    token_stride: Any
+    tokens: Any
+    pieces: Any
+    head_dim: Any
+
+
+@triton.constexpr_function
+def _is_rows(tensor):
+    return hasattr(tensor, "token_stride")
+
+
+@triton.jit
+def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Of a (TILE, DIM) tile, and which of them lie in the tensor."""
+    PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
+    row, column = tl.arange(0, TILE), tl.arange(0, DIM)
+    first = tl.cast(first_row, tl.int64) * rows.token_stride
+    first += tl.cast(batch, tl.int64) * rows.batch_stride + tl.cast(head, tl.int64) * rows.head_stride
+    begin = rows.base + first * PIECE + (row.to(tl.int64) * rows.token_stride * PIECE)[:, None]
+    exists = (first_row + row < rows.tokens)[:, None]
+    if rows.pieces is not None:
+        exists = exists & (column < rows.pieces * PIECE)[None, :]
+    elif rows.head_dim is not None:
+        exists = exists & (column < rows.head_dim)[None, :]
+    return begin + column[None, :], exists
+
+
 @triton.jit
 def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
     """Rows first_row .. first_row + TILE - 1 of one head as a (TILE, DIM) tile; 0 outside the tensor.
 
-    tensor: descriptor of a (batch, heads, tokens, head_dim) tensor; the hardware works out addresses and bounds.
+    tensor: descriptor of a (batch, heads, tokens, head_dim) tensor, whose addresses and bounds the hardware works out; or
+    ``Rows``.
     """
-    return tensor.load([batch, head, first_row, 0]).reshape(TILE, DIM)
+    if _is_rows(tensor):
+        pointers, exists = _pointers(tensor, batch, head, first_row, TILE, DIM)
+        tile = tl.load(pointers, mask=exists, other=0.0)
+    else:
+        tile = tensor.load([batch, head, first_row, 0]).reshape(TILE, DIM)
+    return tile
 
 
 @triton.jit
 def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
     """The reverse of ``load_tile``; what lies outside the tensor is not stored."""
-    tensor.store([batch, head, first_row, 0], tile.to(tensor.dtype).reshape(1, 1, TILE, DIM))
+    if _is_rows(tensor):
+        pointers, exists = _pointers(tensor, batch, head, first_row, TILE, DIM)
+        tl.store(pointers, tile.to(tensor.base.dtype.element_ty), mask=exists)
+    else:
+        tensor.store([batch, head, first_row, 0], tile.to(tensor.dtype).reshape(1, 1, TILE, DIM))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .common import Rows
 from .repeat import remember, repeated
 from .terms import KernelTerms
 
@@ -15,8 +16,18 @@ from .terms import KernelTerms
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
 
 
-def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim)."""
+@cache
+def addresses_tiles(device: torch.device) -> bool:
+    """Whether the chip works out the addresses of tiles by itself; Triton's interpreter does too."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
+    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or what stands for it."""
+    if not addresses_tiles(tensor.device):
+        return rows_of(tensor, dim)
     # Not through its constructor, whose checks the back end has made already: a call makes up to sixteen of these.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
@@ -24,6 +35,20 @@ def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor:
     descriptor.strides = list(tensor.stride())
     descriptor.block_shape = [1, 1, rows, dim]
     return descriptor
+
+
+def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
+    """See ``Rows``. dim: of a tile."""
+    piece = 16 // tensor.element_size()
+    *strides, _ = tensor.stride()
+    tokens, head_dim = tensor.shape[2:]
+    pieces = head_dim // piece if head_dim < dim and head_dim % piece == 0 else None
+    return Rows(tensor, *(stride // piece for stride in strides), tokens, pieces, head_dim if head_dim % piece else None)
+
+
+def rows_variant(rows: Rows) -> tuple:
+    """What Triton compiles ``Rows`` for. It specializes integers of a tuple, whatever the kernel says of its own."""
+    return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in rows[1:])
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
@@ -92,6 +117,8 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
     if isinstance(arguments[-1], KernelTerms):
         pointers += arguments[-1].pointers()
+    if isinstance(arguments[0], Rows):
+        variant = (*variant, *(rows_variant(a) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:
