@@ -25,8 +25,7 @@ class Rows(NamedTuple):
     """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles by itself. Triton would turn a descriptor
     into loads of single numbers there, as it does not know that rows are unbroken and begin on 16 bytes.
 
-    Strides are in pieces of 16 bytes. pieces: those of a row, where they are whole; else head_dim: numbers. Both None: a tile is
-    as wide as the tensor.
+    Strides are in pieces of 16 bytes. pieces: those of a row, or None where a tile is as wide as the tensor.
     """
 
     base: Any
@@ -35,7 +34,6 @@ class Rows(NamedTuple):
     token_stride: Any
     tokens: Any
     pieces: Any
-    head_dim: Any
 
 
 @triton.constexpr_function
@@ -54,8 +52,6 @@ def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexp
     exists = (first_row + row < rows.tokens)[:, None]
     if rows.pieces is not None:
         exists = exists & (column < rows.pieces * PIECE)[None, :]
-    elif rows.head_dim is not None:
-        exists = exists & (column < rows.head_dim)[None, :]
     return begin + column[None, :], exists
 
 

@@ -42,8 +42,7 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
     piece = 16 // tensor.element_size()
     *strides, _ = tensor.stride()
     tokens, head_dim = tensor.shape[2:]
-    pieces = head_dim // piece if head_dim < dim and head_dim % piece == 0 else None
-    return Rows(tensor, *(stride // piece for stride in strides), tokens, pieces, head_dim if head_dim % piece else None)
+    return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
 
 
 def rows_variant(rows: Rows) -> tuple:
