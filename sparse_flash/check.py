@@ -206,7 +206,7 @@ class _Sample:
         scores = self._scores(q[None], k, b, h, [i], keys)[0]
         lse = scores.logsumexp(0)
         if lse.isneginf():
-            return torch.zeros_like(q), lse
+            return v.new_zeros(v.shape[1]), lse
         return ((scores - lse).exp() * self._dropout(b, h, i, None)[keys]) @ v, lse
 
     def _query_gradient(self, b: int, h: int, i: int, dout, dlse) -> torch.Tensor:

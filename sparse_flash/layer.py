@@ -16,42 +16,45 @@ class KeyValueCache:
     """The keys and values of tokens seen so far, for one layer. Room for ``length`` tokens is taken at once.
 
     keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
+    v_head_dim: head_dim of the values; that of the keys by default.
     """
 
-    def __init__(self, batch: int, kv_heads: int, length: int, head_dim: int, *, dtype=None, device=None):
-        for name, value in (("batch", batch), ("kv_heads", kv_heads), ("length", length), ("head_dim", head_dim)):
+    def __init__(
+        self, batch: int, kv_heads: int, length: int, head_dim: int, *, v_head_dim: int | None = None, dtype=None, device=None
+    ):
+        widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
+        for name, value in ({"batch": batch, "kv_heads": kv_heads, "length": length} | widths).items():
             if value < 1:
                 raise ValueError(f"{name} must be positive; got {value}")
-        self._room = torch.zeros(2, batch, kv_heads, length, head_dim, dtype=dtype, device=device)
+        self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens = 0
 
     @property
     def length(self) -> int:
-        return self._room.shape[3]
-
-    @property
-    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._room[0], self._room[1]
+        return self.room[0].shape[2]
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._room[0, :, :, : self.tokens]
+        return self.room[0][:, :, : self.tokens]
 
     @property
     def values(self) -> torch.Tensor:
-        return self._room[1, :, :, : self.tokens]
+        return self.room[1][:, :, : self.tokens]
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
         Raises ValueError where they do not fit."""
-        wanted = (*self._room.shape[1:3], k.shape[2], self._room.shape[4])
-        if tuple(k.shape) != wanted or k.shape != v.shape:
-            raise ValueError(f"k and v must have shape {wanted}, as the cache was made for; got {tuple(k.shape)}, {tuple(v.shape)}")
+        wanted = [(*room.shape[:2], k.shape[2], room.shape[3]) for room in self.room]
+        if [tuple(k.shape), tuple(v.shape)] != wanted:
+            raise ValueError(
+                f"k and v must have shapes {wanted[0]} and {wanted[1]}, as the cache was made for; got {tuple(k.shape)} and "
+                f"{tuple(v.shape)}"
+            )
         stop = self.tokens + k.shape[2]
         if stop > self.length:
             raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
-        self._room[0, :, :, self.tokens : stop] = k.detach()
-        self._room[1, :, :, self.tokens : stop] = v.detach()
+        for room, new in zip(self.room, (k, v), strict=True):
+            room[:, :, self.tokens : stop] = new.detach()
         self.tokens = stop
         return self.keys, self.values
 
@@ -64,7 +67,7 @@ class SparseAttention(nn.Module):
     """Multi-head self-attention under a mask: projections, rotary positions, grouped-query heads, ``attention``.
 
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
-    head_dim: dim // heads by default; even where positions are rotary.
+    head_dim: dim // heads by default; even where positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length, or with a
     cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that shall not
     look ahead must say so: "causal & local(1024)". ``layer.mask = ...`` changes it, in compiled code as well.
@@ -83,6 +86,7 @@ class SparseAttention(nn.Module):
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        v_head_dim: int | None = None,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
         backend: str = "auto",
@@ -99,19 +103,22 @@ class SparseAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         head_dim = dim // heads if head_dim is None else head_dim
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        if min(head_dim, v_head_dim) < 1:
+            raise ValueError(f"head_dim and v_head_dim must be positive; got {head_dim} and {v_head_dim}")
         if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
             raise ValueError(
                 f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "
                 "turns them off"
             )
-        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
         self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, heads * head_dim, **made)
         self.k_proj = nn.Linear(dim, kv_heads * head_dim, **made)
-        self.v_proj = nn.Linear(dim, kv_heads * head_dim, **made)
-        self.out_proj = nn.Linear(heads * head_dim, dim, **made)
+        self.v_proj = nn.Linear(dim, kv_heads * v_head_dim, **made)
+        self.out_proj = nn.Linear(heads * v_head_dim, dim, **made)
 
     @property
     def mask(self) -> Pattern | BlockMask | None:
@@ -132,7 +139,8 @@ class SparseAttention(nn.Module):
         a new token compiles nothing after the first few."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
-        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
+        v = _by_head(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
             rotation = _rotation(cache.tokens if cache else 0, x.shape[1], self.head_dim, self.rotary_base, x.device)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
@@ -167,14 +175,18 @@ class SparseAttention(nn.Module):
     def new_cache(self, batch: int, length: int) -> KeyValueCache:
         """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
         weight = self.k_proj.weight
-        return KeyValueCache(batch, self.kv_heads, length, self.head_dim, dtype=weight.dtype, device=weight.device)
+        made = {"v_head_dim": self.v_head_dim, "dtype": weight.dtype, "device": weight.device}
+        return KeyValueCache(batch, self.kv_heads, length, self.head_dim, **made)
 
     def extra_repr(self) -> str:
         mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self._mask
-        return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, mask={mask}"
+        of_values = f"v_head_dim={self.v_head_dim}, " if self.v_head_dim != self.head_dim else ""
+        sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        return f"{sizes}, {of_values}mask={mask}"
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
 def _written(mask):

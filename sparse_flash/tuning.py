@@ -35,7 +35,8 @@ class GpuLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned beside it."""
+    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned beside it. v_head_dim: head_dim of v;
+    that of q and k by default."""
 
     pattern: str = "causal & local(1024)"
     tokens: int = 16384
@@ -43,6 +44,12 @@ class Problem:
     head_dim: int = 128
     block_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    v_head_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,12 @@ def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list
     Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
     """
     generator = torch.Generator(device).manual_seed(0)
-    size = (1, problem.heads, problem.tokens, problem.head_dim)
+    of_keys, of_values = problem.head_dims
     sparse = compile_mask(problem.pattern, problem.tokens, block_size=problem.block_size, device=device)
-    q, k, v, dout = (torch.randn(size, generator=generator, device=device).to(problem.dtype) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
+        for width in (of_keys, of_keys, of_values, of_values)
+    )
     inputs = [portable.addressable(t) for t in (q, k, v, dout)]
     found = []
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
@@ -116,8 +126,8 @@ def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
         for kernel, (candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
-            dim = configs.padded_head_dim(problem.head_dim)
-            key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device)
+            dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
+            key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device, dim_v)
             if len(candidates) > 1:
                 found.append(Task(key, problem, name, candidates, run))
     return found
@@ -138,7 +148,8 @@ def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
         "grad_q": lambda config: backward(q_config=config),
         "grad_kv": lambda config: backward(kv_config=config),
     }
-    return {name: (configs.candidates(name, problem.dtype, problem.head_dim, block_size), run) for name, run in runs.items()}
+    of_keys, of_values = problem.head_dims
+    return {name: (configs.candidates(name, problem.dtype, of_keys, block_size, of_values), run) for name, run in runs.items()}
 
 
 def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
@@ -304,6 +315,7 @@ def _store(result: Result) -> None:
         "tokens": problem.tokens,
         "heads": problem.heads,
         "head_dim": problem.head_dim,
+        "v_head_dim": problem.head_dims[1],
         "milliseconds": times[result.chosen],
         "gain": round(result.gain, 4),
         "date": datetime.date.today().isoformat(),

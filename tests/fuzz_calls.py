@@ -51,6 +51,7 @@ class Call:
     heads: int
     kv_heads: int
     head_dim: int
+    v_head_dim: int
     layouts: tuple[str, ...]  # of q, k, v and the incoming gradient
     scale: float | None
     lse_gradient: bool
@@ -60,9 +61,10 @@ class Call:
         drawn, size = self.drawn, "" if self.drawn.mask is None else f" in blocks of {self.drawn.mask.block_size}"
         return (
             f"seed {self.seed}: {self.backend}, {str(self.dtype).removeprefix('torch.')}, batch {self.batch}, heads "
-            f"{self.heads} over {self.kv_heads}, {drawn.q_len} x {drawn.kv_len} tokens, head_dim {self.head_dim}, "
-            f"q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, lse {'' if self.lse_gradient else 'not '}"
-            f"differentiated, {'' if self.deterministic else 'not '}deterministic, mask {drawn.text}{size}"
+            f"{self.heads} over {self.kv_heads}, {drawn.q_len} x {drawn.kv_len} tokens, head_dim {self.head_dim}, of v "
+            f"{self.v_head_dim}, q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, lse "
+            f"{'' if self.lse_gradient else 'not '}differentiated, {'' if self.deterministic else 'not '}deterministic, "
+            f"mask {drawn.text}{size}"
         )
 
 
@@ -83,17 +85,26 @@ def draw(seed: int, backend: str) -> Call:
         return (dtype, head_dim) if backends.backend(backend).supports(asked) is None else None
 
     dtype, head_dim = _first(fitting, backend)
-    return Call(seed, backend, drawn, dtype, batch, heads, kv_heads, head_dim, layouts, scale, lse_gradient, deterministic)
+
+    def fitting_v() -> int | None:
+        v_head_dim = head_dim if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
+        asked = _asked(drawn, dtype, head_dim, batch=batch, heads=heads, kv_heads=kv_heads, v_head_dim=v_head_dim)
+        return v_head_dim if backends.backend(backend).supports(asked) is None else None
+
+    sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
+    return Call(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic)
 
 
 def failure(call: Call) -> str | None:
     """Runs a call forward and backward; what is wrong with its results, or None. What else the call raises, it raises."""
     drawn = call.drawn
     generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
-    sizes = [(call.heads, drawn.q_len), (call.kv_heads, drawn.kv_len), (call.kv_heads, drawn.kv_len), (call.heads, drawn.q_len)]
+    queries, keys = (call.heads, drawn.q_len), (call.kv_heads, drawn.kv_len)
+    of_keys, of_values = call.head_dim, call.v_head_dim
+    sizes = (*queries, of_keys), (*keys, of_keys), (*keys, of_values), (*queries, of_values)
     with torch.device(oracle.DEVICE):  # numbers drawn on a GPU's own generator
         q, k, v, dout = (
-            oracle.tensor((call.batch, *size, call.head_dim), layout, dtype=call.dtype, generator=generator)
+            oracle.tensor((call.batch, *size), layout, dtype=call.dtype, generator=generator)
             for size, layout in zip(sizes, call.layouts, strict=True)
         )
         dlse = torch.randn(q.shape[:3], generator=generator) if call.lse_gradient else None

@@ -148,6 +148,7 @@ def check(
     heads: int = 2,
     kv_heads: int | None = None,
     head_dim: int = 32,
+    v_head_dim: int | None = None,
     layout: str = "heads first",
     scale: float | None = None,
     lse_gradient: bool = True,
@@ -157,8 +158,9 @@ def check(
 ) -> dict[str, tuple[float, float]]:
     """Asserts that a back end is right, by the rule above.
 
-    pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v
-    and the incoming gradient. lse_gradient: differentiate through lse too. options: passed to ``sf.attention``.
+    pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
+    incoming gradient. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. options: passed to
+    ``sf.attention``.
 
     Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
@@ -169,9 +171,8 @@ def check(
         mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), wider=None)  # else a GPU never sees small blocks
     mask = mask if mask is None else mask.to(device)
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (batch, n, length, head_dim) for n, length in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len))
-    ]
+    queries, keys, of_values = (batch, heads, q_len), (batch, kv_heads, kv_len), v_head_dim or head_dim
+    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
     q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
     dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
     skip_if_it_cannot(backend, make_call(q, k, mask, v=v))

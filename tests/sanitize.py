@@ -42,12 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(",")[0])
     parser.add_argument("--backend", default="auto", choices=("auto", "hopper", "triton", "torch"))
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--v-head-dim", type=int)
     options = parser.parse_args()
+    dims = options.head_dim, options.v_head_dim or options.head_dim
     for name, q_len, kv_len, heads, kv_heads, mask in cases():
         for deterministic in (False, True):
             q, k, v = (
-                torch.randn(2, n, length, options.head_dim, device=DEVICE, dtype=torch.float16, requires_grad=True)
-                for n, length in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+                torch.randn(2, n, length, width, device=DEVICE, dtype=torch.float16, requires_grad=True)
+                for n, length, width in ((heads, q_len, dims[0]), (kv_heads, kv_len, dims[0]), (kv_heads, kv_len, dims[1]))
             )
             out = sf.attention(q, k, v, mask, backend=options.backend, deterministic=deterministic)
             out.backward(torch.randn_like(out))

@@ -1,5 +1,7 @@
 """The call: right by the rule of ``oracle.check`` on every back end, and one clear error for what does not fit together."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import strategies
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.backends import triton as portable
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -57,7 +60,8 @@ def test_drawn_patterns_shapes_and_layouts_are_right(backend):
         lengths=strategies.lengths,
         block_size=strategies.block_sizes,
         dtype=st.sampled_from(dtypes),
-        head_dim=st.sampled_from([16, 40, 64, 80, 96, 128]),
+        head_dim=strategies.head_dims,
+        v_head_dim=strategies.v_head_dims,
         heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
         layout=st.sampled_from(LAYOUTS),
         batch=st.integers(1, 2),
@@ -74,6 +78,60 @@ def test_drawn_patterns_shapes_and_layouts_are_right(backend):
 @parametrize("head_dim", [16, 40, 64, 80, 96, 128, 256])
 def test_every_head_dim_is_right(backend, head_dim):
     check(backend, LOCAL, 130, block_size=32, head_dim=head_dim, heads=1)
+
+
+V_HEAD_DIMS = [(192, 128), (64, 128), (40, 72), (16, 256)]
+
+
+@every_backend
+@parametrize("dtype", [torch.float16, torch.float32])
+@parametrize("head_dim, v_head_dim", V_HEAD_DIMS)
+def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim, dtype):
+    layout = LAYOUTS[V_HEAD_DIMS.index((head_dim, v_head_dim))]
+    check(backend, LOCAL, 60, 110, heads=4, kv_heads=2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, layout=layout)
+
+
+@every_backend
+@parametrize("head_dim, v_head_dim", V_HEAD_DIMS)
+def test_dense_attention_takes_v_of_another_head_dim(backend, head_dim, v_head_dim):
+    check(backend, None, 60, 70, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
+
+
+def test_out_of_another_head_dim_lies_in_memory_as_q_does():
+    (q, k, _), v = inputs(), inputs(head_dim=24)[2]
+    tokens_first = sf.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, LOCAL)
+    assert tokens_first.shape == (1, 2, 100, 24) and tokens_first.transpose(1, 2).is_contiguous()
+    repeated = [t.expand(3, -1, -1, -1) for t in (q, k, v)]  # a stride of 0 has no place in a result
+    assert sf.attention(q, k, v, LOCAL).is_contiguous() and sf.attention(*repeated, LOCAL).is_contiguous()
+
+
+def test_results_of_a_copied_tensor_are_ones_that_the_copy_engine_addresses():
+    # A slice of 100 of 128 numbers has whole strides, but results like it would not.
+    ready = portable.addressable(torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :100])
+    assert ready.shape[3] == 104 and all(stride % 8 == 0 for stride in torch.empty_like(ready).stride()[:3])
+    whole = torch.zeros(1, 2, 30, 128, dtype=torch.float16)[..., :96]
+    assert portable.addressable(whole) is whole
+
+
+@parametrize("lengths", [(0, 5), (5, 0)])
+def test_an_empty_call_has_the_head_dim_of_v(lengths):
+    q, k, v = (
+        torch.randn(2, 2, n, d, requires_grad=True) for n, d in zip((lengths[0], *2 * lengths[1:]), (16, 16, 24), strict=True)
+    )
+    out = sf.attention(q, k, v)
+    assert out.shape == (2, 2, lengths[0], 24) and not out.any()
+    assert all(not g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
+    hopper = backends.backend("hopper")
+    monkeypatch.setattr(hopper, "available", lambda: None)
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    call = backends.Call(torch.device("cuda"), torch.float16, 1, 2, 2, 64, 64, 128, None)
+    assert hopper.supports(call) is None
+    assert hopper.supports(replace(call, v_head_dim=64)) == (
+        "it runs v of the head_dim of q and k; got head_dim 64 of v and 128 of q and k"
+    )
 
 
 @every_backend

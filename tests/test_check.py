@@ -44,6 +44,15 @@ def test_right_results_and_gradients_pass_and_are_reported(name, dtype):
     assert not watch.observers
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_v_may_have_a_head_dim_of_its_own(name):
+    q, k, _ = tensors(dtype=torch.float64)
+    v = torch.randn(2, 2, 150, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    checked = sf.check(step, every=1, rows=12)
+    checked(MASKS[name], q, k, v)
+    assert len(checked.reports) == 2 and max(report.worst for report in checked.reports) < 1e-8
+
+
 TERMS = {
     "dropout": {"dropout_p": 0.3},
     "soft cap": {"softcap": 2.0},

@@ -6,6 +6,7 @@ from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, 
 
 import sparse_flash as sf
 from sparse_flash import backends, decode, ops
+from sparse_flash.backends import empty_out
 from sparse_flash.block_mask import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -60,6 +61,7 @@ def compare(
     heads=4,
     kv_heads=2,
     head_dim=32,
+    v_head_dim=None,
     dtype=torch.float32,
     page_size=None,
     layout="heads first",
@@ -72,7 +74,10 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     batch = len(lengths)
     q = tensor((batch, heads, q_len, head_dim), layout, dtype=dtype, generator=generator)
-    k, v = (tensor((batch, kv_heads, capacity, head_dim), layout, dtype=dtype, generator=generator) for _ in range(2))
+    k, v = (
+        tensor((batch, kv_heads, capacity, width), layout, dtype=dtype, generator=generator)
+        for width in (head_dim, v_head_dim or head_dim)
+    )
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
     skip_if_it_cannot(backend, backends.Call.of(q, k, v, None if pattern is None else mask.block_size if mask else 128))
     for sequence, length in enumerate(lengths):
@@ -86,9 +91,9 @@ def compare(
         for sequence, length in enumerate(lengths):
             options["block_table"][sequence, -(-length // page_size) :] = -1
     out, lse = sf.attention_decode(q, *cache, pattern, return_lse=True, backend=backend, **options)
-    assert out.dtype == dtype and out.shape == q.shape
+    assert out.dtype == dtype and out.shape == (*q.shape[:3], v.shape[3])
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert out.stride() == torch.empty_like(q, device="meta").stride(), "out does not keep q's memory order"
+    assert out.stride() == empty_out(q, v.shape[3], "meta").stride(), "out does not keep q's memory order"
     for sequence, length in enumerate(lengths):
         kept = kept_by_definition(pattern, mask, length, q_len, capacity).to(DEVICE)
         if length == 0:
@@ -133,6 +138,21 @@ def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
         for a, b in ((torch.int64, torch.int64), (torch.int32, torch.int32))
     )
     assert torch.equal(wide, narrow)
+
+
+@parametrize("head_dim, v_head_dim", [(192, 128), (40, 72), (16, 64)])
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim):
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "lengths": (290, 40)}
+    compare(backend, "causal & (local(50) | sinks(16))", 2, **shape)
+    compare(backend, None, 1, dtype=torch.float16, page_size=32, **shape)
+    compare(backend, "causal", 1, layout="tokens first", **shape)
+
+
+@parametrize("backend", ["torch", "triton"])
+def test_a_cache_of_one_layout_serves_values_of_one_head_dim_after_another(backend):
+    for v_head_dim in (16, 64, 16):
+        compare(backend, "causal", 1, head_dim=16, v_head_dim=v_head_dim, lengths=(250,), heads=1, kv_heads=1)
 
 
 @parametrize("backend", ["reference"])

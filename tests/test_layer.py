@@ -32,7 +32,9 @@ def turned(x: torch.Tensor, base: float) -> torch.Tensor:
 
 
 def by_hand(attn: sf.SparseAttention, x: torch.Tensor, pattern: str | None) -> torch.Tensor:
-    q, k, v = (p(x).unflatten(2, (-1, attn.head_dim)).transpose(1, 2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+    widths = attn.head_dim, attn.head_dim, attn.v_head_dim
+    projected = zip((attn.q_proj, attn.k_proj, attn.v_proj), widths, strict=True)
+    q, k, v = (p(x).unflatten(2, (-1, width)).transpose(1, 2) for p, width in projected)
     if attn.rotary_base:
         q, k = turned(q, attn.rotary_base), turned(k, attn.rotary_base)
     kept = None if pattern is None else sf.compile_mask(pattern, x.shape[1]).to_dense()
@@ -41,10 +43,10 @@ def by_hand(attn: sf.SparseAttention, x: torch.Tensor, pattern: str | None) -> t
 
 
 @pytest.mark.parametrize("rotary_base", [None, 10000.0, 500.0])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads, v_head_dim", [(4, None), (2, None), (1, None), (2, 20)])
 @pytest.mark.parametrize("pattern", [None, "causal", "causal & (local(20) | sinks(2))"])
-def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, rotary_base):
-    attn = layer(mask=pattern, kv_heads=kv_heads, rotary_base=rotary_base, bias=True)
+def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, v_head_dim, rotary_base):
+    attn = layer(mask=pattern, kv_heads=kv_heads, v_head_dim=v_head_dim, rotary_base=rotary_base, bias=True)
     x = inputs().requires_grad_()
     results = []
     for make in (attn, lambda x: by_hand(attn, x, pattern)):
@@ -57,15 +59,16 @@ def test_results_and_gradients_are_those_of_pytorchs_parts(pattern, kv_heads, ro
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12], [20]])
-def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces):
-    attn = layer(kv_heads=2)
+@pytest.mark.parametrize("pieces, v_head_dim", [([1] * 20, None), ([7, 1, 12], None), ([20], None), ([7, 1, 12], 20)])
+def test_tokens_in_pieces_through_the_cache_give_what_they_give_at_once(pieces, v_head_dim):
+    attn = layer(kv_heads=2, v_head_dim=v_head_dim)
     x = inputs(sum(pieces) + 30)
     cache = attn.new_cache(2, length=64)
     with torch.no_grad():
         parts = [attn(piece, cache) for piece in x.split([30, *pieces], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), attn(x), atol=1e-5, rtol=1e-4)
     assert cache.tokens == x.shape[1] and cache.keys.shape == (2, 2, x.shape[1], attn.head_dim)
+    assert cache.values.shape == (2, 2, x.shape[1], v_head_dim or attn.head_dim)
     cache.reset()
     torch.testing.assert_close(attn(x[:, :30], cache), parts[0])
 
@@ -74,9 +77,9 @@ WINDOW = "causal & local(20)"
 PIECES = [70, 1, 1, 7, 65, 1]
 
 
-@pytest.mark.parametrize("room", [sum(PIECES), 200])
-def test_a_table_that_covers_the_cache_gives_what_its_pattern_does(room):
-    attn = layer(mask=sf.compile_mask(WINDOW, 200), kv_heads=2)
+@pytest.mark.parametrize("room, v_head_dim", [(sum(PIECES), None), (200, None), (200, 20)])
+def test_a_table_that_covers_the_cache_gives_what_its_pattern_does(room, v_head_dim):
+    attn = layer(mask=sf.compile_mask(WINDOW, 200), kv_heads=2, v_head_dim=v_head_dim)
     x = inputs(sum(PIECES))
     cache = attn.new_cache(2, room)
     with torch.no_grad():

@@ -69,10 +69,28 @@ def test_opcheck_passes(backend, pattern):
         torch.library.opcheck(ops._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *options))
 
 
+@parametrize("v_head_dim", [16, 24])
 @parametrize("layout", ["heads first", "tokens first", "sliced", "head_dim first"])
-def test_fake_tensors_have_the_strides_of_real_ones(layout):
+def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
-    torch.library.opcheck(ops._forward, (q, k, v, [], 0, 0.25, False, BACKEND, *NO_TERMS), test_utils="test_faketensor")
+    v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
+    options = [], 0, 0.25, False, BACKEND, *NO_TERMS
+    torch.library.opcheck(ops._forward, (q, k, v, *options), test_utils="test_faketensor")
+    q, k, v = (t.detach() for t in (q, k, v))
+    out, lse = ops._forward(q, k, v, *options)
+    torch.library.opcheck(ops._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor")
+    decoding = q[:, :, :2], k, v, [], 0, 0, None, None, True, 0.25, BACKEND
+    torch.library.opcheck(ops._decode, decoding, test_utils="test_faketensor")
+
+
+@parametrize("backend", ["torch", "reference"])
+def test_a_compiled_function_takes_v_of_another_head_dim(backend):
+    q, k, v = inputs()
+    v = torch.cat([v, v[..., :8]], 3).detach().requires_grad_()
+    function, counter = compiled(lambda *qkv: sf.attention(*qkv, LOCAL.to_spec(), return_lse=True, backend=backend))
+    for got, wanted in zip(outcome(function, q, k, v), outcome(attend, q, k, v, LOCAL), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1 and function(q, k, v)[0].shape == (*q.shape[:3], 24)
 
 
 def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():

@@ -92,10 +92,11 @@ TERMS = ["kv_lens", "kv_lens of nothing", "q_lens", "starts", "lengths", "dropou
 TERMS += ["bias", "short bias", "own", "sinks", "all"]
 
 
-def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2, kv_heads=KV_HEADS):
+def inputs(dtype=torch.float32, q_len=70, kv_len=90, head_dim=16, batch=2, kv_heads=KV_HEADS, v_head_dim=None):
     generator = torch.Generator().manual_seed(0)
-    sizes = (HEADS, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (HEADS, q_len)
-    return [torch.randn(batch, heads, n, head_dim, generator=generator).to(DEVICE, dtype) for heads, n in sizes]
+    queries, keys, of_values = (batch, HEADS, q_len), (batch, kv_heads, kv_len), v_head_dim or head_dim
+    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
 def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
@@ -169,7 +170,7 @@ def usable(backend: str, call) -> None:
 def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed=5, deterministic=False, **shape):
     q, k, v, dout = inputs(dtype, **shape)
     given = terms(name)
-    usable(backend, make_call(q, k))
+    usable(backend, make_call(q, k, v=v))
     if backend == "hopper" and set(given) - {"sinks", "dropout_p"}:
         pytest.skip("hopper refuses them")
     table = mask and sf.compile_mask(mask, q.shape[2], k.shape[2], block_size, device=DEVICE)
@@ -206,6 +207,12 @@ def test_terms_are_right_under_any_kind_of_mask(backend, mask, name):
     check(backend, name, MASKS[mask])
 
 
+@every_backend
+@parametrize("head_dim, v_head_dim, name", [(40, 72, "lengths"), (16, 64, "all"), (64, 16, "all")])
+def test_terms_are_right_where_v_has_a_head_dim_of_its_own(backend, head_dim, v_head_dim, name):
+    check(backend, name, MASKS["local"], head_dim=head_dim, v_head_dim=v_head_dim)
+
+
 @parametrize("backend", ["torch", "reference"])
 @parametrize("mask", MASKS)
 @parametrize("name", TERMS)
@@ -226,12 +233,16 @@ ON_GPU += [
     for name in ("lengths", "dropout", "bias", "all")
     for mask, dtype, head_dim in (("bits", torch.bfloat16, 128), ("local", torch.float16, 256), ("dense", torch.float32, 64))
 ]
+ON_GPU += [
+    (name, "local", torch.bfloat16, dims) for name in ("lengths", "dropout", "bias", "all") for dims in ((192, 128), (64, 128))
+]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @parametrize("name, mask, dtype, head_dim", ON_GPU)
 def test_terms_are_right_at_the_tile_sizes_of_a_gpu(name, mask, dtype, head_dim):
-    check("triton", name, MASKS[mask], dtype, block_size=128, head_dim=head_dim, q_len=700, kv_len=900)
+    of_keys, of_values = (head_dim, None) if isinstance(head_dim, int) else head_dim
+    check("triton", name, MASKS[mask], dtype, block_size=128, head_dim=of_keys, v_head_dim=of_values, q_len=700, kv_len=900)
 
 
 @parametrize("mask", ["causal", None])

@@ -38,7 +38,7 @@ def key(kernel="forward", block_size=BLOCK, **changed) -> tuned.Key:
 
 def keep(kernel="forward", number=-1, block_size=BLOCK, **changed) -> configs.Config:
     """Stores a candidate as the choice for a key."""
-    candidates = configs.candidates(kernel, torch.float16, DIM, block_size)
+    candidates = configs.candidates(kernel, torch.float16, DIM, block_size, changed.get("v_head_dim"))
     tuned.store(key(kernel, block_size, **changed), candidates[number], candidates[0], {})
     return candidates[number]
 
@@ -84,12 +84,27 @@ def test_choices_for_other_keys_stay():
         {"head_dim": 128},
         {"block_size": 128},
         {"block_size": None},
+        {"v_head_dim": 128},
     ],
     ids=str,
 )
 def test_a_choice_for_another_key_is_not_used(changed):
     keep(**changed)
     assert asked() == builtin()
+
+
+def test_a_choice_for_a_head_dim_of_v_is_used_for_it_and_no_other():
+    chosen = keep(v_head_dim=128)
+    assert asked() == builtin() and configs.forward_config(torch.float16, DIM, BLOCK, CPU, 128) == chosen
+
+
+def test_a_file_that_knows_no_head_dim_of_v_is_read_as_of_one_head_dim(cache):
+    chosen = keep()
+    data = json.loads(cache.read_text())
+    del data["choices"][0]["v_head_dim"]
+    cache.write_text(json.dumps(data))
+    tuned.forget()
+    assert asked() == chosen
 
 
 def test_nothing_is_tuned_where_there_is_no_gpu(monkeypatch):
@@ -279,13 +294,14 @@ def test_a_gpu_that_is_lost_ends_tuning_and_names_the_candidate():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_every_task_runs_its_kernel_and_its_candidates_agree():
-    problem = tuning.Problem("causal & local(20)", tokens=64, heads=1, head_dim=16, block_size=32, dtype=torch.float16)
+    problem = tuning.Problem("causal & local(20)", 64, heads=1, head_dim=16, block_size=32, dtype=torch.float16, v_head_dim=32)
     tasks = tuning.tasks(problem, CPU, "triton")
     assert [(task.key.kernel, task.mask) for task in tasks] == [
         (kernel, mask) for mask in ("causal & local(20)", "dense") for kernel in configs.KERNELS
     ]
     for task in tasks:
         assert task.key.block_size == (None if task.mask == "dense" else 32)
+        assert (task.key.head_dim, task.key.v_head_dim) == (16, 32)
         first, other = task.run(task.candidates[0]), task.run(task.candidates[1])
         assert tuning.disagreement(other, first) is None
         first[next(iter(first))][0, 0, 7] += 1.0

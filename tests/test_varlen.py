@@ -74,15 +74,29 @@ def documents_mask(pattern, q_lens, k_lens, q_tokens: int, k_tokens: int) -> tor
     return kept
 
 
-def check(backend, pattern, q_lens, k_lens=None, *, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32, beyond=0, **options):
+def check(
+    backend,
+    pattern,
+    q_lens,
+    k_lens=None,
+    *,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    v_head_dim=None,
+    dtype=torch.float32,
+    beyond=0,
+    **options,
+):
     """Asserts that the call is right by the rule of ``oracle.check``, lse and its gradient included. beyond: tokens that are
     of no document."""
     generator = torch.Generator().manual_seed(0)
     q_tokens, k_tokens = (sum(lengths) + beyond for lengths in (q_lens, k_lens or q_lens))
-    shapes = [(1, n, tokens, head_dim) for n, tokens in ((heads, q_tokens), (kv_heads, k_tokens), (kv_heads, k_tokens))]
-    q, k, v, dout = (tensor(s, "tokens first", dtype=dtype, generator=generator) for s in (*shapes, shapes[0]))
+    queries, keys, of_values = (1, heads, q_tokens), (1, kv_heads, k_tokens), v_head_dim or head_dim
+    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
+    q, k, v, dout = (tensor(s, "tokens first", dtype=dtype, generator=generator) for s in shapes)
     dlse = torch.randn(1, heads, q_tokens, generator=generator).to(DEVICE)
-    skip_if_it_cannot(backend, make_call(q, k))
+    skip_if_it_cannot(backend, make_call(q, k, v=v))
     kept = documents_mask(pattern, q_lens, k_lens or q_lens, q_tokens, k_tokens).to(DEVICE)
 
     def attend(q, k, v, mask, **options):
@@ -142,11 +156,24 @@ def test_documents_with_fewer_or_more_queries_than_keys_are_aligned_at_their_end
     lengths=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=5),
     same=st.booleans(),
     beyond=st.integers(1, 200),
+    v_head_dim=strategies.v_head_dims,
 )
 @settings(max_examples=25)
-def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond):
+def test_drawn_patterns_and_lengths_are_right(pattern, lengths, same, beyond, v_head_dim):
     q_lens, k_lens = zip(*lengths, strict=True)
-    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond)
+    check("torch", pattern, q_lens, None if same else k_lens, beyond=beyond, v_head_dim=v_head_dim)
+
+
+@pytest.mark.usefixtures("packer")
+@parametrize("name", ["window", "random"])
+def test_v_may_have_a_head_dim_of_its_own_in_place_and_moved(name):
+    check("torch", PATTERNS[name], (130, 1, 60), head_dim=24, v_head_dim=40)
+    check("torch", PATTERNS[name], (30, 1, 60), (70, 0, 40), head_dim=40, v_head_dim=8, beyond=9)
+
+
+@parametrize("backend", ["triton", "reference"])
+def test_every_back_end_takes_documents_whose_v_has_a_head_dim_of_its_own(backend):
+    check(backend, "causal & local(100)", (70, 40), head_dim=48, v_head_dim=32)
 
 
 @pytest.mark.usefixtures("packer")

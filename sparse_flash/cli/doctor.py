@@ -82,6 +82,7 @@ def _calls(torch) -> list[tuple[str, object]]:
         (f"float16, grouped-query, {where}", base | {"dtype": torch.float16, "kv_heads": 2}),
         (f"float64, sparse, {where}", base | {"dtype": torch.float64}),
         (f"bfloat16, blocks of 16, head_dim 40, {where}", base | usual | {"block_size": 16, "head_dim": 40}),
+        (f"bfloat16, head_dim 192, v of 128, {where}", base | usual | {"head_dim": 192, "v_head_dim": 128}),
         (f"bfloat16, dropout, {where}", base | usual | {"features": ("dropout_p",)}),
     ]
     return [(name, Call(**fields)) for name, fields in calls]

@@ -20,7 +20,8 @@ def tune(
     ),
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Queries, and keys.")] = 16384,
     heads: Annotated[int, typer.Option(min=1, help="Heads, of all sequences of the batch together.")] = 16,
-    head_dim: Annotated[int, typer.Option(min=1, help="Of queries, keys and values.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 128,
+    v_head_dim: Annotated[int | None, typer.Option(min=1, help="Of values; as of queries and keys by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")] = 128,
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
@@ -38,7 +39,7 @@ def tune(
             raise ValueError(f"nothing to tune: {reason}")
         if dtype not in tuning.DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(tuning.DTYPES)}; got {dtype!r}")
-        problem = tuning.Problem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype])
+        problem = tuning.Problem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype], v_head_dim)
         try:
             tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
             if not tasks:
@@ -87,7 +88,7 @@ def _why_unreached(result) -> str:
 
 def _table(tuning, result) -> Table:
     key = result.task.key
-    title = f"{key.kernel} ({key.backend}), {result.task.mask}, {key.dtype}, head_dim {key.head_dim}"
+    title = f"{key.kernel} ({key.backend}), {result.task.mask}, {key.dtype}, head_dim {_head_dims(key)}"
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
     table.add_column("candidate")
     table.add_column("time", justify="right", no_wrap=True)
@@ -104,3 +105,7 @@ def _table(tuning, result) -> Table:
         gain_text = "" if trial is builtin else f"{gain:+.1%}"
         table.add_row(name, f"{trial.milliseconds:.3f} ms", gain_text, ", ".join(notes), style="green" if chosen else None)
     return table
+
+
+def _head_dims(key) -> str:
+    return str(key.head_dim) if key.v_head_dim == key.head_dim else f"{key.head_dim} of q and k, {key.v_head_dim} of v"
