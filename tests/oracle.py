@@ -107,11 +107,11 @@ def pytorch_attention(q, k, v, kept, scale):
     return torch.where(some[..., None], out, 0.0), torch.where(some, scores.logsumexp(-1), float("-inf"))
 
 
-def pytorch_lse(q, k, v, kept, scale):
+def pytorch_lse(q, k, kept, scale):
     """The lse of PyTorch's kernel for CPUs, whose exponentials of 16-bit types are rougher than float32's."""
     some = kept.any(-1, keepdim=True)
     bias = torch.zeros(kept.shape, dtype=q.dtype).masked_fill(~kept & some, float("-inf")).expand(*q.shape[:2], -1, -1)
-    _, lse = aten_cpu.forward(q, k, v, scale, bias=bias)
+    _, lse = aten_cpu.forward(q, k, k, scale, bias=bias)
     return torch.where(some[..., 0], lse, float("-inf"))
 
 
@@ -200,7 +200,7 @@ def measure(
     wanted = gradients(lambda *t: dense_attention(*t, kept, factor), exact, dout.double(), dlse)
     theirs = gradients(lambda *t: pytorch_attention(*t, kept, factor), inputs, dout, dlse)
     if backend == "torch" and q.device.type == "cpu" and q.element_size() == 2:
-        theirs[1] = pytorch_lse(*inputs, kept, factor)
+        theirs[1] = pytorch_lse(q, k, kept, factor)
     ours = gradients(lambda *t: attend(*t, mask, scale=scale, return_lse=True, backend=backend, **options), inputs, dout, dlse)
 
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

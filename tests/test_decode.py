@@ -140,19 +140,23 @@ def test_lengths_and_tables_of_64_bits_give_what_those_of_32_bits_do(backend):
     assert torch.equal(wide, narrow)
 
 
-@parametrize("head_dim, v_head_dim", [(192, 128), (40, 72), (16, 64)])
+@parametrize(
+    "head_dim, v_head_dim, pattern, options",
+    [
+        (192, 128, "causal & (local(50) | sinks(16))", {}),
+        (40, 72, None, {"dtype": torch.float16, "page_size": 32}),
+        (16, 64, "causal", {"layout": "tokens first"}),
+    ],
+)
 @parametrize("backend", ["torch", "triton", "reference"])
-def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim):
-    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "lengths": (290, 40)}
-    compare(backend, "causal & (local(50) | sinks(16))", 2, **shape)
-    compare(backend, None, 1, dtype=torch.float16, page_size=32, **shape)
-    compare(backend, "causal", 1, layout="tokens first", **shape)
+def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim, pattern, options):
+    compare(backend, pattern, 2, head_dim=head_dim, v_head_dim=v_head_dim, lengths=(290, 40), **options)
 
 
 @parametrize("backend", ["torch", "triton"])
-def test_a_cache_of_one_layout_serves_values_of_one_head_dim_after_another(backend):
-    for v_head_dim in (16, 64, 16):
-        compare(backend, "causal", 1, head_dim=16, v_head_dim=v_head_dim, lengths=(250,), heads=1, kv_heads=1)
+def test_keys_of_one_shape_serve_values_of_one_head_dim_after_another(backend):
+    for v_head_dim in (16, 64):
+        compare(backend, "causal", 1, head_dim=16, v_head_dim=v_head_dim, lengths=(130,), capacity=150, heads=1, kv_heads=1)
 
 
 @parametrize("backend", ["reference"])
