@@ -11,7 +11,7 @@ from .block_mask import BlockMask, as_block_mask, compiled_once
 from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern
 from .scores import with_sinks
-from .terms import ScoreFunction, check_number, check_sinks, terms_of
+from .terms import ScoreFunction, check_deterministic, check_dtype, check_number, check_sinks, terms_of
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -87,6 +87,7 @@ def attention(
     if foreign:
         raise unexpected(attention, foreign)
     _check_types(q, k, v)
+    check_deterministic(deterministic)
     q, k, v = autocast(q, k, v)
     if 0 in q.shape or 0 in k.shape:
         return _of_nothing(q, k, v, sinks, return_lse)
@@ -215,8 +216,7 @@ def check_tensors(q, k, v, may_be_empty: bool = False) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor; got {tensor.dtype}")
+        check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast with .to({q.dtype})")
         if tensor.device != q.device:

@@ -12,6 +12,7 @@ from .block_mask import BlockMask, as_block_mask, plain_tensors
 from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern, parse
 from .patterns import causal, full, local
+from .terms import check_dtype, int32_lengths
 
 MAX_QUERIES = 64
 
@@ -133,10 +134,10 @@ def _check_tensors(q, k, v, block_table) -> None:
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(f"{name} must have shape {shape}, none of it 0; got {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype or not tensor.is_floating_point():
+        check_dtype(name, tensor)
+        if tensor.dtype != q.dtype:
             raise ValueError(
-                f"q, k and v must have one floating-point dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast q with "
-                f".to({tensor.dtype})"
+                f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast q with .to({tensor.dtype})"
             )
         if tensor.device != q.device:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
@@ -165,11 +166,11 @@ def _checked_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Ten
     """Both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
-        kv_lens = _in_int32("kv_lens", kv_lens, q)
+        kv_lens = int32_lengths(_integers("kv_lens", kv_lens, q))
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
     if block_table is not None:
-        block_table = _in_int32("block_table", block_table, q)
+        block_table = _integers("block_table", block_table, q).to(torch.int32)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
             raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
         if page_size & (page_size - 1):
@@ -177,14 +178,14 @@ def _checked_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Ten
     return kv_lens, block_table
 
 
-def _in_int32(name: str, tensor, q) -> torch.Tensor:
+def _integers(name: str, tensor, q) -> torch.Tensor:
     way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
     way_out = f"use {way_out}.to({str(q.device)!r})"
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
     if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
         raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
-    return tensor.to(torch.int32)
+    return tensor
 
 
 def _check_mask(mask: BlockMask, capacity: int, q) -> None:

@@ -10,6 +10,7 @@ from .attention import attention
 from .block_mask import BlockMask
 from .decode import attention_decode, takes
 from .pattern import Pattern, parse
+from .terms import check_deterministic
 
 
 class KeyValueCache:
@@ -102,6 +103,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
+        check_deterministic(deterministic)
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if min(head_dim, v_head_dim) < 1:

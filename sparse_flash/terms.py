@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's border.
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
@@ -205,6 +206,24 @@ def check_number(name: str, value, what: str = "a number") -> None:
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
 
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for q, k or v of a dtype that no back end takes, as are those of 8 bits."""
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
+            ".to(torch.bfloat16)"
+        )
+
+
+def check_deterministic(deterministic: bool | None) -> None:
+    """Raises TypeError for what is neither a bool nor None, a number too: 1 equals True where calls are remembered."""
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise TypeError(
+            f"deterministic must be True, False or None; got {deterministic!r}; None follows "
+            "torch.are_deterministic_algorithms_enabled()"
+        )
+
+
 def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
     """Raises ValueError or TypeError for sinks that do not fit."""
     _check_tensor("sinks", sinks, q)
@@ -224,7 +243,15 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             f"{tuple(value.shape)}"
         )
     _check_tensor(name, value, q)
-    return value.to(torch.int32).contiguous()
+    return int32_lengths(value).contiguous()
+
+
+def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """int32 or int64 lengths in int32; those past its ends become its ends, as both are past all tokens. Waits for nothing."""
+    if lengths.dtype == torch.int64:
+        ends = torch.iinfo(torch.int32)
+        lengths = lengths.clamp(ends.min, ends.max)
+    return lengths.to(torch.int32)
 
 
 def _check_tensor(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:

@@ -379,7 +379,11 @@ def zeros(*shape, **kwargs):
 BAD_TENSORS = [
     ({"q": zeros(2, 100, 16)}, r"q must have shape \(batch, heads, tokens, head_dim\); got \(2, 100, 16\)"),
     ({"v": zeros(100, 16)}, r"v must have shape \(batch, heads, tokens, head_dim\); got \(100, 16\)"),
-    ({"q": zeros(1, 2, 100, 16, dtype=torch.int32)}, r"q must be a floating-point tensor; got torch.int32"),
+    ({"q": zeros(1, 2, 100, 16, dtype=torch.int32)}, r"q must be a floating-point tensor, .*; got torch.int32"),
+    (
+        {name: zeros(1, 2, 100, 16).to(torch.float8_e5m2) for name in "qkv"},
+        r"q must be .* of float16, bfloat16, float32 or float64; got torch.float8_e5m2; cast with .to\(torch.bfloat16\)",
+    ),
     ({"k": zeros(1, 2, 100, 16, dtype=torch.float16)}, r"one dtype; q is torch.float32, k is torch.float16; cast with"),
     ({"v": torch.zeros(1, 2, 100, 16, device="meta")}, rf"one device; q is on {DEVICE}.*, v on meta"),
     ({"q": zeros(1, 2, 100, 0)}, r"q must not be empty; got shape \(1, 2, 100, 0\)"),
@@ -410,6 +414,8 @@ BAD_ARGUMENTS = [
     ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
     ({"dropout_p": torch.tensor(0.1)}, TypeError, r"dropout_p must be a number, .*; got Tensor; use .item\(\)"),
     ({"softcap": "x"}, TypeError, r"softcap must be a number, .*; got str"),
+    ({"deterministic": "yes"}, TypeError, r"deterministic must be True, False or None; got 'yes'; None follows"),
+    ({"deterministic": 1}, TypeError, r"deterministic must be True, False or None; got 1"),
     ({"score_params": torch.ones(3)}, TypeError, r"score_params must be a tuple of tensors; got Tensor; write \(tensor,\) for one"),
 ]
 
@@ -418,6 +424,19 @@ BAD_ARGUMENTS = [
 def test_arguments_out_of_range_are_one_clear_error(options, error, message):
     with pytest.raises(error, match=message):
         sf.attention(*inputs(), **options)
+
+
+@parametrize("known", [1, "yes", 0])
+def test_no_call_before_lets_another_kind_of_deterministic_pass(known):
+    tensors = inputs()
+    for settled in (True, False):
+        sf.attention(*tensors, deterministic=settled)
+        for call in (lambda: sf.attention(*tensors, deterministic=known), lambda: sf.SparseAttention(32, 2, deterministic=known)):
+            with pytest.raises(TypeError, match="deterministic must be"):
+                call()
+    for nothing in (t[:0] for t in tensors[:1]):
+        with pytest.raises(TypeError, match="deterministic must be"):
+            sf.attention(nothing, nothing, nothing, deterministic=known)
 
 
 def test_what_is_no_tensor_is_one_clear_error():

@@ -159,6 +159,14 @@ def test_keys_of_one_shape_serve_values_of_one_head_dim_after_another(backend):
         compare(backend, "causal", 1, head_dim=16, v_head_dim=v_head_dim, lengths=(130,), capacity=150, heads=1, kv_heads=1)
 
 
+@parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1])
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(backend, far):
+    q, k, v = (torch.randn(3, 2, tokens, 16, device=DEVICE) for tokens in (1, 90, 90))
+    wanted, given = (torch.tensor(lens, device=DEVICE) for lens in ((90, 7, 0), (far, 7, -far)))
+    assert torch.equal(*(sf.attention_decode(q, k, v, "local(70)", kv_lens=lens, backend=backend) for lens in (wanted, given)))
+
+
 @parametrize("backend", ["reference"])
 def test_the_reference_reads_pages(backend):
     compare(backend, "causal & local(20)", 2, page_size=16, lengths=(100, 33))
@@ -319,7 +327,9 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "agree in batch.*block_table", q, k[:1], k[:1])
     refused(ValueError, "agree in all but head_dim", q, k, k[:, :, :5])
     refused(ValueError, "number of key heads", q[:, :3], k, k)
-    refused(ValueError, "one floating-point dtype", q, k.half(), k.half())
+    refused(ValueError, "one dtype", q, k.half(), k.half())
+    eighths = [t.to(torch.float8_e4m3fn) for t in (q, k, k)]
+    refused(ValueError, r"q must be a floating-point tensor, of float16, .*; got torch.float8_e4m3fn; cast", *eighths)
     refused(ValueError, "scale must be positive", q, k, k, scale=0.0)
     refused(TypeError, r"kv_lens must be an int32 or int64 tensor.*torch.tensor\(", q, k, k, kv_lens=[3, 4])
     refused(ValueError, "kv_lens must be int32 or int64 on cpu; got torch.float32.*int32", q, k, k, kv_lens=lens.float())

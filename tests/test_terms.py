@@ -760,3 +760,28 @@ def test_terms_that_do_not_fit_are_one_clear_error(options, error, message):
     q, k, v, _ = inputs()
     with pytest.raises(error, match=message):
         sf.attention(q, k, v, "causal", **options)
+
+
+# What int32 cannot hold, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
+FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
+
+
+@parametrize("far", FAR)
+@parametrize("backend", ["torch", "triton", "reference"])
+def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far):
+    q, k, v = (torch.randn(2, HEADS, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+
+    def results(**lengths):
+        out = sf.attention(q, k, v, "causal", backend=backend, **lengths)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    def of(*values):
+        return torch.tensor(values, device=DEVICE)
+
+    whole = results(kv_lens=of(40, 9), q_lens=of(40, 33), kv_starts=of(0, 2), q_starts=of(3, 0))
+    cut = results(
+        kv_lens=of(far, 9), q_lens=of(far, 33), kv_starts=of(-far, 2), q_starts=of(3, -far - 1 if far < 2**63 - 1 else -far)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+    for nothing in ({"kv_lens": of(-far, -far)}, {"q_starts": of(far, far)}, {"kv_starts": of(far, far)}, {"q_lens": of(-far, 0)}):
+        assert all((t == 0).all() for t in results(**nothing))

@@ -520,7 +520,7 @@ def test_wrong_types_raise_and_say_what_would_do():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="cannot be seen on a GPU without waiting for it")
-@parametrize("starts", [(0, 5, 4, 10), (1, 10), (0, 11), (0, -1, 10)])
+@parametrize("starts", [(0, 5, 4, 10), (1, 10), (0, 11), (0, -1, 10), (0, 2**32), (0, 2**32 + 5, 10), (2**40, 10)])
 def test_impossible_lengths_raise_on_a_cpu(starts):
     with pytest.raises(ValueError, match="must start with 0, not decrease, and end with at most the 10 tokens of q"):
         sf.attention_varlen(*packed(), torch.tensor(starts))

@@ -31,6 +31,7 @@ from ...block_mask import BlockMask
 from ...decode import attention_decode, decodes, takes
 from ...pattern import Pattern, parse
 from ...scores import with_sinks
+from ...terms import check_deterministic
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
 
@@ -88,6 +89,7 @@ def use_sparse_flash(
     The choice lies on the model's layers and is not saved with it. Raises ValueError for a model that has no such layers, and
     for masks that do not fit them; the model is then as before.
     """
+    check_deterministic(deterministic)
     part = tower(model)
     layers = self_attention(part)
     masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
