@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from .cases import OURS
-from .rows import Row, Table, rows
-from .written import number
+from .rows import Row, Table, around, rows
+from .written import marked, noted, number, spread
 
 Passes = tuple[float | None, float | None]  # forward, and backward or both; None where there is no number
-_RATIO = "x: how many times as fast as the fastest other in the same run, each pass for itself"
+_RATIO = (
+    "x: how many times as fast as the fastest other in the same run, each pass for itself, as timed again before and after ours"
+)
 
 
 def tables(data: dict) -> list[Table]:
@@ -18,15 +20,15 @@ def tables(data: dict) -> list[Table]:
 
 
 def ratios_to_best(data: dict) -> list[float]:
-    """Of all rows of the peers suite: our speed over that of the fastest other, forward and backward."""
+    """Of all rows of the peers suite that can be relied on: our speed over that of the fastest other, forward and backward."""
     found = _problems(rows(data, "peers", every=True))
     main = _ours(found)[:1]
-    pairs = [_ratios(row.get(peer), _rivals(row.values()), _tflops) for row in found.values() for peer in main]
-    return [ratio for pair in pairs for ratio in pair if ratio]
+    pairs = [_ratios(row.get(peer), _rivals(row.values()), _ms) for row in found.values() for peer in main]
+    return [ratio for *pair, doubtful in pairs if not doubtful for ratio in pair if ratio]
 
 
 def _peers(data: dict) -> Table | None:
-    found = _problems(rows(data, "peers", every=True))
+    found, figures = _problems(rows(data, "peers", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
     ours, others = _ours(found), _others(found)
@@ -41,22 +43,31 @@ def _peers(data: dict) -> Table | None:
                 shape,
                 label,
                 mine.result.get("backend", "") if mine else "",
-                *(_cell(row.get(peer), _tflops) for peer in (*ours, *others)),
-                _pair(_ratios(mine, _rivals(row.values()), _tflops)),
-                _pair(_ratios(row.get(portable), flex, _tflops)),
+                *(_cell(row.get(peer), figures) for peer in (*ours, *others)),
+                spread(mine),
+                _pair(_ratios(mine, _rivals(row.values()), _ms)),
+                _pair(_ratios(row.get(portable), flex, _ms)),
                 _all_right(row),
             ]
         )
-    columns = ["shape", "mask", "by", *ours, *others, "x best peer", f"{portable.removeprefix(OURS + ':')} x flex", "correct"]
-    note = (
-        "TFLOP/s forward / backward, over kept pairs only: 4 x pairs x head_dim x heads x batch, backward 2.5 times that. "
-        f"{_RATIO}. by: the back end that {main} takes."
-    )
-    return Table("Beside the peers", columns, lines, [note])
+    columns = [
+        "shape",
+        "mask",
+        "by",
+        *ours,
+        *others,
+        "spread",
+        "x best peer",
+        f"{portable.removeprefix(OURS + ':')} x flex",
+        "correct",
+    ]
+    unit = "TFLOP/s forward / backward, over kept pairs only: 4 x pairs x head_dim x heads x batch, backward 2.5 times that"
+    note = f"{'ms forward / backward' if _on_cpu(data) else unit}. {_RATIO}. by: the back end that {main} takes."
+    return noted(Table("Beside the peers", columns, lines, [note]))
 
 
 def _deterministic(data: dict) -> Table | None:
-    found = _problems(rows(data, "deterministic", every=True))
+    found, figures = _problems(rows(data, "deterministic", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
     ours, others = _ours(found), _others(found)
@@ -69,15 +80,17 @@ def _deterministic(data: dict) -> Table | None:
             [
                 shape,
                 label,
-                *(_cell(row.get(peer), _tflops) for peer in (*ours, *others)),
-                _pair(_ratios(mine, [r for r in _rivals(row.values()) if _repeats(r.peer)], _tflops)),
-                _pair(_ratios(mine, [row[free]] if free in row else [], _tflops)),
+                *(_cell(row.get(peer), figures) for peer in (*ours, *others)),
+                spread(mine),
+                _pair(_ratios(mine, [r for r in _rivals(row.values()) if _repeats(r.peer)], _ms)),
+                _pair(_ratios(mine, [row[free]] if free in row else [], _ms)),
                 _all_right(row),
             ]
         )
-    columns = ["shape", "mask", *ours, *others, "x best deterministic", f"x {free or OURS}", "correct"]
-    note = f"TFLOP/s forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit by bit."
-    return Table("Deterministic backward pass", columns, lines, [note])
+    columns = ["shape", "mask", *ours, *others, "spread", "x best deterministic", f"x {free or OURS}", "correct"]
+    unit = "ms" if _on_cpu(data) else "TFLOP/s"
+    note = f"{unit} forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit by bit."
+    return noted(Table("Deterministic backward pass", columns, lines, [note]))
 
 
 def _small(data: dict) -> list[Table]:
@@ -86,6 +99,7 @@ def _small(data: dict) -> list[Table]:
         return []
     ours, others = _ours(found), _others(found)
     main = ours[0] if ours else OURS
+    unit, factor = ("ms", 1e-3) if _on_cpu(data) else ("us", 1.0)
     made = []
     for title, value in (("Time of one call", _call_us), ("Host time of one call", _host_us)):
         lines = [
@@ -93,20 +107,21 @@ def _small(data: dict) -> list[Table]:
                 shape,
                 label,
                 how,
-                *(_cell(row.get(peer), value) for peer in (*ours, *others)),
-                _pair(_ratios(row.get(main), _rivals(row.values()), lambda r, value=value: _speeds(value(r)))),
+                *(_cell(row.get(peer), value, factor) for peer in (*ours, *others)),
+                spread(row.get(main)),
+                _pair(_ratios(row.get(main), _rivals(row.values()), value)),
                 _all_right(row),
             ]
             for (shape, label, how), row in found.items()
         ]
-        columns = ["shape", "mask", "as", *ours, *others, "x best peer", "correct"]
-        made.append((f"{title}, us, short problems", columns, lines))
+        columns = ["shape", "mask", "as", *ours, *others, "spread", "x best peer", "correct"]
+        made.append((f"{title}, {unit}, short problems", columns, lines))
     common = f"Forward without gradients / forward and backward. {_RATIO}."
     notes = (
         f"{common} Calls back to back, until the device is done with them, over their number.",
         f"{common} Until the call returns, with nothing waiting for the device.",
     )
-    return [Table(*table, [note]) for table, note in zip(made, notes, strict=True)]
+    return [noted(Table(*table, [note])) for table, note in zip(made, notes, strict=True)]
 
 
 def _problems(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
@@ -146,32 +161,39 @@ def _host_us(row: Row) -> Passes:
     return row.result["forward_host_us"], row.result["both_host_us"]
 
 
-def _speeds(times: Passes) -> Passes:
-    forward, both = times
-    return 1 / forward, 1 / both
+def _ms(row: Row) -> Passes:
+    return row.result["forward_ms"], row.result.get("backward_ms")
 
 
-def _ratios(mine: Row | None, others: list[Row], speed: Callable[[Row], Passes]) -> Passes:
-    """Our speed over the best of the others'. Only right results count."""
+def _on_cpu(data: dict) -> bool:
+    return data["settings"]["device"] == "cpu"
+
+
+def _ratios(mine: Row | None, others: list[Row], times: Callable[[Row], Passes]) -> tuple[float | None, float | None, bool]:
+    """(forward, backward or both, doubtful): the best of the others' times over ours. Only right results count."""
     if mine is None or not mine.counts:
-        return None, None
-    pair = []
-    for number_of_pass, own in enumerate(speed(mine)):
-        best = max((speed(row)[number_of_pass] or 0 for row in others if row.counts), default=0)
-        pair.append(own / best if own and best else None)
-    return tuple(pair)
+        return None, None, False
+    pair, doubtful = [], mine.doubtful
+    rivals = around(mine, [row for row in others if row.counts])
+    for number_of_pass, own in enumerate(times(mine)):
+        timed = [row for row in rivals if times(row)[number_of_pass]]
+        best = min(timed, key=lambda row: times(row)[number_of_pass], default=None)
+        pair.append(times(best)[number_of_pass] / own if own and best else None)
+        doubtful |= best is not None and best.doubtful
+    return *pair, doubtful
 
 
-def _pair(ratios: Passes) -> str:
-    return " / ".join(f"{ratio:.2f}" if ratio else "-" for ratio in ratios) if any(ratios) else ""
+def _pair(ratios: tuple[float | None, float | None, bool]) -> str:
+    *pair, doubtful = ratios
+    return marked(" / ".join(f"{ratio:.2f}" if ratio else "-" for ratio in pair), doubtful) if any(pair) else ""
 
 
-def _cell(row: Row | None, value: Callable[[Row], Passes]) -> str:
+def _cell(row: Row | None, value: Callable[[Row], Passes], factor: float = 1.0) -> str:
     if row is None:
         return ""
     if not row.counts:
         return "wrong" if row.finished else "-"
-    return " / ".join(number(figure) or "-" for figure in value(row))
+    return marked(" / ".join(number(figure and factor * figure) or "-" for figure in value(row)), row.doubtful)
 
 
 def _all_right(row: dict[str, Row]) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .check import Attend, eagerly, is_right, sampled_errors
+from .noise import Timing
 from .peer import Peer
 from .problem import Problem
 
@@ -31,9 +32,17 @@ def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool) -
     errors = sampled_errors(problem, attend)
     result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
     dout.normal_()  # the check leaves most of a graph's own dout zero
-    for name, call in (("forward", attend), ("both", lambda: attend(dout))):
-        result[f"{name}_us"], result[f"{name}_host_us"] = microseconds(call, device)
+    for name, timing in times(attend, dout, device):
+        result |= timing.named(name)
     return result
+
+
+def times(attend: Attend, dout: torch.Tensor, device: torch.device) -> Iterator[tuple[str, Timing]]:
+    """Microseconds of both passes, each as time and as host time."""
+    for name, call in (("forward", attend), ("both", lambda: attend(dout))):
+        time_us, host_us = microseconds(call, device)
+        yield f"{name}_us", time_us
+        yield f"{name}_host_us", host_us
 
 
 def captured(attend: Attend, dout: torch.Tensor) -> Attend:
@@ -66,8 +75,8 @@ def captured(attend: Attend, dout: torch.Tensor) -> Attend:
     return replay
 
 
-def microseconds(call: Callable, device: torch.device) -> tuple[float, float]:
-    """(time a call, host time a call): medians over runs of calls back to back, and over all those calls."""
+def microseconds(call: Callable, device: torch.device) -> tuple[Timing, Timing]:
+    """(time a call, host time a call), over runs of calls back to back, and over the medians of runs of calls timed each."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(_WARM_CALLS):
         call()
@@ -86,9 +95,11 @@ def microseconds(call: Callable, device: torch.device) -> tuple[float, float]:
     # Apart from the runs above, which the clock's own calls would lengthen.
     hosts: list[float] = []
     for _ in runs:
+        run: list[float] = []
         for _ in range(calls):
             begin = time.perf_counter()
             call()
-            hosts.append(time.perf_counter() - begin)
+            run.append(time.perf_counter() - begin)
+        hosts.append(statistics.median(run))
         wait()
-    return statistics.median(runs) / calls * 1e6, statistics.median(hosts) * 1e6
+    return Timing.of(runs).scaled(1e6 / calls), Timing.of(hosts).scaled(1e6)

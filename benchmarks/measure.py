@@ -1,20 +1,19 @@
 """How a case is timed, and what its memory is.
 
-GPU: medians of CUDA-event times over runs with a cold cache. CPU: medians of wall time. Memory: the most bytes that one
-forward and backward pass holds in tensors at once, beyond its inputs, as PyTorch's allocators count them on both devices
-(on a CPU through the profiler's allocation events, so that what the process held before does not count).
+GPU: medians of CUDA-event times over runs with a cold cache. CPU: medians of wall time. Quartiles stand beside both. Memory:
+the most bytes that one forward and backward pass holds in tensors at once, beyond its inputs, as PyTorch's allocators count
+them on both devices (on a CPU through the profiler's allocation events, so that what the process held before does not count).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,12 +24,14 @@ import sparse_flash
 from . import calls
 from .cases import CallCase, Case, CompileCase, PaperCase
 from .check import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
+from .noise import Load, Timing
 from .peer import Peer
 from .peers import peer
 from .problem import Problem, problem_of
+from .results import finished
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-_CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
+CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
 _GPU_WARMUP_MS, _GPU_MS = 50, 200
 
 
@@ -59,11 +60,11 @@ def time_limit(seconds: int | None):
 
 def run(case: Case | CompileCase, device: torch.device, limit: int | None = None, seconds: float | None = None) -> dict:
     """The result of a case as plain data: its numbers, or one of {"refused": why}, {"over_limit": seconds},
-    {"out_of_memory": error}, {"failed": error}. seconds: how long to repeat on a CPU."""
-    begin = time.perf_counter()
+    {"out_of_memory": error}, {"failed": error}; and what ``noise`` judges them by. seconds: how long to repeat on a CPU."""
+    load, begin = Load(_threads(case, device)), time.perf_counter()
     try:
         with time_limit(limit):
-            measured = _compile(case) if isinstance(case, CompileCase) else _attention(case, device, seconds or _CPU_SECONDS)
+            measured = _compile(case) if isinstance(case, CompileCase) else _attention(case, device, seconds or CPU_SECONDS)
     except OverLimit:
         measured = {"over_limit": limit}
     except Exception as error:
@@ -73,7 +74,14 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if finished(measured) and (seen := load.seen()):
+        measured["load"] = seen
     return measured | {"took_s": round(time.perf_counter() - begin, 2)}
+
+
+def _threads(case: Case | CompileCase, device: torch.device) -> int:
+    """Processors that the program wants while it is timed."""
+    return 1 if device.type == "cuda" or isinstance(case, CompileCase) else torch.get_num_threads()
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -81,15 +89,20 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _attention(case: Case, device: torch.device, seconds: float) -> dict:
-    shape, dtype = case.shape, DTYPES[device.type]
+def asked(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
+    """(what is asked, whom, whether for a backward pass as well)."""
     # FlexAttention has no backward pass on a CPU and refuses inputs that want one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
     rival = peer(case.peer)
-    problem = problem_of(case, device, dtype, backward).memory_order(rival.order)
+    return problem_of(case, device, DTYPES[device.type], backward).memory_order(rival.order), rival, backward
+
+
+def _attention(case: Case, device: torch.device, seconds: float) -> dict:
+    shape = case.shape
+    problem, rival, backward = asked(case, device)
     mask, kept = problem.mask, problem.kept_pairs
     facts = {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(problem.q.dtype).removeprefix("torch."),
         "kept_pairs": kept / (shape.batch * shape.heads),
         "density": mask.density,
         "block_density": mask.block_density,
@@ -116,23 +129,29 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
     attend = eagerly(problem, fn)
     errors = sampled_errors(problem, attend, backward)
     result = {"first_call_s": time.perf_counter() - begin}
-    with torch.no_grad():
-        forward, repeats = _median_ms(fn, device, seconds)
-    result |= {"forward_ms": forward, "forward_tflops": flops / forward / 1e9, "repeats": repeats}
+    for name, timing in passes(problem, fn, device, seconds, backward):
+        result |= timing.named(name)
+    result["forward_tflops"] = flops / result["forward_ms"] / 1e9
     correct = is_right(errors, problem.q.dtype)
     if backward:
-        out = fn()
-        dout = torch.randn_like(out)
-        result["backward_ms"], _ = _median_ms(
-            lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds
-        )
         result["backward_tflops"] = 2.5 * flops / result["backward_ms"] / 1e9
-        del out
+        dout = torch.randn_like(problem.q)
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
         if rival.deterministic:
             result["repeatable"] = all(map(torch.equal, attend(dout), attend(dout)))
             correct = correct and result["repeatable"]
     return result | {"errors": errors, "correct": correct}
+
+
+def passes(problem: Problem, fn: Callable, device: torch.device, seconds: float, backward: bool) -> Iterator[tuple[str, Timing]]:
+    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone; ``fn`` has run before, or runs now."""
+    with torch.no_grad():
+        fn()
+        yield "forward_ms", timed_ms(fn, device, seconds)
+    if backward:
+        out = fn()
+        dout = torch.randn_like(out)
+        yield "backward_ms", timed_ms(lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds)
 
 
 def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
@@ -148,26 +167,22 @@ def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, 
         fn = rival.prepare(problem)
     attend = eagerly(problem, fn)
     result = {}
-    with torch.no_grad():
-        result["forward_ms"], result["repeats"] = _median_ms(fn, device, seconds)
+    for name, timing in passes(problem, fn, device, seconds, backward):
+        result |= timing.named(name)
     if backward:
-        out = fn()
-        dout = torch.randn_like(out)
-        result["backward_ms"], _ = _median_ms(
-            lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds
-        )
-        del out
-        result["both_ms"], _ = _median_ms(lambda: attend(dout), device, seconds)
+        dout = torch.randn_like(problem.q)
+        result |= timed_ms(lambda: attend(dout), device, seconds).named("both_ms")
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
     return result | {"errors": errors, "correct": correct}
 
 
-def _median_ms(fn: Callable, device: torch.device, seconds: float) -> tuple[float, int | None]:
-    """(median milliseconds, repeats where counted); ``fn`` has run before."""
+def timed_ms(fn: Callable, device: torch.device, seconds: float) -> Timing:
+    """Milliseconds of ``fn``, which has run before."""
     if device.type == "cuda":
         import triton
 
-        return triton.testing.do_bench(fn, warmup=_GPU_WARMUP_MS, rep=_GPU_MS, quantiles=[0.5]), None
+        median, low, high = triton.testing.do_bench(fn, warmup=_GPU_WARMUP_MS, rep=_GPU_MS, quantiles=[0.5, 0.25, 0.75])
+        return Timing(median, low, high)
     times: list[float] = []
     while len(times) < _CPU_LEAST or (sum(times) < seconds and len(times) < _CPU_MOST):
         begin = time.perf_counter()
@@ -175,7 +190,7 @@ def _median_ms(fn: Callable, device: torch.device, seconds: float) -> tuple[floa
         times.append(time.perf_counter() - begin)
         if sum(times) > 8 * seconds:
             break
-    return statistics.median(times) * 1e3, len(times)
+    return Timing.of(times).scaled(1e3)
 
 
 def peak_bytes(fn: Callable, device: torch.device) -> int:
@@ -229,7 +244,7 @@ def _compile(case: CompileCase) -> dict:
     finally:
         tracemalloc.stop()
     return {
-        "compile_s": statistics.median(times),
+        **Timing.of(times).named("compile_s"),
         "peak_bytes": peak,
         "table_bytes": mask.nbytes,
         "kept_blocks": int(mask.by_query.row_ptr[0, -1]),

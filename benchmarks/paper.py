@@ -28,7 +28,9 @@ def tables(data: dict) -> list[Table]:
             unit = "" if value == "extra_bytes" else ", ms"
             columns = ["mask, by", *(f"{n:,}" for n in lengths)]
             made.append(Table(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
-    return [*made[:-1], Table(made[-1].title, made[-1].columns, made[-1].rows, list(_NOTES))] if made else []
+    if made:
+        made[-1].notes.extend(_NOTES)
+    return list(map(written.noted, made))
 
 
 def _cell(row: Row | None, value: str) -> str:
@@ -38,4 +40,4 @@ def _cell(row: Row | None, value: str) -> str:
         return "wrong" if row.finished else gave_up(row.result) or "-"
     if value not in row.result:
         return ""
-    return written.memory(row) if value == "extra_bytes" else written.number(row.result[value])
+    return written.memory(row) if value == "extra_bytes" else written.marked(written.number(row.result[value]), row.doubtful)

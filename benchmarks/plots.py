@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cases import OURS
+from .noise import MARK, spread
 from .rows import Row, rows
 from .tables import gains
 
@@ -52,11 +53,11 @@ def _save(figure, folder: Path, name: str, theme: Theme) -> Path:
     return path
 
 
-def _figure(width: float, height: float, columns: int, theme: Theme, **shared):
+def _figure(width: float, height: float, columns: int, theme: Theme, lines: int = 1, **shared):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor=theme.paper)
-    axes = figure.subplots(1, columns, squeeze=False, **shared)[0]
+    axes = figure.subplots(lines, columns, squeeze=False, **shared).ravel()
     for ax in axes:
         ax.set_facecolor(theme.paper)
         ax.tick_params(colors=theme.faint, which="both", labelsize=9)
@@ -92,35 +93,78 @@ def _speedup(data: dict, theme: Theme):
         return None
     from matplotlib.lines import Line2D
 
-    figure, axes = _figure(11, 5.8, 2, theme, sharey=True)
+    figure, axes = _figure(9.5, 10.5, 1, theme, lines=2)
     least = min(gain.row.result["density"] for gain in found)
     for ax, title, value in ((axes[0], "Forward", "forward"), (axes[1], "Forward and backward", "total")):
         span = (100 * least * 0.8, 110)
         ax.plot(span, [100 / x for x in span], color=theme.faint, linewidth=1, linestyle="--")
         ax.axhline(1, color=theme.faint, linewidth=1)
+        dots = []
         for number, gain in enumerate(found):
-            y = getattr(gain, value)
+            y, colour = getattr(gain, value), _COLOURS[number % 10]
             if y:
                 x = 100 * gain.row.result["density"]
-                ax.scatter(x, y, s=150, color=_COLOURS[number % 10], edgecolor=theme.paper, linewidth=0.8, zorder=3)
-                ax.annotate(
-                    str(number + 1), (x, y), ha="center", va="center_baseline", color="white", fontsize=7, weight="bold", zorder=4
-                )
+                ax.errorbar(x, y, yerr=_bars(y, gain.row), color=colour, **_dot(gain.doubtful, theme, colour), zorder=3)
+                dots.append((x, y, _shorter(gain.row.label) + f" {MARK}" * gain.doubtful))
         ax.set_xscale("log")
         ax.set_yscale("log")
         _plain_ticks(ax.xaxis)
         _plain_ticks(ax.yaxis)
         ax.invert_xaxis()
-        _label(
-            ax, theme, title, "pairs kept, %  (sparser to the right)", "times as fast as dense attention" if ax is axes[0] else ""
-        )
-    handles = [
-        Line2D([], [], marker="o", linestyle="", markersize=8, color=_COLOURS[n % 10], label=f"{n + 1}  {_shorter(gain.row.label)}")
-        for n, gain in enumerate(found)
-    ]
-    handles.append(Line2D([], [], color=theme.faint, linestyle="--", label="1 / density"))
-    _legend(figure, theme, handles, 3)
+        _label(ax, theme, title, "pairs kept, %  (sparser to the right)", "times as fast as dense attention")
+        _label_dots(figure, ax, theme, dots)
+    handles = [Line2D([], [], color=theme.faint, linestyle="--", label="1 / density")]
+    if any(gain.doubtful for gain in found):
+        handles.append(Line2D([], [], label=f"{MARK}: not to be relied on", **_dot(True, theme, theme.faint)))
+    _legend(figure, theme, handles, 2)
     return figure
+
+
+def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
+    """How a dot is drawn: hollow where it is not to be relied on."""
+    face = theme.paper if doubtful else colour
+    return {"marker": "o", "markersize": 7, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "", "linewidth": 1}
+
+
+def _bars(y: float, row: Row) -> float | None:
+    """Half of the spread of a row's times about a figure made from them."""
+    share = spread(row.result)
+    return share and y * share / 2
+
+
+def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]]) -> None:
+    """Each dot's name beside it, where no other name or dot is; with a line to it where that is further away."""
+    from matplotlib.patheffects import withStroke
+
+    figure.draw_without_rendering()  # sizes of axes and texts are known then
+    ax.autoscale(False)
+    places = [ax.transData.transform((x, y)) for x, y, _ in dots]
+    pixel, inside = figure.dpi / 72, ax.get_window_extent()
+    taken = [(x - 6 * pixel, y - 6 * pixel, x + 6 * pixel, y + 6 * pixel) for x, y in places]
+    for (x, y, name), (left, low) in sorted(zip(dots, places, strict=True), key=lambda dot: -dot[1][1]):
+        text = ax.annotate(name, (x, y), textcoords="offset points", xytext=(0, 0), fontsize=7.5, color=theme.ink, zorder=4)
+        text.set_path_effects([withStroke(linewidth=2.5, foreground=theme.paper)])
+        box = text.get_window_extent()
+        offsets = [(side, rise) for rise in _RISES for side in (1, -1)]
+        for side, rise in offsets:
+            begin = left + (10 * pixel if side > 0 else -10 * pixel - box.width)
+            room = (begin, low + rise * pixel - box.height / 2, begin + box.width, low + rise * pixel + box.height / 2)
+            free = inside.x0 <= room[0] and room[2] <= inside.x1 and inside.y0 <= room[1] and room[3] <= inside.y1
+            if free and not any(_overlap(room, other) for other in taken):
+                break
+        taken.append(room)
+        text.set_position(((room[0] - left) / pixel, (room[1] - low) / pixel))
+        if rise:
+            near = (room[0] if side > 0 else room[2], (room[1] + room[3]) / 2)
+            line = ax.transData.inverted().transform([(left, low), near])
+            ax.plot(*line.T, color=theme.faint, linewidth=0.6, zorder=2)
+
+
+_RISES = sorted(range(-210, 211, 10), key=abs)  # points
+
+
+def _overlap(one, other) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _length(data: dict, theme: Theme):
@@ -148,11 +192,15 @@ def _against_length(found: list[Row], theme: Theme):
     for ax, title, unit, value in panels:
         for number, line in enumerate(series.values()):
             points = [(row.tokens, value(row)) for row in line if value(row)]
+            colour, marker = _COLOURS[number % 10], _MARKERS[number % 10]
             if points:
-                style = "-" if line[0].ours else "--"
-                ax.plot(
-                    *zip(*points), style, marker=_MARKERS[number % 10], markersize=5, color=_COLOURS[number % 10], linewidth=1.7
-                )
+                ax.plot(*zip(*points), "-" if line[0].ours else "--", marker=marker, markersize=5, color=colour, linewidth=1.7)
+            if title == "Time":
+                for row in (row for row in line if value(row)):
+                    ax.errorbar(row.tokens, value(row), yerr=_bars(value(row), row), color=colour, linewidth=1)
+                doubtful = [(row.tokens, value(row)) for row in line if value(row) and row.doubtful]
+                if doubtful:
+                    ax.plot(*zip(*doubtful), marker, markersize=5, color=colour, markerfacecolor=theme.paper, zorder=3)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xticks(
@@ -164,6 +212,8 @@ def _against_length(found: list[Row], theme: Theme):
         Line2D([], [], color=_COLOURS[n % 10], marker=_MARKERS[n % 10], linestyle="-" if line[0].ours else "--", label=name)
         for n, (name, line) in enumerate(series.items())
     ]
+    if any(row.doubtful for row in found):
+        handles.append(Line2D([], [], **_dot(True, theme, theme.faint), label="hollow: not to be relied on"))
     _legend(figure, theme, handles, 3)
     return figure
 
@@ -176,7 +226,11 @@ def _peers(data: dict, theme: Theme):
 
     problems = list(dict.fromkeys((row.shape, row.label) for row in found))
     peers = sorted({row.peer for row in found}, key=lambda peer: (not peer.startswith(OURS), not peer.startswith("flex"), peer))
-    at = {(row.shape, row.label, row.peer): row.result for row in found}
+    at = {(row.shape, row.label, row.peer): row for row in found}
+    on_cpu = data["settings"]["device"] == "cpu"
+    figures, unit = (
+        (("forward_ms", "backward_ms"), "ms") if on_cpu else (("forward_tflops", "backward_tflops"), "TFLOP/s over kept pairs only")
+    )
     slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
     height = sum(0.24 * len(s) + 0.22 for s in slots)
     figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
@@ -185,11 +239,14 @@ def _peers(data: dict, theme: Theme):
     for problem, present in zip(problems, slots):
         ticks.append(y + (len(present) - 1) / 2)
         for peer in present:
-            result, colour = at[(*problem, peer)], _COLOURS[peers.index(peer) % 10]
-            for ax, key in ((axes[0], "forward_tflops"), (axes[1], "backward_tflops")):
-                if result.get(key):
-                    ax.barh(y, result[key], height=0.82, color=colour)
-                    ax.annotate(f" {result[key]:.3g}", (result[key], y), va="center_baseline", color=theme.faint, fontsize=7.5)
+            row, colour = at[(*problem, peer)], _COLOURS[peers.index(peer) % 10]
+            for ax, key in zip(axes, figures):
+                if length := row.result.get(key):
+                    ax.barh(y, length, height=0.82, color=theme.paper if row.doubtful else colour, edgecolor=colour)
+                    bars = _bars(length, row) or 0
+                    ax.errorbar(length, y, xerr=bars or None, color=theme.faint, linewidth=1)
+                    text = f" {length:.3g}" + f" {MARK}" * row.doubtful
+                    ax.annotate(text, (length + bars, y), va="center_baseline", color=theme.faint, fontsize=7.5)
             y += 1
         y += 0.9
     axes[0].set_yticks(ticks, [f"{_shorter(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
@@ -197,8 +254,11 @@ def _peers(data: dict, theme: Theme):
     for ax, title in zip(axes, ("Forward", "Backward")):
         ax.grid(False, axis="y")
         ax.margins(x=0.1, y=0.01)
-        _label(ax, theme, title, "TFLOP/s over kept pairs", "")
-    _legend(figure, theme, [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)], len(peers))
+        _label(ax, theme, title, unit, "")
+    handles = [Patch(color=_COLOURS[n % 10], label=peer) for n, peer in enumerate(peers)]
+    if any(row.doubtful for row in found):
+        handles.append(Patch(facecolor=theme.paper, edgecolor=theme.faint, label=f"{MARK}: not to be relied on"))
+    _legend(figure, theme, handles, len(handles))
     return figure
 
 

@@ -119,8 +119,8 @@ class Results:
     def open(
         cls, folder: str | Path, environment: dict, settings: dict, resume: bool, any_source: bool
     ) -> tuple[Results, str | None]:
-        """Results to add to, and what was done with those that are there already: continued, or set aside under
-        another name where they are not comparable or not wanted. Nothing is deleted."""
+        """Results to add to: those that are there already, or none where these are not comparable or not wanted. They are set
+        aside then under another name, and the second value says so. Nothing is deleted."""
         folder = Path(folder)
         fresh = cls(folder, {"format": FORMAT, "environment": environment, "settings": settings, "suites": {}, "cases": {}})
         if not (folder / FILE).exists():
@@ -130,9 +130,10 @@ class Results:
             old = cls.read(folder)
             keys = [key for key in IDENTITY if not (any_source and key == "source")]
             differ = [key for key in keys if old.data["environment"].get(key) != environment.get(key)]
-            differ += [key for key in settings if old.data["settings"].get(key) != settings[key]]
+            before = old.data["settings"]
+            differ += [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
             if not differ:
-                return old, f"continuing: {len(old.data['cases'])} cases are there already"
+                return old, None
             why = f"{', '.join(differ)} changed"
         aside = folder / f"results-{datetime.now():%Y%m%d-%H%M%S}.json"
         (folder / FILE).rename(aside)
@@ -142,9 +143,13 @@ class Results:
     def path(self) -> Path:
         return self.folder / FILE
 
+    def entry(self, key: str) -> dict | None:
+        """{"case": ..., "result": ..., "at": time} of a case, or None."""
+        return self.data["cases"].get(key)
+
     def get(self, key: str) -> dict | None:
         """The result of a case, or None."""
-        entry = self.data["cases"].get(key)
+        entry = self.entry(key)
         return entry and entry["result"]
 
     def add(self, case, result: dict) -> None:

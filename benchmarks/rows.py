@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from .cases import OURS, Shape
+from .noise import doubts
 from .results import finished
 
 TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
@@ -12,7 +14,7 @@ TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
 
 @dataclass(frozen=True)
 class Row:
-    """One case as tables and plots see it. how: "eager" or "graph" for calls of short problems, the
+    """One case as tables and plots see it. key: of the case. how: "eager" or "graph" for calls of short problems, the
     variant ("plain", "padded" and so on) for cells of the paper's tables, else empty."""
 
     shape: str
@@ -21,6 +23,7 @@ class Row:
     how: str
     peer: str
     result: dict
+    key: str = ""
 
     @property
     def problem(self) -> tuple[str, str, str]:
@@ -41,6 +44,11 @@ class Row:
         return self.finished and self.result["correct"]
 
     @property
+    def doubtful(self) -> bool:
+        """Whether something speaks against relying on its numbers: see ``noise``."""
+        return bool(doubts(self.result))
+
+    @property
     def total_ms(self) -> float | None:
         """Forward and backward together, or None where there is no backward pass."""
         return self.result["forward_ms"] + self.result["backward_ms"] if "backward_ms" in self.result else None
@@ -57,6 +65,27 @@ class Table:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
 
+    def without(self, column: str) -> Table:
+        """The table without a column that is empty in every row; itself where it is not."""
+        place = self.columns.index(column)
+        if any(row[place] for row in self.rows):
+            return self
+        shorter = [[cell for number, cell in enumerate(row) if number != place] for row in self.rows]
+        return replace(self, columns=[name for name in self.columns if name != column], rows=shorter)
+
+
+def around(mine: Row, others: Sequence[Row]) -> list[Row]:
+    """Those of the others that were timed again around this row, with the means of what they had then; all of them as they were
+    alone, where none was."""
+    again = mine.result.get("around", {})
+    facts = {other.key: {k: v for k, v in other.result.items() if not k.endswith("_spread") and k != "load"} for other in others}
+    found = [
+        replace(other, result=facts[other.key] | {name: sum(pair) / 2 for name, pair in again[other.key].items()})
+        for other in others
+        if other.key in again
+    ]
+    return found or list(others)
+
 
 def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
     """The suite's cases of attention that have numbers, or with ``every`` all that were tried, in the order of the suite."""
@@ -67,5 +96,5 @@ def rows(data: dict, suite: str, every: bool = False) -> list[Row]:
             case = entry["case"]
             shape = Shape(**case["shape"])
             how = case.get("how") or {None: "", False: "eager", True: "graph"}[case.get("graph")]
-            found.append(Row(str(shape), shape.tokens, case["label"], how, case["peer"], entry["result"]))
+            found.append(Row(str(shape), shape.tokens, case["label"], how, case["peer"], entry["result"], key))
     return found

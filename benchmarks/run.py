@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections.abc import Iterable
@@ -10,13 +11,15 @@ from pathlib import Path
 
 from . import report, suites
 from .cases import PaperCase
+from .noise import MARK, doubts
 from .results import Results, environment, finished, gave_up, why_not
 
 
 @dataclass(frozen=True)
 class Options:
     """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is left for
-    another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers."""
+    another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers, or doubtful
+    ones; what ran out of time is tried again in any case."""
 
     specs: tuple[str, ...] = ()
     suites: tuple[str, ...] = suites.DEFAULT
@@ -44,8 +47,9 @@ def run(options: Options, console) -> Results:
     from .measure import DTYPES
 
     settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
+    settings |= {"specs": list(options.specs)} if options.specs else {}
     found = environment(device)
-    folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick)
+    folder = options.out or default_folder(found["device"] if device.type == "cuda" else "cpu", options.quick, options.specs)
     results, note = Results.open(folder, found, settings, options.resume, options.any_source)
     console.print(f"measuring on {found['device']}; results go to {folder}")
     if note:
@@ -55,9 +59,12 @@ def run(options: Options, console) -> Results:
     for suite, listed in chosen.items():
         known = results.data["suites"].get(suite, [])
         results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
-    todo = list(dict.fromkeys(case for listed in chosen.values() for case in listed if _wanted(case, results, options)))
+    cases = list(dict.fromkeys(case for listed in chosen.values() for case in listed if selected(case.key, options.only)))
+    todo = suites.in_order(case for case in cases if _wanted(results.get(case.key), options))
+    if reused := _reused([results.entry(case.key) for case in cases if case not in set(todo)]):
+        console.print(reused)
     try:
-        _measure(todo, results, device, options, console)
+        _measure(todo, chosen, results, device, options, console)
     except KeyboardInterrupt:
         console.print(f"interrupted; what was measured is in {results.path}, and the same command goes on from there")
         raise
@@ -82,19 +89,31 @@ def selected(key: str, only) -> bool:
     return not only or any(key.endswith(part[:-1]) if part.endswith("$") else part in key for part in only)
 
 
-def _wanted(case, results: Results, options: Options) -> bool:
-    if not selected(case.key, options.only):
-        return False
-    known = results.get(case.key)
-    return known is None or (options.retry and not finished(known))
+def _wanted(known: dict | None, options: Options) -> bool:
+    if known is None or "over_limit" in known:
+        return True
+    return options.retry and (not finished(known) or bool(doubts(known)))
 
 
-def _measure(todo: Iterable, results: Results, device, options: Options, console) -> None:
+def _reused(entries: list[dict]) -> str | None:
+    """What is not measured now, and how to measure it after all."""
+    if not entries:
+        return None
+    first, *_, last = sorted(entry["at"] for entry in (*entries, *entries))
+    when = first[:16] if first[:16] == last[:16] else f"{first[:16]} to {last[:16]}"
+    text = f"reused: {len(entries)} cases, measured {when.replace('T', ' ')}; --fresh sets them aside and measures anew"
+    again = sum(not finished(entry["result"]) or bool(doubts(entry["result"])) for entry in entries)
+    return text + (f"; --retry measures the {again} without numbers, or with doubtful ones, again" if again else "")
+
+
+def _measure(todo: Iterable, chosen: dict, results: Results, device, options: Options, console) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from . import measure
+    from .baselines import Baselines
 
     limit, seconds = options.limit or LIMITS[device.type], 0.05 if options.quick else None
+    baselines = Baselines(device, limit, seconds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
@@ -103,7 +122,11 @@ def _measure(todo: Iterable, results: Results, device, options: Options, console
             with warnings.catch_warnings():
                 # Peers warn of what they cannot do before they raise it, and the error is kept.
                 warnings.simplefilter("ignore")
-                result = _given_up(case, results) or measure.run(case, device, limit, seconds)
+                result = _given_up(case, results)
+                if result is None:
+                    baselines.before(suites.baselines(case, chosen, results))
+                    result = measure.run(case, device, limit, seconds)
+                    result |= baselines.after() if finished(result) else {}
             results.add(case, result)
             bar.advance(task)
             console.print(f"{case.key}: {_brief(result)}", highlight=False, markup=False, soft_wrap=True)
@@ -123,12 +146,21 @@ def _given_up(case, results: Results) -> dict | None:
 def _brief(result: dict) -> str:
     if not finished(result):
         return why_not(result)
+    text = _figures(result)
+    return f"{text} {MARK} {'; '.join(why)}" if (why := doubts(result)) else text
+
+
+def _figures(result: dict) -> str:
     if "compile_s" in result:
         return f"{result['compile_s']:.3f} s, {result['peak_bytes'] / 2**20:.0f} MiB"
     if "forward_us" in result:
-        times = (f"{name} {result[f'{name}_us']:.1f} us (host {result[f'{name}_host_us']:.1f} us)" for name in ("forward", "both"))
+        unit, factor = ("ms", 1e-3) if result["dtype"] == "float32" else ("us", 1.0)
+        times = (
+            f"{name} {factor * result[f'{name}_us']:.3g} {unit} (host {factor * result[f'{name}_host_us']:.3g} {unit})"
+            for name in ("forward", "both")
+        )
         return _unless_wrong(result, ", ".join(times))
-    if "forward_tflops" not in result:
+    if "forward_tflops" not in result or result["dtype"] == "float32":
         times = (f"{name} {result[f'{name}_ms']:.3g} ms" for name in ("forward", "backward", "both") if f"{name}_ms" in result)
         return _unless_wrong(result, ", ".join(times))
     text = f"forward {result['forward_ms']:.3g} ms ({result['forward_tflops']:.3g} TFLOP/s)"
@@ -141,7 +173,8 @@ def _unless_wrong(result: dict, text: str) -> str:
     return text if result["correct"] else f"{text}, WRONG: {result['errors']}"
 
 
-def default_folder(device: str, quick: bool) -> Path:
-    """Where results go unless the user says."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return Path("runs") / f"bench-{slug}{'-quick' if quick else ''}"
+def default_folder(device: str, quick: bool, specs: tuple[str, ...] = ()) -> Path:
+    """Where results go unless the user says: those of masks of the user's own apart from the suites'."""
+    own = [f"{'-and-'.join(specs)[:40]}-{hashlib.sha256(repr(specs).encode()).hexdigest()[:6]}"] if specs else []
+    parts = [device, *["quick"] * quick, *own]
+    return Path("runs") / "-".join(["bench", *(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)])

@@ -18,6 +18,7 @@ from math import isqrt
 from . import masks
 from .cases import OURS, CallCase, Case, CompileCase, Mask, PaperCase, Shape
 from .masks import BUTTERFLY, CAUSAL, FULL
+from .results import Results, finished
 
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
@@ -39,6 +40,54 @@ def choose(
         found = _MAKERS[suite](device, quick, own)
         chosen[suite] = list(dict.fromkeys(_with_backend(case, backend) for case in found))
     return chosen
+
+
+def in_order(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
+    """Problem by problem, in the order given; in each, others first and then ours, whose baselines are then known."""
+    listed = list(cases)
+    place: dict = {}
+    for case in listed:
+        place.setdefault(_problem(case), len(place))
+    return sorted(listed, key=lambda case: (place[_problem(case)], _rank(case)))
+
+
+def _problem(case):
+    return replace(case, peer="") if isinstance(case, Case) else case
+
+
+def _rank(case) -> int:
+    if not isinstance(case, Case) or not case.peer.startswith(OURS):
+        return 0
+    return 2 if case.peer.startswith(DETERMINISTIC) else 1
+
+
+def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
+    """What tables set a case of ours beside: of the rivals in each suite that has it the fastest, of each pass."""
+    found: dict[str, Case] = {}
+    for suite, listed in chosen.items():
+        if case not in listed or not _rank(case):
+            continue
+        for rivals in _rivals(case, suite, listed):
+            right = {rival: result for rival in rivals if finished(result := results.get(rival.key)) and result["correct"]}
+            for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
+                timed = {rival: result[figure] for rival, result in right.items() if figure in result}
+                if timed:
+                    fastest = min(timed, key=timed.get)
+                    found[fastest.key] = fastest
+    return list(found.values())
+
+
+def _rivals(case: Case, suite: str, listed: list) -> list[list[Case]]:
+    """The sets of cases among which a table looks for the fastest."""
+    if suite == "speedup":
+        return [[c for c in listed if c.shape == case.shape and c.mask.label == FULL.label and not _rank(c)]]
+    same = [c for c in listed if _problem(c) == _problem(case) and c != case]
+    others = [c for c in same if not _rank(c)]
+    if suite == "deterministic":
+        return [[c for c in others if "-deterministic" in c.peer], [c for c in same if _rank(c) == 1]] if _rank(case) == 2 else []
+    if suite == "peers" and case.peer == f"{OURS}:triton":
+        return [others, [c for c in others if c.peer == "flex"]]
+    return [others] if suite in ("peers", "small") else []
 
 
 def _with_backend(case, backend: str):

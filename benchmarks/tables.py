@@ -6,58 +6,71 @@ from dataclasses import dataclass
 from math import log2
 
 from . import beside, paper, written
+from .noise import doubts
 from .results import finished, why_not
-from .rows import Row, Table, rows
+from .rows import Row, Table, around, rows
 
 _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hundreds
 
 
-def dense_rival(data: dict) -> tuple[Row | None, Row | None]:
-    """The fastest dense attention that is not ours at the speedup suite's shape: (forward, forward and backward)."""
-    rivals = [row for row in rows(data, "speedup") if row.label == "full" and not row.ours and row.counts]
-    forward = min(rivals, key=lambda row: row.result["forward_ms"], default=None)
-    total = min((row for row in rivals if row.total_ms), key=lambda row: row.total_ms, default=None)
-    return forward, total
+def dense_rivals(data: dict) -> list[Row]:
+    """Dense attention that is not ours at the speedup suite's shape, where its results are right."""
+    return [row for row in rows(data, "speedup") if row.label == "full" and not row.ours and row.counts]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One mask's speed-up over the dense rival; ratios are None where one side has no number."""
+    """One mask's speed-up over the fastest dense rival, as timed around it; ratios are None where one side has no number.
+    rivals: (peer forward, peer forward and backward)."""
 
     row: Row
     forward: float | None
     total: float | None
+    rivals: tuple[str | None, str | None]
+    doubtful: bool
 
 
 def gains(data: dict) -> list[Gain]:
     """Our masks of the speedup suite, densest first."""
-    forward, total = dense_rival(data)
-    found = [
-        Gain(
-            row,
-            forward and forward.result["forward_ms"] / row.result["forward_ms"],
-            total and row.total_ms and total.total_ms / row.total_ms,
-        )
-        for row in rows(data, "speedup")
-        if row.ours
-    ]
+    dense = dense_rivals(data)
+    found = [_gain(row, around(row, dense)) for row in rows(data, "speedup") if row.ours]
     return sorted(found, key=lambda gain: -gain.row.result["density"])
+
+
+def _gain(row: Row, dense: list[Row]) -> Gain:
+    forward = min(dense, key=lambda rival: rival.result["forward_ms"], default=None)
+    total = min((rival for rival in dense if rival.total_ms), key=lambda rival: rival.total_ms, default=None)
+    return Gain(
+        row,
+        forward and forward.result["forward_ms"] / row.result["forward_ms"],
+        total and row.total_ms and total.total_ms / row.total_ms,
+        (forward and forward.peer, total and total.peer),
+        row.doubtful or any(rival.doubtful for rival in (forward, total) if rival),
+    )
 
 
 def tables(data: dict) -> list[Table]:
     """The tables of the suites that were measured, and one of what gave no numbers."""
-    made = [_speedup(data), *_length(data), *beside.tables(data), *paper.tables(data), _compile(data), _left_out(data)]
+    made = [
+        _speedup(data),
+        *_length(data),
+        *beside.tables(data),
+        *paper.tables(data),
+        _compile(data),
+        _doubtful(data),
+        _left_out(data),
+    ]
     return [table for table in made if table and table.rows]
 
 
 def _speedup(data: dict) -> Table | None:
-    forward, total = dense_rival(data)
     lines = []
     for row in rows(data, "speedup"):
         if not row.ours:
-            line = [row.label, row.peer, *written.shares(row), *written.times(row)]
+            line = [row.label, row.peer, *written.shares(row), *written.times(row), written.spread(row)]
             lines.append([*line, "", "", "", written.memory(row), written.right(row)])
-    for gain in gains(data):
+    compared = gains(data)
+    for gain in compared:
         row = gain.row
         ideal = 1 / row.result["block_density"] if row.result["block_density"] else None
         lines.append(
@@ -66,8 +79,9 @@ def _speedup(data: dict) -> Table | None:
                 row.peer,
                 *written.shares(row),
                 *written.times(row),
-                written.ratio(gain.forward),
-                written.ratio(gain.total),
+                written.spread(row),
+                written.marked(written.ratio(gain.forward), gain.doubtful),
+                written.marked(written.ratio(gain.total), gain.doubtful),
                 written.ratio(ideal),
                 written.memory(row),
                 written.right(row),
@@ -75,7 +89,7 @@ def _speedup(data: dict) -> Table | None:
         )
     if not lines:
         return None
-    names = " and ".join(dict.fromkeys(r.peer for r in (forward, total) if r))
+    names = " and ".join(dict.fromkeys(peer for gain in compared for peer in gain.rivals if peer))
     columns = [
         "mask",
         "by",
@@ -83,6 +97,7 @@ def _speedup(data: dict) -> Table | None:
         "visited",
         "forward ms",
         "backward ms",
+        "spread",
         "x forward",
         "x both",
         "x at best",
@@ -90,10 +105,11 @@ def _speedup(data: dict) -> Table | None:
         "correct",
     ]
     note = (
-        f"x: how many times as fast as dense attention of all pairs ({names}, the fastest in this run); at best: all blocks / "
-        "visited blocks."
+        f"x: how many times as fast as dense attention of all pairs ({names}, the fastest in this run, timed again before and "
+        "after each row); at best: all blocks / visited blocks."
     )
-    return Table(f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})", columns, lines, [note])
+    title = f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})"
+    return written.noted(Table(title, columns, lines, [note]))
 
 
 def _length(data: dict) -> list[Table]:
@@ -109,8 +125,8 @@ def _length(data: dict) -> list[Table]:
         times.append(
             [
                 name,
-                *(written.number(row and (row.total_ms or row.result["forward_ms"])) for row in line),
-                _growth(line, lambda r: r.total_ms),
+                *(_total(row) for row in line),
+                written.marked(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
             ]
         )
         bytes_grow = _growth(line, lambda r: r.result.get("extra_bytes"))
@@ -121,9 +137,13 @@ def _length(data: dict) -> list[Table]:
     no_backward = any(row.total_ms is None for row in found)
     notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are of the forward pass."] if no_backward else [])
     return [
-        Table(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes),
+        written.noted(Table(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
         Table(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
     ]
+
+
+def _total(row: Row | None) -> str:
+    return written.marked(written.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
 
 
 def _growth(line: list[Row | None], value) -> str:
@@ -147,17 +167,27 @@ def _compile(data: dict) -> Table | None:
                     f"{case['tokens']:,}",
                     f"{r['kept_blocks']:,}",
                     written.percent(r["density"]),
-                    f"{r['compile_s']:.3f}",
+                    written.marked(f"{r['compile_s']:.3f}", bool(doubts(r))),
+                    written.spread(r),
                     *sizes,
                 ]
             )
-    return (
-        Table("Compiling masks", ["mask", "tokens", "blocks", "kept", "seconds", "table", "peak memory"], lines) if lines else None
-    )
+    columns = ["mask", "tokens", "blocks", "kept", "seconds", "spread", "table", "peak memory"]
+    return written.noted(Table("Compiling masks", columns, lines)) if lines else None
+
+
+def _doubtful(data: dict) -> Table:
+    lines = [[key, "; ".join(why)] for key, entry in _entries(data).items() if entry and (why := doubts(entry["result"]))]
+    return Table("Not to be relied on", ["case", "why"], lines)
+
+
+def _entries(data: dict) -> dict[str, dict | None]:
+    """{key: what is stored of the case}, of all suites."""
+    return {key: data["cases"].get(key) for keys in data["suites"].values() for key in keys}
 
 
 def _left_out(data: dict) -> Table:
-    entries = {key: data["cases"].get(key) for keys in data["suites"].values() for key in keys}
+    entries = _entries(data)
     lines = [[key, why_not(entry["result"])] for key, entry in entries.items() if entry and not finished(entry["result"])]
     waiting = [key for key, entry in entries.items() if not entry]
     lines += [[key, "not run yet"] for key in waiting[:_WAITING_NAMED]]

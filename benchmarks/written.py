@@ -1,8 +1,33 @@
-"""How numbers are written in tables: to about three digits, an empty cell for what was not measured."""
+"""How numbers are written in tables: to about three digits, an empty cell for what was not measured, a mark for what is not to
+be relied on."""
 
 from __future__ import annotations
 
-from .rows import Row
+from dataclasses import replace
+
+from . import noise
+from .noise import MARK
+from .rows import Row, Table
+
+MARKED = f"{MARK}: not to be relied on, for the reasons listed at the end; no headline is made from it."
+SPREAD = "spread: from the first to the third quartile of repeated times, as a share of their median; of both passes the larger."
+
+
+def marked(text: str, doubtful: bool) -> str:
+    return f"{text} {MARK}" if text and doubtful else text
+
+
+def noted(table: Table) -> Table:
+    """The table with what its marks and spreads mean, where it has any."""
+    table = table.without("spread") if "spread" in table.columns else table
+    marks = any(cell.endswith(f" {MARK}") for row in table.rows for cell in row)
+    return replace(table, notes=[*table.notes, *[SPREAD] * ("spread" in table.columns), *[MARKED] * marks])
+
+
+def spread(row: Row | dict | None) -> str:
+    """How far the times of a row, or of a result, lie apart."""
+    share = row and noise.spread(row.result if isinstance(row, Row) else row)
+    return "" if share is None else f"{share:.0%}"
 
 
 def shares(row: Row) -> list[str]:
@@ -10,7 +35,7 @@ def shares(row: Row) -> list[str]:
 
 
 def times(row: Row) -> list[str]:
-    return [number(row.result["forward_ms"]), number(row.result.get("backward_ms"))]
+    return [marked(number(row.result.get(name)), row.doubtful) for name in ("forward_ms", "backward_ms")]
 
 
 def memory(row: Row) -> str:

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from sparse_flash.benchmarks.noise import MARK
 from sparse_flash.benchmarks.suites import DEFAULT, SUITES
 
 from .console import output, user_errors
@@ -21,13 +22,16 @@ def bench(
     suite: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be given again. By default all but paper.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for results; runs/bench-DEVICE by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for results; runs/bench-DEVICE by default, with SPECs one for each choice."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU by default where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="The back end of sparse_flash.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from earlier results, or set them aside.")] = True,
     any_source: Annotated[bool, typer.Option("--any-source", help="Go on even if sparse_flash's code has changed since.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers, or doubtful ones.")] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given again."),
@@ -97,5 +101,9 @@ def _printed(table, text_columns: tuple[str, ...]) -> Table:
         text = number == 0 or column in text_columns
         printed.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
     for row in table.rows:
-        printed.add_row(*(Text(cell, "bold red" if cell == "NO" else "") for cell in row))
+        printed.add_row(*(Text(cell, _style(cell)) for cell in row))
     return printed
+
+
+def _style(cell: str) -> str:
+    return "bold red" if cell == "NO" else "yellow" if cell.endswith(f" {MARK}") else ""

@@ -1,0 +1,74 @@
+"""The rows that a row is compared with, timed again before and after it: no machine is equally fast all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import calls, measure
+from .cases import CallCase, Case
+from .check import eagerly
+
+
+class Baselines:
+    """Baselines of one case after another. What was timed after a case is what was timed before the next one, and whoever is
+    needed again is not prepared again. seconds, limit: as those of ``measure.run``, of each timing."""
+
+    def __init__(self, device: torch.device, limit: int | None, seconds: float | None):
+        self._device, self._limit, self._seconds = device, limit, seconds or measure.CPU_SECONDS
+        self._prepared: dict[str, _Prepared] = {}
+        self._before: dict[str, dict[str, float]] = {}
+        self._just_timed = False
+
+    def before(self, cases: Sequence[Case]) -> None:
+        """Times the baselines of the case that comes next."""
+        wanted = {case.key: case for case in cases}
+        self._prepared = {key: held for key, held in self._prepared.items() if key in wanted}
+        self._before = {key: times for key, times in self._before.items() if key in wanted and self._just_timed}
+        self._just_timed = False
+        for key, case in wanted.items():
+            if key not in self._before:
+                self._before |= self._timed(key, case)
+
+    def after(self) -> dict:
+        """{"around": {case key: {figure: [before, after]}}}, or {} without baselines."""
+        before, self._before, self._just_timed = self._before, {}, True
+        for key in before:
+            self._before |= self._timed(key)
+        around = {key: {name: [before[key][name], time] for name, time in times.items()} for key, times in self._before.items()}
+        return {"around": around} if around else {}
+
+    def _timed(self, key: str, case: Case | None = None) -> dict[str, dict[str, float]]:
+        """{key: times}; {} where it gives none now, so that the row is compared with what the baseline had when it was alone."""
+        try:
+            with measure.time_limit(self._limit):
+                held = self._prepared.get(key) or _Prepared(case, self._device)
+                times = held.times(self._device, self._seconds)
+        except (measure.OverLimit, Exception):
+            self._prepared.pop(key, None)
+            return {}
+        self._prepared[key] = held
+        return {key: times}
+
+
+class _Prepared:
+    """A case's peer, prepared for its problem."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self._case = case
+        self._problem, self._rival, self._backward = measure.asked(case, device)
+        with self._rival.settings():
+            self._fn = self._rival.prepare(self._problem)
+            if isinstance(case, CallCase):
+                attend = eagerly(self._problem, self._fn)
+                self._dout = torch.randn_like(attend()[0])
+                self._attend = calls.captured(attend, self._dout) if case.graph else attend
+
+    def times(self, device: torch.device, seconds: float) -> dict[str, float]:
+        with self._rival.settings():
+            if isinstance(self._case, CallCase):
+                found = calls.times(self._attend, self._dout, device)
+            else:
+                found = measure.passes(self._problem, self._fn, device, seconds, self._backward)
+            return {name: timing.median for name, timing in found}

@@ -1,0 +1,103 @@
+"""Whether a figure can be relied on: how far repeated times spread, how far baselines moved, and what other programs took.
+
+A result holds the facts, and ``doubts`` judges them, so that files measured before they were recorded still read, without doubts:
+
+    "NAME_spread": [first quartile, third quartile]   beside each figure "NAME", in its unit
+    "around": {case key: {NAME: [before, after]}}     the baselines of a row, measured around it
+    "load": {"others": cores that other programs used meanwhile, "threads": ours, "cpus": of this machine}
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Figures whose quartiles lie further apart than this share of the median, or whose baseline moved so far while they were measured,
+# say little of ratios of 1.2, which is what people read tables for.
+MOST_SPREAD = 0.2
+_MOST_OVERSUBSCRIBED = 0.25  # cores; timers, shells and this benchmark's own display take some
+MARK = "?"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median of repeated times, and their first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
+        return cls(float(median), float(low), float(high))
+
+    def scaled(self, factor: float) -> Timing:
+        return Timing(self.median * factor, self.low * factor, self.high * factor)
+
+    def named(self, name: str) -> dict:
+        """As a result holds it."""
+        return {name: self.median, f"{name}_spread": [self.low, self.high]}
+
+
+class Load:
+    """What other programs use of this machine's processors, from its construction on."""
+
+    def __init__(self, threads: int):
+        self._threads = threads
+        self._begin = self._now()
+
+    def seen(self) -> dict | None:
+        """See the module's docstring; None where the system does not say, or too little time has passed for its clock."""
+        end = self._now()
+        if self._begin is None or end is None or end[0] - self._begin[0] < 0.1:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self._begin, end, strict=True))
+        return {"others": round(max(0.0, (busy - own) / wall), 2), "threads": self._threads, "cpus": os.cpu_count() or 1}
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """(seconds of wall time, of all processors at work, of this process and its children)."""
+        busy = busy_seconds()
+        return None if busy is None else (time.perf_counter(), busy, sum(os.times()[:4]))
+
+
+def busy_seconds() -> float | None:
+    """Processor time that all programs took since the machine started, and that other virtual machines took from this one."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, *interrupts_and_stolen = map(int, fields[:8])
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
+
+
+def spread(result: dict) -> float | None:
+    """The largest distance of quartiles of a result's times, as a share of their median; None where it was not recorded."""
+    shares = [(high - low) / result[name] for name, (low, high) in _spreads(result).items() if result.get(name)]
+    return max(shares, default=None)
+
+
+def _spreads(result: dict) -> dict[str, list[float]]:
+    return {name.removesuffix("_spread"): value for name, value in result.items() if name.endswith("_spread")}
+
+
+def doubts(result: dict) -> list[str]:
+    """Why the figures of a result are not to be relied on, as phrases; empty where nothing speaks against them."""
+    found = []
+    wide = spread(result)
+    if wide is not None and wide > MOST_SPREAD:
+        found.append(f"the middle half of its times spreads over {wide:.0%} of the median")
+    for key, passes in result.get("around", {}).items():
+        moved = max((abs(after - before) / min(before, after) for before, after in passes.values()), default=0)
+        if moved > MOST_SPREAD:
+            found.append(f"its baseline ({key}) changed by {moved:.0%} while it was measured")
+    load = result.get("load")
+    if load and load["threads"] + load["others"] > load["cpus"] + _MOST_OVERSUBSCRIBED:
+        found.append(f"other programs used {load['others']:.1f} of {load['cpus']} cores, and it wants {load['threads']}")
+    return found

@@ -1,0 +1,380 @@
+"""The benchmark on a machine that others use: what is shown of it, measured with clocks and peers that are made up."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import matplotlib.figure
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from sparse_flash.benchmarks import baselines, beside, calls, cases, masks, measure, noise, plots, report, suites
+from sparse_flash.benchmarks.baselines import Baselines
+from sparse_flash.benchmarks.noise import MARK, Load, Timing, doubts
+from sparse_flash.benchmarks.results import Results
+from sparse_flash.benchmarks.run import Options, default_folder, run
+from sparse_flash.benchmarks.tables import gains, tables
+
+CPU = torch.device("cpu")
+SHAPE = cases.Shape(1, 2, 1024, 64)
+WINDOW = cases.Mask.of("causal & local(128)")
+STEADY = {"others": 0.0, "threads": 2, "cpus": 2}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test says so."""
+    now = SimpleNamespace(s=0.0)
+    for module in (measure, calls, noise):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
+    return now
+
+
+def test_a_time_is_the_median_with_its_quartiles(clock):
+    lengths = iter([1.0, 9.0, 2.0, 3.0, 4.0])
+
+    def fn():
+        clock.s += next(lengths) * 1e-3
+
+    timing = measure.timed_ms(fn, CPU, seconds=0.016)
+    assert timing == Timing(pytest.approx(3.0), pytest.approx(2.0), pytest.approx(4.0))
+    assert timing.named("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
+
+
+def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock, monkeypatch):
+    monkeypatch.setattr(calls, "_SECONDS", 0.05)
+    steps = itertools.cycle([1.0, 2.0, 4.0])
+
+    def call():
+        clock.s += next(steps) * 1e-2  # as long as a run may take, so that a run is one call
+
+    for timing in calls.microseconds(call, CPU):
+        assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
+        assert timing.low < timing.median < timing.high
+
+
+def test_what_other_programs_use_is_counted_and_what_this_one_uses_is_not(clock, monkeypatch):
+    seconds = SimpleNamespace(busy=100.0, own=0.0)
+    monkeypatch.setattr(noise, "busy_seconds", lambda: seconds.busy)
+    monkeypatch.setattr(noise.os, "times", lambda: (seconds.own, 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
+    load = Load(threads=2)
+    assert load.seen() is None  # too soon to say
+    clock.s, seconds.busy, seconds.own = 10.0, 118.0, 13.0
+    assert load.seen() == {"others": 0.5, "threads": 2, "cpus": 2}
+    assert doubts({"load": load.seen()}) == ["other programs used 0.5 of 2 cores, and it wants 2"]
+    seconds.own = 17.0
+    assert doubts({"load": load.seen()}) == []
+
+
+def test_cores_that_nobody_needs_may_be_used_by_others():
+    assert doubts({"load": {"others": 3.0, "threads": 4, "cpus": 8}}) == []
+    assert doubts({"load": {"others": 5.0, "threads": 4, "cpus": 8}})
+
+
+def test_this_machine_says_how_long_its_processors_worked():
+    if not noise.Path("/proc/stat").exists():
+        assert noise.busy_seconds() is None
+        return
+    before = noise.busy_seconds()
+    end = sum(noise.os.times()[:2]) + 0.3
+    while sum(noise.os.times()[:2]) < end:
+        math.factorial(1000)
+    assert noise.busy_seconds() - before >= 0.25
+
+
+@pytest.mark.parametrize(
+    "facts, doubtful",
+    [
+        ({"forward_ms_spread": [9.5, 10.5]}, False),
+        ({"forward_ms_spread": [9.0, 11.5]}, True),
+        ({"backward_ms_spread": [10.0, 29.0]}, True),
+        ({"around": {"dense": {"forward_ms": [30.0, 33.0]}}}, False),
+        ({"around": {"dense": {"forward_ms": [30.0, 31.0], "backward_ms": [60.0, 90.0]}}}, True),
+        ({"around": {"dense": {"forward_ms": [45.0, 30.0]}}}, True),
+    ],
+    ids=str,
+)
+def test_a_result_is_doubted_for_its_spread_and_for_what_its_baselines_did(facts, doubtful):
+    assert bool(doubts({"forward_ms": 10.0, "backward_ms": 20.0} | facts)) == doubtful
+
+
+class Machine:
+    """Peers without tensors, on a machine whose speed a test changes. speed: 1 is as fast as ``MS`` says."""
+
+    MS: ClassVar = {"full | sdpa-flash": 30.0, "full | sparse_flash": 32.0, "causal & local(128) | sparse_flash": 5.0}
+
+    def __init__(self, monkeypatch):
+        self.speed, self.timed, self.spread, self.load, self.prepared = 1.0, [], 0.02, STEADY, []
+        self.before_timing = lambda key: None
+        monkeypatch.setattr(measure, "run", self.measured)
+        monkeypatch.setattr(baselines, "_Prepared", self.peer)
+
+    def ms(self, key: str) -> float:
+        self.before_timing(key)
+        self.timed.append(key)
+        return next(ms for end, ms in self.MS.items() if key.endswith(end)) / self.speed
+
+    def measured(self, case, device, limit, seconds):
+        if isinstance(case, cases.CompileCase):
+            return {"refused": "not now"}
+        ms, half = self.ms(case.key), self.spread / 2
+        forward, backward = (Timing(t, t * (1 - half), t * (1 + half)) for t in (ms, 2 * ms))
+        density = 1.0 if "full" in case.key else 0.2
+        facts = {"correct": True, "density": density, "block_density": density, "extra_bytes": 1, "dtype": "float32", "errors": {}}
+        return facts | forward.named("forward_ms") | backward.named("backward_ms") | {"load": self.load}
+
+    def peer(self, case, device):
+        self.prepared.append(case.key)
+        return SimpleNamespace(times=lambda *_: {"forward_ms": (ms := self.ms(case.key)), "backward_ms": 2 * ms})
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(report, "write", lambda results: None)  # pictures take the most time of all
+    return Machine(monkeypatch)
+
+
+write = report.write
+
+
+def measured(folder, **options) -> tuple[Results, str]:
+    """The speedup suite of dense attention and one mask: (results, what was printed)."""
+    defaults = {"suites": ("speedup",), "only": ("full | ", "local(128) | "), "out": folder, "quick": True, "device": "cpu"}
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    return run(Options(**defaults | options), console), console.export_text()
+
+
+FULL, OURS, MINE = (f"{SHAPE} | {end}" for end in Machine.MS)
+
+
+def test_baselines_are_timed_before_and_after_each_row_and_what_came_after_one_comes_before_the_next(machine, tmp_path):
+    results, _ = measured(tmp_path)
+    assert machine.timed == [FULL, FULL, OURS, FULL, MINE, FULL]
+    assert machine.prepared == [FULL]
+    assert results.get(MINE)["around"] == {FULL: {"forward_ms": [30.0, 30.0], "backward_ms": [60.0, 60.0]}}
+    assert "around" not in results.get(FULL)
+
+
+def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
+    """From our first row on the machine is half as fast: the ratio stays what it is."""
+
+    def slower(key):
+        if len(machine.timed) == 1:
+            machine.speed = 0.5
+
+    machine.before_timing = slower
+    results, _ = measured(tmp_path)
+    assert results.get(FULL)["forward_ms"] == 30.0 and results.get(MINE)["forward_ms"] == 10.0
+    gain = next(gain for gain in gains(results.data) if gain.row.key == MINE)
+    assert gain.forward == gain.total == pytest.approx(6.0) and not gain.doubtful
+    assert dict(report.headlines(results.data))["6.0x"].startswith("as fast as dense sdpa-flash")
+
+
+def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path, monkeypatch):
+    def slower(key):
+        if len(machine.timed) == 5:  # what is timed after the last row
+            machine.speed = 0.5
+
+    machine.before_timing = slower
+    results, printed = measured(tmp_path)
+    assert f"{MARK} its baseline ({FULL}) changed by 100% while it was measured" in printed
+    (speedup,) = (table for table in tables(results.data) if table.title.startswith("Speed-up"))
+    lines = {(row[0], row[1]): dict(zip(speedup.columns, row, strict=True)) for row in speedup.rows}
+    mine, dense = lines["causal & local(128)", "sparse_flash"], lines["full", "sparse_flash"]
+    assert mine["x both"].endswith(f" {MARK}") and mine["forward ms"] == f"5.00 {MARK}"
+    assert dense["x both"] == "0.94" and dense["forward ms"] == "32.0" and dense["spread"] == "2%"
+    assert any(MARK in note for note in speedup.notes)
+    (listed,) = (table for table in tables(results.data) if table.title == "Not to be relied on")
+    assert [row[0] for row in listed.rows] == [MINE]
+    assert dict(report.headlines(results.data)).get("0.9x") and not any(
+        "local" in text for _, text in report.headlines(results.data)
+    )
+    figures = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, *names: figures.append(figure) or save(figure, *names))
+    page = write(results).read_text()
+    texts = {text.get_text() for text in figures[0].axes[0].texts}
+    assert texts == {f"causal & local(128) {MARK}", "full"}
+    hollow = [line for line in figures[0].axes[0].lines if line.get_marker() == "o" and line.get_markerfacecolor() == "#ffffff"]
+    assert len(hollow) == 1
+    assert f'<td class="doubtful">5.00 {MARK}</td>' in page
+
+
+@pytest.mark.parametrize("change", [{"spread": 0.5}, {"load": {"others": 1.5, "threads": 2, "cpus": 2}}], ids=str)
+def test_nothing_that_is_measured_on_a_busy_machine_makes_a_headline(machine, tmp_path, change):
+    vars(machine).update(change)
+    results, _ = measured(tmp_path)
+    headlines = dict(report.headlines(results.data))
+    assert "no figure" in headlines and not any(key.endswith("x") for key in headlines)
+
+
+def test_a_baseline_that_fails_now_leaves_the_row_with_what_it_had_alone(machine, tmp_path):
+    def broken(key):
+        if key == FULL and len(machine.timed) > 1:
+            raise RuntimeError("gone")
+
+    machine.before_timing = broken
+    results, _ = measured(tmp_path)
+    assert "around" not in results.get(MINE)
+    assert next(gain for gain in gains(results.data) if gain.row.key == MINE).forward == pytest.approx(6.0)
+
+
+def test_a_baseline_is_not_taken_from_before_a_row_that_failed(machine):
+    around = Baselines(CPU, None, None)
+    dense = cases.Case(SHAPE, masks.FULL, "sdpa-flash")
+    around.before([dense])
+    around.before([dense])  # nothing was timed after the first row
+    assert machine.timed == [dense.key] * 2
+    around.after()
+    around.before([dense])
+    assert machine.timed == [dense.key] * 3
+
+
+def test_every_real_kind_of_case_is_timed_again_as_it_was_timed_first(clock):
+    window = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sdpa-flash")
+    for case in (window, cases.CallCase(window.shape, masks.CAUSAL, "sdpa-flash")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measure, "timed_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
+            patch.setattr(calls, "microseconds", lambda call, _: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
+            around = Baselines(CPU, None, 0.01)
+            around.before([case])
+            passes = around.after()["around"][case.key]
+            first = measure.run(case, CPU, seconds=0.01)
+        assert passes and all(first[name] == before == after for name, (before, after) in passes.items())
+        assert set(passes) == {name.removesuffix("_spread") for name in first if name.endswith("_spread")}
+
+
+def test_ours_come_after_what_they_are_compared_with():
+    chosen = suites.choose(suites.SUITES, "cuda")
+    for listed in chosen.values():
+        ordered = suites.in_order(listed)
+        assert sorted(case.key for case in ordered) == sorted(case.key for case in listed)
+        place = {case.key: number for number, case in enumerate(ordered)}
+        for case in ordered:
+            if isinstance(case, cases.Case) and case.peer.startswith("sparse_flash"):
+                rivals = [other for other in listed if isinstance(other, cases.Case) and replace(other, peer=case.peer) == case]
+                assert all(place[other.key] < place[case.key] for other in rivals if not other.peer.startswith("sparse_flash"))
+
+
+@pytest.mark.parametrize("suite", ["peers", "deterministic", "small", "speedup"])
+def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
+    chosen = suites.choose([suite], "cuda")
+    results, _ = Results.open(tmp_path, {}, {}, True, False)
+    times = {"sdpa-flash": 4, "sdpa-cudnn": 3, "flex": 5, "flex-fa4": 6, "fa4": 2, "fa4-deterministic": 7, "sdpa-efficient": 9}
+    listed = [case for case in chosen[suite] if case.mask == masks.CAUSAL or suite == "speedup"]
+    for case in listed:
+        name, us = case.peer, isinstance(case, cases.CallCase)
+        forward, backward = ("forward_us", "both_us") if us else ("forward_ms", "backward_ms")
+        result = {forward: times.get(name, 1.0), backward: 1 / times.get(name, 1.0), "correct": name != "fa4" or suite != "small"}
+        results.data["cases"][case.key] = {"result": result}
+    by_peer = {case.peer: {b.peer for b in suites.baselines(case, chosen, results)} for case in listed}
+    expected = {
+        "peers": {"sparse_flash": {"fa4", "flex-fa4"}, "sparse_flash:triton": {"fa4", "flex-fa4", "flex"}},
+        "deterministic": {"sparse_flash-deterministic": {"fa4-deterministic", "sparse_flash"}},
+        "small": {"sparse_flash": {"sdpa-cudnn", "sdpa-flash"}},
+        "speedup": {"sparse_flash": {"sdpa-cudnn", "sdpa-efficient"}},
+    }
+    ours = {peer: found for peer, found in by_peer.items() if found}
+    if suite == "peers":  # the last shape of the suite has no flex; the fastest of those there are
+        assert ours.keys() == expected[suite].keys() and "fa4" in ours["sparse_flash"]
+    else:
+        assert ours == expected[suite]
+
+
+def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, tmp_path, monkeypatch):
+    asked = []
+
+    def slow(case, *_):
+        asked.append(case.key)
+        return {"over_limit": 60} if case.key == MINE else {"refused": "it does not run this"}
+
+    monkeypatch.setattr(measure, "run", slow)
+    measured(tmp_path)
+    asked.clear()
+    measured(tmp_path)
+    assert asked == [MINE]
+    asked.clear()
+    measured(tmp_path, retry=True)
+    assert set(asked) == {FULL, OURS, MINE}
+
+
+def test_a_second_run_says_what_it_reused_and_how_to_start_afresh(machine, tmp_path):
+    first, printed = measured(tmp_path)
+    assert "reused" not in printed
+    machine.timed.clear()
+    second, printed = measured(tmp_path)
+    assert machine.timed == [] and second.data["cases"] == first.data["cases"]
+    assert "reused: 3 cases, measured 20" in printed and "--fresh sets them aside and measures anew" in printed
+    assert "--retry" not in printed
+    machine.spread = 0.5
+    _, printed = measured(tmp_path, resume=False)
+    assert "starting anew (as asked); earlier results are in results-" in printed and len(machine.timed) == 6
+    _, printed = measured(tmp_path)
+    assert "--retry measures the 3 without numbers, or with doubtful ones, again" in printed
+    machine.timed.clear()
+    measured(tmp_path, retry=True)
+    assert {FULL, OURS, MINE} <= set(machine.timed)
+
+
+def test_masks_of_the_users_own_have_a_report_of_their_own(machine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = {
+        default_folder("cpu", False, specs) for specs in ((), ("causal",), ("causal & local(9)",), ("causal", "full"), ("a" * 99,))
+    }
+    assert len(folders) == 5 and default_folder("cpu", True) == noise.Path("runs/bench-cpu-quick")
+    suite, _ = measured(None)
+    own, _ = measured(None, specs=("causal & local(128)",))
+    assert suite.folder != own.folder and (suite.folder / "results.json").exists() and (own.folder / "results.json").exists()
+    before = (suite.folder / "results.json").read_text()
+    mixed, printed = measured(suite.folder, specs=("causal & local(128)",))
+    assert "starting anew (specs changed)" in printed and mixed.data["settings"]["specs"] == ["causal & local(128)"]
+    aside = next(suite.folder.glob("results-*.json"))
+    assert json.loads(aside.read_text())["cases"] == json.loads(before)["cases"]
+
+
+def test_figures_of_a_cpu_are_milliseconds(machine, tmp_path):
+    results, printed = measured(tmp_path)
+    assert "forward 5 ms, backward 10 ms" in printed and "TFLOP" not in printed
+    result = results.get(MINE) | {"forward_tflops": 1e-3, "backward_tflops": 1e-3}
+    us = {"forward_us": 1500.0, "both_us": 4000.0, "forward_host_us": 1400.0, "both_host_us": 3900.0}
+    small = cases.CallCase(SHAPE, masks.CAUSAL, "sparse_flash")
+    peers = cases.Case(SHAPE, WINDOW, "sparse_flash")
+    data = {
+        "settings": {"device": "cpu"},
+        "suites": {"peers": ["a"], "small": ["b"], "deterministic": ["a"]},
+        "cases": {
+            "a": {"case": peers.as_data(), "result": result},
+            "b": {"case": small.as_data(), "result": us | {"correct": True}},
+        },
+    }
+    made = beside.tables(data)
+    assert made[0].rows[0][3] == "5.00 / 10.0" and made[0].notes[0].startswith("ms forward / backward")
+    assert made[1].notes[0].startswith("ms forward / backward")
+    assert made[2].title == "Time of one call, ms, short problems" and made[2].rows[0][3] == "1.50 / 4.00"
+    data["settings"]["device"] = "cuda"
+    assert beside.tables(data)[2].rows[0][3] == "1,500 / 4,000"
+
+
+def test_names_stand_beside_their_dots_and_on_nothing_else():
+    figure = matplotlib.figure.Figure(figsize=(9, 5), layout="constrained")
+    ax = figure.subplots()
+    generator = np.random.default_rng(0)
+    dots = [(x, y, f"causal & pattern({n})") for n, (x, y) in enumerate(generator.normal(0, 1, (18, 2)) * [1, 0.2])]
+    dots += [(dots[0][0], dots[0][1], "the same place")]
+    ax.scatter([x for x, *_ in dots], [y for _, y, _ in dots])
+    plots._label_dots(figure, ax, plots.THEMES[0], dots)
+    boxes = [text.get_window_extent() for text in ax.texts]
+    inside = ax.get_window_extent()
+    assert {text.get_text() for text in ax.texts} == {name for *_, name in dots}
+    for number, box in enumerate(boxes):
+        assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+        for other in boxes[:number]:
+            assert not box.shrunk(0.99, 0.9).overlaps(other.shrunk(0.99, 0.9))
+        for x, y, _ in dots:
+            assert not box.contains(*ax.transData.transform((x, y)))
