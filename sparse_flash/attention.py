@@ -9,11 +9,11 @@ import torch
 from . import backends, ops, watch
 from .block_mask import BlockMask, as_block_mask, compiled_once
 from .keywords import shown_without_foreign, unexpected
-from .pattern import Pattern
+from .pattern import Pattern, text_of
 from .scores import with_sinks
 from .terms import ScoreFunction, check_deterministic, check_dtype, check_number, check_sinks, terms_of
 
-DEFAULT_BLOCK_SIZE = 128
+DEFAULT_BLOCK_SIZE = ops.PATTERN_BLOCK_SIZE
 
 
 @shown_without_foreign
@@ -47,8 +47,9 @@ def attention(
     v: (batch, kv_heads, kv_len, v_head_dim), v_head_dim being head_dim or another. All of one dtype and device; any strides, of
     which an unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
-    torch.compile: spec text, and what is made outside of the compiled function, where PyTorch before 2.13 takes BlockMasks, not
-    Pattern objects.)
+    torch.compile: spec text, and Patterns and BlockMasks made outside of the compiled function; PyTorch before 2.13 takes no
+    Pattern there. One graph serves all lengths of text and of patterns that have some; it is compiled anew for each length of a
+    pattern without text, and for each pair of lengths of BlockMasks.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
@@ -120,12 +121,10 @@ def attention(
     if sinks is not None:
         check_sinks(sinks, q)
     if is_pattern:
-        # Not through as_block_mask, which torch.compile would trace into its dispatch.
         mask = _compiled(mask, q.shape[2], k.shape[2], q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    walked = mask.wider if mask is not None and mask.wider is not None and q.is_cuda else mask
-    walked = None if walked is None or walked.keeps_all else walked
+    walked = mask.walked(q.is_cuda) if isinstance(mask, BlockMask) else mask
     name = _settled(q, k, v, mask, walked, terms, deterministic, backend)
     scale = checked_scale(scale, q.shape[3])
     watched = watch.looked_at()
@@ -152,17 +151,26 @@ def _of_nothing(q, k, v, sinks, return_lse: bool):
     return (out, lse) if return_lse else out
 
 
+_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
 _SETTLED_MOST = 4096
 _already_settled: dict[tuple, str] = {}
 
 
-def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, deterministic: bool, backend: str) -> str:
+def _settled(q, k, v, mask, walked, terms, deterministic: bool, backend: str) -> str:
     """The back end of a call, of which all is checked; a plain call like one before takes no second look.
 
-    walked: what of the mask the back end is given.
+    mask: a BlockMask, spec text or None. walked: what of it the back end is given.
     """
+    if isinstance(mask, str) or torch.compiler.is_compiling():
+        # The operator chooses: what depends on a length here, compiled code is compiled anew for.
+        check_tensors(q, k, v)
+        if isinstance(mask, BlockMask):
+            _check_mask(mask, q, k)
+        if backend != "auto":
+            backends.backend(backend)
+        return backend
     key = None
-    if terms is None and not torch.compiler.is_compiling():
+    if terms is None:
         fits = None if mask is None else (mask.fits, walked is None or walked.block_size)
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (*shapes, fits, deterministic, backend)
@@ -180,20 +188,31 @@ def _settled(q, k, v, mask: BlockMask | None, walked: BlockMask | None, terms, d
     return name
 
 
-def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The scale of a call; raises ValueError or TypeError for one that cannot be."""
-    scale = head_dim**-0.5 if scale is None else scale
+def checked_scale(scale: float | None, head_dim: int) -> float | None:
+    """The scale of a call; raises ValueError or TypeError for one that cannot be. Within torch.compile None stays None, as a
+    head_dim may be symbolic there."""
+    if scale is None:
+        return None if torch.compiler.is_compiling() else head_dim**-0.5
     check_number("scale", scale)
     scale = float(scale)
-    if not (scale > 0 and math.isfinite(scale)):
+    if not 0 < scale < math.inf:  # torch.compile traces no isfinite of a symbolic number
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
     return scale
 
 
-def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask:
+def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
+    """Its table for these lengths; where the operator is seen, the spec text of a pattern that has some."""
     if not isinstance(pattern, (Pattern, str)):
         return as_block_mask(pattern)  # says what a mask must be
-    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+    if not ops.is_seen():
+        return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+    if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):
+        raise TypeError(
+            f"torch.compile of PyTorch {torch.__version__} takes no Pattern objects; pass pattern.to_spec(), or a table"
+        )
+    # Not through as_block_mask, which torch.compile would trace into its dispatch.
+    text = text_of(pattern)
+    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
 def autocast(q, k, v):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, singledispatch
@@ -373,6 +374,11 @@ class BlockMask:
         moved = BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
         return replace(moved, wider=self.wider and self.wider.to(device))
 
+    def walked(self, on_gpu: bool) -> BlockMask | None:
+        """What a back end is given: on a GPU the wider mask, where there is one; None where every pair is kept."""
+        mask = self.wider if on_gpu and self.wider is not None else self
+        return None if mask.keeps_all else mask
+
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged, same map of heads."""
         rows, cols, segment, tile = self.entries()
@@ -566,14 +572,13 @@ def _(mask, **lengths) -> BlockMask:
 
 def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
-    FakeTensorMode, of its tensors."""
+    FakeTensorMode, of its tensors. What a CUDA graph is captured with stays for good, as replays read it."""
     if not torch.compiler.is_compiling():
-        if not torch._C._len_torch_dispatch_stack():
-            return _cached_mask(pattern, q_len, kv_len, block_size, device)
-        with plain_tensors():
-            mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if fake is None:
+        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured[id(mask)] = mask
+        fake = torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if not fake:
             return mask
         tensors = [fake.from_tensor(t) for t in mask.tensors()]
         return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
@@ -583,10 +588,13 @@ def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: tor
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
 
 
+_captured: dict[int, BlockMask] = {}
+
+
 def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
     """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
+    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
     with plain_tensors():
-        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         return mask.keeps_all, mask.constants()
 
 
@@ -603,7 +611,16 @@ def plain_tensors():
 
 @lru_cache(maxsize=64)
 def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
-    return as_block_mask(pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
+            "is captured; make the call once before, or pass compile_mask(...)"
+        )
+    # In a thread of its own: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs
+    # are a thread's, and a table that stays is to be of none of them.
+    with ThreadPoolExecutor(1) as thread:
+        lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "device": device}
+        return thread.submit(as_block_mask, pattern, **lengths).result()
 
 
 def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:

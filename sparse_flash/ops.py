@@ -1,6 +1,7 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; terms as
+A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
+spec text, whose table is looked up within, where lengths are numbers, so that a compiled graph serves all of them; terms as
 their tensors, their names and their numbers (``Terms.packed()``).
 """
 
@@ -10,12 +11,19 @@ import torch
 from torch.autograd import forward_ad
 
 from . import backends
-from .block_mask import BlockMask
+from .block_mask import BlockMask, compiled_once
 from .terms import NO_TERMS, Terms
 
+PATTERN_BLOCK_SIZE = 128  # tokens, of the tables of patterns
 
-def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool, backend: str, terms: Terms | None = None):
-    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both."""
+
+def attention(
+    q, k, v, mask: BlockMask | str | None, scale: float | None, deterministic: bool, backend: str, terms: Terms | None = None
+):
+    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both.
+
+    Where ``is_seen``, mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
+    """
     more = () if terms is None else terms.tensors()
     _refuse_transforms(q, k, v, *more)
     if nothing_looks_on(q, k, v, *more):
@@ -23,9 +31,10 @@ def attention(q, k, v, mask: BlockMask | None, scale: float, deterministic: bool
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _Direct.apply(q, k, v, mask, scale, deterministic, backend, terms, *more)
         return backends.backend(backend).forward(q, k, v, mask, scale, terms)
-    tables, block_size = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
+    tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
+    pattern = mask if isinstance(mask, str) else ""
     packed = NO_TERMS if terms is None else terms.packed()
-    return _forward(q, k, v, tables, block_size, scale, deterministic, backend, *packed)
+    return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
@@ -51,6 +60,11 @@ def _refuse_transforms(*tensors) -> None:
             "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
             "operations"
         )
+
+
+def is_seen() -> bool:
+    """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def nothing_looks_on(*tensors) -> bool:
@@ -132,8 +146,16 @@ def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(out) if dout is None else dout
 
 
-def _mask(q, k, tables: list[torch.Tensor], block_size: int) -> BlockMask | None:
-    return BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables) if tables else None
+def _prepared(q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, terms):
+    """(back end, mask, scale) of a call; the same for both passes."""
+    mask = None
+    if pattern:
+        mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
+    elif tables:
+        mask = BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables)
+    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, terms, deterministic=deterministic)
+    name = backends.choose(backend, call)
+    return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
 
 
 @torch.library.custom_op("sparse_flash::attention", mutates_args=())
@@ -143,7 +165,8 @@ def _forward(
     v: torch.Tensor,
     tables: list[torch.Tensor],
     block_size: int,
-    scale: float,
+    pattern: str,
+    scale: float | None,
     deterministic: bool,
     backend: str,
     term_tensors: list[torch.Tensor],
@@ -152,7 +175,8 @@ def _forward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
-    return backends.backend(backend).forward(q, k, v, _mask(q, k, tables, block_size), scale, terms)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
+    return chosen.forward(q, k, v, mask, scale, terms)
 
 
 @_forward.register_fake
@@ -172,10 +196,11 @@ def _decode(
     kv_lens: torch.Tensor | None,
     block_table: torch.Tensor | None,
     causal: bool,
-    scale: float,
+    scale: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if tables else None
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
 
 
@@ -196,7 +221,8 @@ def _backward(
     lse: torch.Tensor,
     tables: list[torch.Tensor],
     block_size: int,
-    scale: float,
+    pattern: str,
+    scale: float | None,
     deterministic: bool,
     backend: str,
     term_tensors: list[torch.Tensor],
@@ -205,20 +231,21 @@ def _backward(
     softcap: float,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
-    mask, terms = _mask(q, k, tables, block_size), Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
-    return list(backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms))
+    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
+    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms))
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, tables, block_size, scale, deterministic, backend, *packed):
+def _(dout, dlse, q, k, v, out, lse, tables, block_size, pattern, scale, deterministic, backend, *packed):
     terms = Terms.unpacked(*packed)
     learned = [terms.rel_bias] if terms is not None and terms.learned else []
     return [torch.empty_like(t) for t in (q, k, v, *learned)]
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed = inputs
-    ctx.tables = len(tables)
+    q, k, v, tables, *ctx.options, term_tensors, term_names, dropout_p, softcap = inputs
+    ctx.tables, ctx.packed = len(tables), (term_names, dropout_p, softcap)
     ctx.save_for_backward(q, k, v, *output, *tables, *term_tensors)
     ctx.set_materialize_grads(False)
 
@@ -230,10 +257,9 @@ def _gradients(ctx, dout, dlse):
     grads = [None, None, None]
     if dout is not None or dlse is not None:
         dout = _given(dout, out)
-        call = tables, ctx.block_size, ctx.scale, ctx.deterministic, ctx.backend, term_tensors, *ctx.packed
-        grads = _backward(dout, dlse, q, k, v, out, lse, *call)
+        grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, term_tensors, *ctx.packed)
     of_terms = [] if terms is None else terms.gradients(*grads[3:])
-    return (*grads[:3], [None] * len(tables), None, None, None, None, of_terms, None, None, None)
+    return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_terms, None, None, None)
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

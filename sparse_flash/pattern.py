@@ -10,7 +10,7 @@ import difflib
 import inspect
 import warnings
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from importlib import metadata
 from typing import ClassVar
 
@@ -292,6 +292,26 @@ def parse(text: str) -> Pattern:
     Raises ``SpecError`` (a ValueError) that points at the column.
     """
     return _build(spec.read(text), text)
+
+
+def text_of(pattern: Pattern | str) -> str | None:
+    """The spec text that reads back as this pattern; None where there is none, as some part of it is not registered. Raises
+    ``SpecError`` for text that cannot be read."""
+    return _text_of(pattern)
+
+
+text_of._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets; see block_mask.py
+
+
+@lru_cache(maxsize=256)
+def _text_of(pattern: Pattern | str) -> str | None:
+    if isinstance(pattern, str):
+        return parse(pattern).to_spec()
+    try:
+        text = pattern.to_spec()
+        return text if parse(text) == pattern else None
+    except ValueError:
+        return None
 
 
 def _build(tree: spec.Call | spec.Operation, text: str) -> Pattern:

@@ -157,7 +157,7 @@ def terms_of(
         terms["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
         check_number("softcap", softcap, _ONE_NUMBER)
-        if not (softcap > 0 and math.isfinite(softcap)):
+        if not 0 < softcap < math.inf:
             raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
         terms["softcap"] = float(softcap)
     if alibi_slopes is not None:

@@ -1,6 +1,6 @@
 """The PyTorch operators: what opcheck asks of them, and torch.compile without a graph break or a needless recompile."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash import ops
+from sparse_flash.block_mask import compiled_once
+from sparse_flash.pattern import text_of
 from sparse_flash.terms import NO_TERMS
 
 TOKENS = 200
@@ -61,7 +63,7 @@ def test_opcheck_passes(backend, pattern):
     skip_if_it_cannot(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
     tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    options = (*tables, 0.25, False, backend, *NO_TERMS)
+    options = (*tables, "", 0.25, False, backend, *NO_TERMS)
     torch.library.opcheck(ops._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = ops._forward(q, k, v, *options)
@@ -74,7 +76,7 @@ def test_opcheck_passes(backend, pattern):
 def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
     v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
-    options = [], 0, 0.25, False, BACKEND, *NO_TERMS
+    options = [], 0, "", 0.25, False, BACKEND, *NO_TERMS
     torch.library.opcheck(ops._forward, (q, k, v, *options), test_utils="test_faketensor")
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = ops._forward(q, k, v, *options)
@@ -127,15 +129,130 @@ def test_a_compiled_function_takes_patterns_spec_text_and_dense(pattern):
     assert counter.frame_count == 1
 
 
-def test_a_compiled_function_takes_other_lengths():
+def test_a_compiled_function_takes_tables_of_other_lengths():
     function, _ = compiled(attend)
     for tokens in (200, 300, 450):
-        assert_same(function, *inputs(tokens), "causal")
         assert_same(function, *inputs(tokens), sf.compile_mask(LOCAL, tokens, block_size=32, device=DEVICE))
-    dense, counter = compiled(attend)
-    for tokens in (200, 300, 450):
-        assert_same(dense, *inputs(tokens), None)
+
+
+LENGTHS = (33, 64, 100, 128, 129, 150, 200, 256, 257, 300, 333, 400)
+
+
+@parametrize("pattern", ["causal & local(50)", LOCAL, None], ids=["spec text", "pattern", "dense"])
+def test_twelve_lengths_take_three_graphs_at_most_and_give_what_eager_calls_give(pattern):
+    if isinstance(pattern, sf.Pattern) and torch.__version__ < "2.13":
+        pytest.skip("older versions of torch.compile take spec text and tables, but no Pattern object")
+    function, counter = compiled(lambda q, k, v: attend(q, k, v, pattern))
+    for tokens in LENGTHS:
+        qkv = inputs(tokens)
+        for got, wanted in zip(outcome(function, *qkv), outcome(attend, *qkv, pattern), strict=True):
+            assert torch.equal(got, wanted)
+    assert counter.frame_count <= 3
+
+
+def test_a_layer_takes_twelve_lengths_in_three_graphs_at_most():
+    layer = sf.SparseAttention(32, 2, LOCAL, device=DEVICE)
+    function, counter = compiled(layer)
+
+    def gradients(call, x):
+        out = call(x)
+        return out, *torch.autograd.grad(out.square().sum(), (x, layer.q_proj.weight))
+
+    for tokens in LENGTHS:
+        x = torch.randn(1, tokens, 32, device=DEVICE, requires_grad=True)
+        for got, wanted in zip(gradients(function, x), gradients(layer, x), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count <= 3
+
+
+@parametrize("scale, dynamic", [(None, None), (1, True)])
+def test_a_compiled_function_takes_another_head_dim(scale, dynamic):
+    def attend(q, k, v):
+        return sf.attention(q, k, v, "causal & local(50)", scale=scale and scale / q.shape[3])
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for batch, heads, tokens, head_dim in ((1, 2, 60, 16), (3, 4, 70, 32)):
+        q = torch.randn(batch, heads, tokens, head_dim, device=DEVICE)
+        assert torch.equal(function(q, q, q), attend(q, q, q))
+
+
+def test_numbers_may_change_between_calls_of_a_compiled_function():
+    function, _ = compiled(lambda q, scale, softcap: sf.attention(q, q, q, "causal", scale=scale, softcap=softcap))
+    q = torch.randn(1, 2, 30, 16, device=DEVICE)
+    for number in (0.25, 0.5, 2.0):
+        assert torch.equal(function(q, number, 9 * number), sf.attention(q, q, q, "causal", scale=number, softcap=9 * number))
+    with pytest.raises(Exception, match="scale must be positive"):
+        function(q, -1.0, 1.0)
+
+
+@sf.register_pattern("every_third")
+@dataclass(frozen=True)
+class EveryThird(sf.Pattern):
+    def token_rule(self, q, kv):
+        return (q - kv) % 3 == 0
+
+
+@dataclass(frozen=True)
+class Unregistered(EveryThird):
+    name = None
+
+
+def test_patterns_of_users_compile_and_those_without_spec_text_for_one_length():
+    assert text_of(sf.causal() & EveryThird()) == "causal & every_third"
+    assert text_of(sf.causal() & Unregistered()) is None
+    function, counter = compiled(attend)
+    for tokens in (60, 70, 80):
+        assert_same(function, *inputs(tokens), "causal & every_third")
     assert counter.frame_count <= 2
+    if torch.__version__ >= "2.13":
+        pattern = Unregistered()
+        unregistered, counter = compiled(lambda q, k, v: attend(q, k, v, pattern))
+        for tokens in (60, 70, 80):
+            for got, wanted in zip(outcome(unregistered, *inputs(tokens)), outcome(attend, *inputs(tokens), pattern), strict=True):
+                assert torch.equal(got, wanted)
+        assert counter.frame_count == 3
+    else:
+        with pytest.raises(Exception, match=r"takes no Pattern objects; pass pattern\.to_spec\(\)"):
+            function(*inputs(), Unregistered())
+
+
+def test_tables_are_of_no_mode_that_their_first_call_was_made_in():
+    q, k, v = inputs(77)
+    with torch.inference_mode(), torch.device("meta"):
+        sf.attention(q, k, v, "causal & local(7)")
+    with Spy([]):
+        out = sf.attention(q, k, v, "causal & local(7)")
+    assert torch.equal(out, sf.attention(q, k, v, "causal & local(7)"))
+    out.sum().backward()
+    assert not any(t.is_inference() for t in compiled_once("causal & local(7)", 77, 77, 128, q.device).tensors())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_compiled_code_in_cuda_graphs_takes_other_lengths():
+    function = torch.compile(lambda q, k, v: attend(q, k, v, "causal & local(50)"), fullgraph=True, mode="reduce-overhead")
+    for tokens in (200, 300):
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            qkv = inputs(tokens)
+            got = [t.clone() for t in outcome(function, *qkv)]
+            for ours, wanted in zip(got, outcome(attend, *qkv, "causal & local(50)"), strict=True):
+                torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_tables_that_a_cuda_graph_reads_stay_and_are_not_made_while_it_is_captured():
+    q = torch.randn(1, 2, 300, 64, device=DEVICE)
+    wanted = sf.attention(q, q, q, "causal & local(31)")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sf.attention(q, q, q, "causal & local(31)")
+    for window in range(100, 180):  # more than are kept
+        compiled_once(f"local({window})", 300, 300, 128, q.device)
+    torch.cuda.empty_cache()
+    graph.replay()
+    torch.testing.assert_close(out, wanted)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="make the call once before"):
+        sf.attention(q, q, q, "causal & local(32)")
 
 
 def test_a_compiled_function_casts_under_autocast():
@@ -153,15 +270,18 @@ def test_a_compiled_function_raises_what_the_call_raises():
         function(q[:, :1], k, v, None)
 
 
-def test_exported_programs_hold_the_operator():
+def test_exported_programs_hold_the_operator_and_take_other_lengths():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
             return sf.attention(q, k, v, "causal & local(50)")
 
     q, k, v = (t.detach() for t in inputs())
-    program = torch.export.export(Model(), (q, k, v))
+    tokens = {2: torch.export.Dim("tokens", min=2, max=4096)}
+    program = torch.export.export(Model(), (q, k, v), dynamic_shapes={"q": tokens, "k": tokens, "v": tokens})
     assert any("sparse_flash.attention" in str(node.target) for node in program.graph.nodes)
-    assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
+    for other in (TOKENS, 77, 300):
+        q, k, v = (t.detach() for t in inputs(other))
+        assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
 
 
 def test_fake_tensors_see_the_operator():
@@ -211,16 +331,20 @@ def test_transforms_that_would_go_wrong_are_refused():
             attend(torch.autograd.forward_ad.make_dual(q, q))
 
 
+class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, seen: list):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def test_dispatch_modes_see_the_operator():
     seen = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     q, k, v = inputs()
-    with Spy():
+    with Spy(seen):
         sf.attention(q, k, v, LOCAL)
     assert "sparse_flash.attention.default" in seen
 

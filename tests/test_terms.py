@@ -666,7 +666,7 @@ def test_a_compiled_function_computes_terms_in_one_graph(name):
 def test_opcheck_passes_with_terms(name):
     q, k, v, _ = (t.requires_grad_() for t in inputs())
     packed = terms_of(q, k, **{n: t for n, t in terms(name).items() if n != "sinks"}).packed()
-    options = ([], 0, 0.25, True, "torch", *packed)
+    options = ([], 0, "", 0.25, True, "torch", *packed)
     torch.library.opcheck(ops._forward, (q, k, v, *options))
     with torch.no_grad():
         out, lse = ops._forward(q, k, v, *options)
