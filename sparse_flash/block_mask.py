@@ -300,7 +300,7 @@ class BlockMask:
     def keeps_causal(self) -> bool:
         """Whether each query keeps the keys up to its own number and no others, by the table, whatever it was compiled from.
         Reads the table, once: for masks on a CPU."""
-        rows = torch.arange(1, self.grid.q_blocks + 1)
+        rows = torch.arange(1, self.grid.q_blocks + 1, device=self.device)
         if self.q_len != self.kv_len or bool((self.by_query.row_ptr.diff() != rows).any()):
             return False
         row, col, kind, tile = self.entries()
