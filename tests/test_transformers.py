@@ -17,6 +17,18 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(**SIZES, intermediate_size=96, num_key_value_heads=2, sliding_window=None),
     "mistral, window": transformers.MistralConfig(**SIZES, intermediate_size=96, num_key_value_heads=1, sliding_window=33),
     "gpt2": transformers.GPT2Config(**SIZES, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+    # v has another head_dim than q and k.
+    "deepseek": transformers.DeepseekV3Config(
+        **SIZES,
+        intermediate_size=96,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=20,
+    ),
 }
 PATTERN = "causal & (local(20) | sinks(2))"
 
@@ -59,7 +71,7 @@ def test_logits_and_gradients_are_those_of_dense_attention_with_the_masks_pairs(
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "deepseek"])
 def test_generate_continues_as_dense_attention_with_the_masks_pairs_would(name):
     model, dense = twins(name)
     use_sparse_flash(model, PATTERN).eval()
