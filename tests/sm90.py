@@ -175,6 +175,7 @@ if __name__ == "__main__":
             report(
                 "hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True
             )
-    for name, (kernel, table) in KERNELS.items():
+    for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 of v
+        report(f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_TERMS, NO_SWITCHES, 128)
         report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)

@@ -43,6 +43,38 @@ def test_every_pattern_head_dim_and_dtype_is_right(backend, name, head_dim, dtyp
     check(backend, PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
 
 
+@parametrize("dtype", DTYPES, ids=str)
+@parametrize("head_dim, v_head_dim", [(192, 128), (64, 128), (40, 72), (16, 256), (128, 64), (100, 36)])
+@parametrize("name", [None, "local", "dilated"])
+def test_v_may_have_a_head_dim_of_its_own(name, head_dim, v_head_dim, dtype):
+    pattern = PATTERNS[name] if name else None
+    for layout in LAYOUTS:
+        # Each in turn with v like q and k: a launch is made again for what it was compiled for.
+        for width in (head_dim, v_head_dim):
+            options = {"head_dim": head_dim, "v_head_dim": width, "layout": layout, "dtype": dtype, "block_size": 128}
+            check("triton", pattern, 385, 380, heads=4, kv_heads=2, batch=2, **options)
+
+
+def test_hopper_leaves_v_of_another_head_dim_to_the_portable_kernels():
+    q, v = (torch.randn(1, 2, 300, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for dim in (128, 64))
+    ours = sf.attention(q, q, v, "causal & local(90)")
+    named = sf.attention(q, q, v, "causal & local(90)", backend="triton")
+    assert ours.shape == v.shape and torch.equal(ours, named)
+    assert all(map(torch.equal, *(torch.autograd.grad(out.square().sum(), (q, v)) for out in (ours, named))))
+
+
+@parametrize("backend", BACKENDS)
+def test_a_slice_of_wider_rows_has_results_that_the_copy_engine_can_address(backend):
+    wide = [torch.randn(1, 2, 300, 128, device="cuda", dtype=torch.float16) for _ in range(3)]
+    q, k, v = (t[..., :100].requires_grad_() for t in wide)
+    outs = []
+    for name in (backend, "reference"):
+        out = sf.attention(q, k, v, "causal & local(90)", backend=name)
+        outs.append([out, *torch.autograd.grad(out.float().sum(), (q, k, v))])
+    for got, wanted in zip(*outs, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+
+
 @parametrize("block_size", [16, 32, 64, 128, 256])
 @parametrize("head_dim", [64, 128])
 @parametrize("name", ["causal", "local", "dilated", "documents", "bigbird", "complement"])

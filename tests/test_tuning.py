@@ -330,6 +330,19 @@ def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
     assert str(cache) in result.stdout
 
 
+def test_the_command_tunes_for_v_of_another_head_dim_and_says_so(monkeypatch):
+    task, clock = fake(lambda number: 1.0)
+    asked = []
+    monkeypatch.setattr(tuning, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuning, "tasks", lambda problem, *_: asked.append(problem) or [task])
+    monkeypatch.setattr(tuning, "Clock", lambda: clock)
+    task = replace(task, key=task.key._replace(head_dim=256, v_head_dim=128))
+    result = CliRunner().invoke(app, ["tune", "--head-dim", "192", "--v-head-dim", "128", "--limit", "60"])
+    assert result.exit_code == 0, result.output
+    assert asked[0].head_dims == (192, 128) and "head_dim 256 of q and k, 128 of v" in " ".join(result.stdout.split())
+
+
 def test_where_each_kernel_has_one_config_the_command_says_so(monkeypatch):
     monkeypatch.setattr(tuning, "unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
