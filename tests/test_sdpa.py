@@ -8,10 +8,10 @@ import sparse_flash as sf
 from sparse_flash.integrations.sdpa import scaled_dot_product_attention
 
 
-def tensors(q_len: int = 150, kv_len: int = 150, heads: int = 4, kv_heads: int = 4):
+def tensors(q_len: int = 150, kv_len: int = 150, heads: int = 4, kv_heads: int = 4, v_head_dim: int = 16):
     generator = torch.Generator().manual_seed(0)
-    sizes = [(heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)]
-    return [torch.randn(2, *size, 16, generator=generator, requires_grad=True) for size in sizes]
+    sizes = [(heads, q_len, 16), (kv_heads, kv_len, 16), (kv_heads, kv_len, v_head_dim)]
+    return [torch.randn(2, *size, generator=generator, requires_grad=True) for size in sizes]
 
 
 def masked(*shape: int) -> torch.Tensor:
@@ -24,6 +24,7 @@ CALLS = {
     "dense": (tensors(), {}),
     "causal": (tensors(), {"is_causal": True}),
     "scale": (tensors(), {"scale": 0.3}),
+    "v of another head_dim": (tensors(v_head_dim=24), {"is_causal": True}),
     "unequal lengths": (tensors(70, 200), {}),
     "grouped heads": (tensors(kv_heads=2), {"enable_gqa": True, "is_causal": True}),
     "mask": (tensors(130, 200), {"attn_mask": masked(130, 200)}),

@@ -26,10 +26,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(query key^T * scale, over the pairs that are kept) value, like query.
+    """softmax(query key^T * scale, over the pairs that are kept) value, like query but of value's head_dim.
 
     query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of
-    those heads.
+    those heads; value's head_dim may be another.
     attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len,
     kv_len): it is turned into a table in each call, by a pass over all its pairs on the host, so make it once with
     ``BlockMask.from_dense`` where it stays the same. Or a mask of this library, aligned as ``attention`` says.
