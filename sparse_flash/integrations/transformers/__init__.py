@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...attention import attention
 from ...block_mask import BlockMask
-from ...decode import attention_decode, decodes, takes
+from ...decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...pattern import Pattern, parse
 from ...scores import with_sinks
 from ...terms import check_deterministic
@@ -182,9 +182,16 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
         return False
-    if own.end_tensor is None:
-        return not _moves(settings, own) or not own.kv_offset
-    return own.starts is None and not dropout and softcap is None and takes(query, key) and not _moves(settings, own)
+    # A look at kv_offset binds the graph to its value.
+    if _moves(settings, own) and own.kv_offset:
+        return False
+    decoded = own.starts is None and not dropout and softcap is None and takes(query, key)
+    return own.end_tensor is None or decoded or _is_prompt(own)
+
+
+def _is_prompt(own) -> bool:
+    """Whether compiled code may be bound to where the queries end in a static cache: there is one prompt, and many tokens."""
+    return own.end is not None and own.q_length > MAX_QUERIES
 
 
 def _moves(settings, own) -> bool:
@@ -233,7 +240,7 @@ def _masked(
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     kv_lens = None
-    if own.end_tensor is not None and torch.compiler.is_compiling():
+    if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
         kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
     elif own.end != own.kv_length:
         key, value = key[:, :, : own.end], value[:, :, : own.end]

@@ -323,7 +323,6 @@ def depends_on_position(mask) -> bool:
     return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
 
 
-@lru_cache(maxsize=1024)
 def _keeps_all(limit: str | Pattern, kv_length: int) -> bool:
     """Whether it is a window as wide as there are keys."""
     return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
