@@ -109,7 +109,8 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
     exist = existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None])
-    return x.masked_fill(~exist[:, None, :, None], 0.0)
+    # In place on a copy: masked_fill's result has another memory order, and the operators' results have that of their arguments.
+    return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
 
 def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:

@@ -99,14 +99,41 @@ def test_each_layer_may_have_its_own_mask(masks):
     torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_the_whole_model_compiles():
+@pytest.mark.parametrize("checkpointed, name", [(False, "llama"), (True, "mistral, window")])
+def test_the_whole_padded_model_compiles_as_one_graph(name, checkpointed):
+    model, _ = twins(name)
+    use_sparse_flash(model, PATTERN).train()
+    x = words()
+    padding = torch.ones_like(x)
+    padding[0, :40] = 0
+    wanted = {"labels": x.masked_fill(padding == 0, -100), "attention_mask": padding, "use_cache": False}
+
+    def gradient(called):
+        model.zero_grad()
+        called(x, **wanted).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    expected = gradient(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    torch.testing.assert_close(gradient(torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
+
+
+def test_a_compiled_model_generates_from_a_static_cache_in_one_graph_for_the_prompt_and_one_for_each_step():
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN).eval()
     x = words()
-    with torch.no_grad():
-        expected = model(x, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager")(x, use_cache=False).logits
-    torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=1e-4)
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "attention_mask": torch.ones_like(x)}
+    expected = model.generate(x, pad_token_id=0, **options)
+    model.forward = torch.compile(model.forward, backend=counted, fullgraph=True)
+    assert torch.equal(model.generate(x, pad_token_id=0, **options), expected)
+    assert len(graphs) == 2
 
 
 def test_checkpointed_activations_give_the_same_gradients():

@@ -15,6 +15,7 @@ from transformers.masking_utils import and_masks, eager_mask  # noqa: E402
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
 
 WORDS, TOKENS = 90, 24
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)  # Llama 4 in static caches, assistants with windows
 LONGEST = 256
 PATTERNS = {
     "distance": "causal & (local(5) | strided(11, block=1))",
@@ -177,6 +178,8 @@ def test_generation_goes_on_past_the_window_of_the_default_cache(name, pattern):
         {"attention_mask": padded(x, "left"), "num_beams": 3},
         {"attention_mask": padded(x, "left"), "cache_implementation": "static"},
     ]
+    if name == "llama4_text" and OLD:
+        runs.pop()
     keep(PATTERNS[pattern])
     for run in runs:
         ours = use_sparse_flash(model, PATTERNS[pattern]).generate(x, **options, **run)
@@ -205,6 +208,7 @@ def test_a_conversation_goes_on_from_a_full_cache(name, static):
 
 
 @torch.no_grad()
+@pytest.mark.skipif(OLD, reason="Transformers itself fails here before 5.23, with every attention")
 def test_assisted_generation_gives_what_the_model_alone_gives():
     model, assistant = decoder_of("gemma3_text"), decoder_of("gemma3_text")
     for parameter in assistant.parameters():
