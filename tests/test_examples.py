@@ -1,9 +1,13 @@
 """Every example runs, at a small size, and does what it says."""
 
+import ast
 import importlib.util
 import math
+import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -196,7 +200,8 @@ def test_validation_files_are_never_trained_on_and_batches_depend_on_the_positio
 @pytest.mark.usefixtures("own_registry")
 def test_the_pattern_in_contributing_works():
     code = re.search(r"```python\n(.*?@register_pattern.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S).group(1)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    module, *_ = ast.parse(code).body
+    assert len([line for line in code.splitlines()[module.end_lineno :] if line.strip()]) <= 20
     sys.modules.pop("contributed", None)
     namespace = {"__name__": "contributed"}
     exec(compile(code, "CONTRIBUTING.md", "exec"), namespace)
@@ -204,6 +209,43 @@ def test_the_pattern_in_contributing_works():
     rows, cols = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
     expected = (cols <= rows) & ((rows // 16 - cols // 16) <= 1)
     assert torch.equal(mask.to_dense(), expected)
+
+
+def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
+    """In a copy of the tree: the pattern's file, its name, and its lines in the tests."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    skipped = shutil.ignore_patterns("benchmarks", "__pycache__")
+    shutil.copytree(ROOT / "sparse_flash", tmp_path / "sparse_flash", ignore=skipped)
+    shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "strategies.py", "test_patterns.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+
+    path, code = re.search(r"`patterns/(\w+\.py)`:\n\n```python\n(.*?)```", text, re.S).groups()
+    (patterns / path).write_text(code)
+    names = patterns / "__init__.py"
+    imported, listed = re.search(r"`(from \.\w+ import \w+ as \w+)` and\s+`(\"\w+\")` in `__all__`", text).groups()
+    lines = names.read_text().splitlines()
+    add = [(imported, [line for line in lines if line.startswith("from ")])]
+    add.append((f"    {listed},", [line for line in lines if line.startswith('    "')]))
+    for new, old in add:
+        lines.insert(lines.index(min((line for line in old if line > new), default=old[-1])), new)
+    names.write_text("\n".join(lines) + "\n")
+    told = re.search(r"```python\n(# tests/.*?)```", text, re.S).group(1)
+    for path, table, line in re.findall(r"# (\S+), (\w+)\n(    .*\n)", told):
+        before, after = (file := tmp_path / path).read_text().split(f"\n{table} = {{\n")
+        file.write_text(f"{before}\n{table} = {{\n{line}{after}")
+
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    chosen = ["-k", "lookback or every_built_in", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA"]
+    command = [sys.executable, "-m", "pytest", str(tmp_path / "tests"), "--rootdir", str(tmp_path), *chosen]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert set(re.findall(r"PASSED .*::(\w+)", done.stdout)) >= {
+        "test_token_rule_is_the_formula",
+        "test_picture_in_the_docstring_is_the_pattern",
+        "test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name",
+    }
 
 
 def test_the_readme_begins_with_code_that_runs(capsys):
