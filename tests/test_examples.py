@@ -248,10 +248,37 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     }
 
 
-def test_the_readme_begins_with_code_that_runs(capsys):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    exec(compile(code.replace("8192", "2048"), "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out.startswith("kept ")
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+@pytest.fixture(scope="module")
+def first_of_readme():
+    """The names that the first block of code defines."""
+    names = {"__name__": "readme"}
+    exec(compile(README[0], "README.md", "exec"), names)
+    return names
+
+
+def test_the_first_code_of_the_readme_runs_by_itself_and_says_what_is_kept(first_of_readme):
+    mask, out = first_of_readme["mask"], first_of_readme["out"]
+    assert mask.density < 0.3 and torch.isfinite(out).all() and torch.isfinite(first_of_readme["q"].grad).all()
+
+
+@pytest.mark.parametrize("number", range(1, len(README)))
+def test_each_code_of_the_readme_runs_as_it_stands_after_the_first(number, first_of_readme):
+    code = README[number]
+    if "transformers" in code:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    exec(compile(code, f"README.md, {number}", "exec"), dict(first_of_readme))
+
+
+def test_every_line_of_python_in_the_readme_is_in_a_block_that_is_run():
+    """Blocks without a language are of the shell."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("```") == 2 * len(README)
+    shell = re.findall(r"^    (\S+)", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    assert set(shell) <= {"make", "sparse-flash", "pip", "python", "torchrun", "git", "cd"}
 
 
 def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(capsys):
