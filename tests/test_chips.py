@@ -32,6 +32,10 @@ def test_tiles_by_pointers_are_right_in_every_dtype(pointers, dtype, head_dim):
     assert len(pointers) == 16
 
 
+def test_tiles_by_pointers_are_right_where_v_has_a_head_dim_of_its_own(pointers):
+    check("triton", "causal", 33, 40, dtype=torch.float16, head_dim=40, v_head_dim=20, block_size=32, heads=1)
+
+
 def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_for():
     def variant(*shape, dim=64):
         return launch.rows_variant(launch.rows_of(torch.empty(shape, dtype=torch.float16), dim))

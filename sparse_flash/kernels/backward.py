@@ -176,7 +176,7 @@ def grad_q_kernel(
     HAS_DLSE: tl.constexpr,
 ):
     """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP
-    of a row: one program a query tile and head."""
+    of a row: one program a query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -401,7 +401,8 @@ def grad_kv_kernel(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
 ):
-    """dK and dV: one program a key tile and key head, over the ``group`` query heads that share it."""
+    """dK and dV: one program a key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
+    ``grad_q_kernel``."""
     slot = tl.program_id(0)
     kv_heads = heads // group
     batch = tl.program_id(1) // kv_heads

@@ -300,10 +300,11 @@ def decode_kernel(
 ):
     """One program a tile of stacked queries and share of its keys. score_scale: scale * log2(e).
 
-    group: query heads that share a key head. members: of them, those that are stacked, all or one. Strides of q, k and v are
-    in units of VECTOR numbers; those of pages are those of the batch without pages. shares: room for the results and logs of
-    every program, where several share a tile (SHARED); ROWS: rows of a tile in there. arrived: int32 zeros, one a tile.
-    AT_END: the table is square, and the queries are the last of the sequence; else its rows are the queries.
+    group: query heads that share a key head. members: of them, those that are stacked, all or one. Strides of q, k and v are in
+    units of VECTOR numbers. HEAD_DIM, DIM: of q and k, as it is and padded; HEAD_DIM_V, DIM_V: of v and out. Strides of pages are
+    those of the batch without pages. shares: room for the results and logs of every program, where several share a tile (SHARED);
+    ROWS: rows of a tile in there. arrived: int32 zeros, one a tile. AT_END: the table is square, and the queries are the last of
+    the sequence; else its rows are the queries.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     tiles, splits = tl.num_programs(0), tl.num_programs(1)

@@ -156,8 +156,8 @@ def attention_forward_kernel(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
 ):
-    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. terms, SCORED,
-    REACH, SCORE, DERIVATIVE: see ``terms.py``."""
+    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
+    head_dim of q and k, DIM_V: of v and out. terms, SCORED, REACH, SCORE, DERIVATIVE: see ``terms.py``."""
     slot = tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
