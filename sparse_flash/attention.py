@@ -7,7 +7,7 @@ import math
 import torch
 
 from . import backends, ops, watch
-from .block_mask import BlockMask, as_block_mask, compiled_once
+from .block_mask import BlockMask, compiled_once, of_another_library
 from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern, text_of
 from .scores import with_sinks
@@ -46,8 +46,8 @@ def attention(
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention).
     v: (batch, kv_heads, kv_len, v_head_dim), v_head_dim being head_dim or another. All of one dtype and device; any strides, of
     which an unbroken last dimension costs no copy.
-    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; None for dense attention. (Within
-    torch.compile: spec text, and Patterns and BlockMasks made outside of the compiled function; PyTorch before 2.13 takes no
+    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a BlockMask of FlexAttention, read at its
+    first use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks made outside of the compiled function; PyTorch before 2.13 takes no
     Pattern there. One graph serves all lengths of text and of patterns that have some; it is compiled anew for each length of a
     pattern without text, and for each pair of lengths of BlockMasks.)
     scale: positive; 1 / sqrt(head_dim) by default.
@@ -92,6 +92,8 @@ def attention(
     q, k, v = autocast(q, k, v)
     if 0 in q.shape or 0 in k.shape:
         return _of_nothing(q, k, v, sinks, return_lse)
+    if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
+        mask = of_another_library(mask)
     given, terms = mask, None
     has_terms = (
         dropout_p
@@ -202,8 +204,6 @@ def checked_scale(scale: float | None, head_dim: int) -> float | None:
 
 def _compiled(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
     """Its table for these lengths; where the operator is seen, the spec text of a pattern that has some."""
-    if not isinstance(pattern, (Pattern, str)):
-        return as_block_mask(pattern)  # says what a mask must be
     if not ops.is_seen():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):

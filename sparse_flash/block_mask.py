@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache, singledispatch
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import flex, regroup
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
@@ -202,6 +203,50 @@ class BlockMask:
         return cls._of_heads(masks, mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
 
     @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: Callable,
+        batch: int | None,
+        heads: int | None,
+        q_len: int,
+        kv_len: int | None = None,
+        block_size: int = 128,
+        device=None,
+        *,
+        progress: bool | None = None,
+    ) -> BlockMask:
+        """The mask of a function of FlexAttention, as of ``create_block_mask``: every pair for which it is true.
+
+        mask_mod: called with (b, h, q_idx, kv_idx), int64 tensors without dimensions, under torch.vmap; returns a bool tensor. It
+        may look numbers up in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: the
+        alignment at the end is that of patterns, not of tables.
+        batch, heads: how many of each; None for one mask of all. q_len, kv_len: tokens; kv_len defaults to q_len.
+        device: where the function is evaluated and the table goes; the CPU by default.
+        progress: whether to show a progress bar; None shows one where there are more than 2^28 pairs to look at.
+
+        It looks at every pair, once for each batch entry and head that the function tells apart, in bounded memory: 65,536 tokens
+        are 4 billion pairs, which take a CPU a minute or so, and a GPU seconds. Equal masks of several heads are stored once. A
+        pattern is compiled without that; ``compile_mask`` takes causal masks, windows and documents of a million tokens.
+
+        Raises TypeError or ValueError for a function that is not of this kind.
+        """
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+        for name, count in (("batch", batch), ("heads", heads)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
+        grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
+        pool, stored = TilePool(block_size), {}
+        masks = [[None] * shape[1] for _ in range(shape[0])]
+        device = torch.device(device or "cpu")
+        for served, entries in flex.all_entries_of(mask_mod, grid, shape, device, pool, progress):
+            mask = cls.from_entries(grid, Entries(*entries), pool)
+            mask = stored.setdefault(mask._digest, mask)
+            for b, h in served:
+                masks[b][h] = mask
+        return cls._of_heads([mask for row in masks for mask in row], shape).to(device)
+
+    @classmethod
     def _of_heads(cls, masks: list[BlockMask], shape: tuple[int, int]) -> BlockMask:
         """A mask for each head of each batch entry, of which there are ``shape``."""
         joined = cls.per_head(masks)
@@ -216,7 +261,7 @@ class BlockMask:
         """
         if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
             raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
-        masks = list(masks)
+        masks = [of_flex(mask) if isinstance(mask, flex.FlexMask) else mask for mask in masks]
         if not masks:
             raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
         first = next((m for m in masks if isinstance(m, BlockMask)), None)
@@ -561,7 +606,7 @@ def _way_out(mask) -> str:
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):
-        return "; use from_mask_fn for a function of positions"
+        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
     return "; use 'full' to keep every pair" if mask is None else ""
 
 
@@ -570,13 +615,50 @@ def _(mask, **lengths) -> BlockMask:
     return mask
 
 
+_of_flex = WeakIdKeyDictionary()  # FlexAttention's mask -> (what it was made of, BlockMask)
+
+
+@as_block_mask.register(flex.FlexMask)
+def of_flex(mask, **lengths) -> BlockMask:
+    """``BlockMask.from_flex``, once for each mask: again only where its function or tables were replaced by others."""
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
+            "function and pass that"
+        )
+    made_of = flex.parts_of(mask)
+    known = _of_flex.get(mask)
+    if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
+        _keep_if_captured(known[1])
+        return known[1]
+    if is_recorded(mask.kv_indices.device):
+        raise ValueError(
+            "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
+            "BlockMask.from_flex(mask) before, or call attention with it once before"
+        )
+    made = BlockMask.from_flex(mask)
+    _of_flex[mask] = made_of, made
+    return made
+
+
+def of_another_library(mask) -> BlockMask:
+    """A BlockMask from what is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
+    # torch.compile cannot trace into the dispatch.
+    return of_flex(mask) if isinstance(mask, flex.FlexMask) else as_block_mask(mask)
+
+
+def _keep_if_captured(mask: BlockMask) -> None:
+    """What a CUDA graph is captured with stays for good, as replays read it."""
+    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[id(mask)] = mask
+
+
 def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
-    FakeTensorMode, of its tensors. What a CUDA graph is captured with stays for good, as replays read it."""
+    FakeTensorMode, of its tensors."""
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured[id(mask)] = mask
+        _keep_if_captured(mask)
         fake = torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if not fake:
             return mask
@@ -626,6 +708,8 @@ def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
 def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:
     """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
     Raises ValueError, which calls it ``name``, where it does not fit."""
+    if isinstance(mask, flex.FlexMask):
+        mask = of_flex(mask)
     if not isinstance(mask, BlockMask):
         # torch.compile cannot trace into the dispatch.
         if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):

@@ -17,6 +17,7 @@ import scipy.sparse
 from .block_mask import BlockMask, as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from .progress import Progress
 from .rules import BEYOND
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
@@ -24,7 +25,6 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, ru
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
 _MOST_RUNS = 256  # runs a query beyond which looking at tokens is as fast
-_LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
 
 
 def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, progress=None) -> BlockMask:
@@ -89,7 +89,7 @@ class _Compilation:
         """Partial blocks, decided by their tokens, without those found empty."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
-        with _Progress(f"compiling {str(self.pattern)[:60]}: {undecided:,} blocks", pairs, self.progress) as self.bar:
+        with Progress(f"compiling {str(self.pattern)[:60]}: {undecided:,} blocks", pairs, self.progress) as self.bar:
             for rows, cols, _ in states.blocks(PARTIAL, chunk=_CHUNK):
                 tiles = np.empty(len(rows), np.int64)
                 index = rows * self.grid.kv_blocks + cols
@@ -252,29 +252,3 @@ def _unite(a, b):
 def _complement(first, stop):
     stop = np.maximum(first, stop)
     return np.concatenate([np.zeros_like(first), stop], -1), np.concatenate([first, np.full_like(stop, np.iinfo(np.int64).max)], -1)
-
-
-class _Progress:
-    """A progress bar where the work is long, nothing otherwise."""
-
-    def __init__(self, text: str, total: int, wanted: bool | None):
-        self.bar = None
-        if wanted or (wanted is None and total > _LONG):
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(text, total=total)
-
-    def __enter__(self):
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def advance(self, pairs: int):
-        if self.bar:
-            self.bar.advance(self.task, pairs)
-
-    def __exit__(self, *_):
-        if self.bar:
-            self.bar.stop()

@@ -8,7 +8,7 @@ import torch
 
 from . import backends, ops, watch
 from .attention import DEFAULT_BLOCK_SIZE, check_mask_fits, checked_scale
-from .block_mask import BlockMask, as_block_mask, plain_tensors
+from .block_mask import BlockMask, as_block_mask, of_another_library, plain_tensors
 from .keywords import shown_without_foreign, unexpected
 from .pattern import Pattern, parse
 from .patterns import causal, full, local
@@ -90,11 +90,11 @@ def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:
         return None, False
+    if not isinstance(mask, (BlockMask, Pattern, str)):
+        mask = of_another_library(mask)
     if isinstance(mask, BlockMask):
         _check_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
-    if not isinstance(mask, (Pattern, str)):
-        return as_block_mask(mask), False  # says what a mask must be
     length = _rounded(capacity)
     if torch.compiler.is_compiling():
         is_causal, tensors = _constant_tables(mask, length, q.device)

@@ -1,17 +1,19 @@
-"""Reads the block masks of PyTorch's FlexAttention: kept blocks, and tiles from their token rule.
+"""Reads the block masks of PyTorch's FlexAttention, and its mask functions: kept blocks, and tiles from their token rule.
 
 Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 from .grid import BlockGrid
+from .progress import Progress
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
 
@@ -26,6 +28,11 @@ def grid_of(mask: FlexMask) -> BlockGrid:
             f"from_flex needs square blocks; got BLOCK_SIZE={(q_block, kv_block)}; pass create_block_mask one number as BLOCK_SIZE"
         )
     return BlockGrid(*mask.seq_lengths, q_block)
+
+
+def parts_of(mask: FlexMask) -> tuple:
+    """The objects that say what a mask keeps."""
+    return mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -55,22 +62,110 @@ def _listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.
 
 def _tiles(mask: FlexMask, grid: BlockGrid, b: int, h: int, rows, cols, pool: TilePool, rule: bool) -> np.ndarray:
     """Tile numbers of blocks. rule: whether their pairs follow the mask's token rule, or all are kept."""
-    size, device = grid.block_size, mask.kv_indices.device
+    size = grid.block_size
     cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
     tiles = np.full(len(rows), FULL_TILE, np.int64)
     looked_at = np.arange(len(rows)) if rule else np.flatnonzero(cut)
-    by_token = torch.vmap(mask.mask_mod, (None, None, None, 0))
-    by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
-    batch, head = (torch.tensor(number, device=device) for number in (b, h))
+    tiles_of = _Rule(mask.mask_mod if rule else None, grid, mask.kv_indices.device, pool)
     for part in dense_batches(len(looked_at), size):
         chosen = looked_at[part]
-        q, kv = (
-            torch.from_numpy(blocks[chosen]).to(device)[:, None] * size + torch.arange(size, device=device)
-            for blocks in (rows, cols)
-        )
-        kept = (q < grid.q_len)[:, :, None] & (kv < grid.kv_len)[:, None, :]
-        if rule:
-            # Rules look numbers up by position, and there are none past the end.
-            kept &= by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
-        tiles[chosen] = pool.add_dense(kept.cpu().numpy())
+        tiles[chosen] = tiles_of(b, h, rows[chosen], cols[chosen])
     return tiles
+
+
+def all_entries_of(
+    mask_mod: Callable, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
+) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Each mask of a token rule once, as (the (batch entry, head) pairs that it is known to serve, its kept blocks as of
+    ``entries_of``). Looks at every pair, some blocks at a time. shape: (batch, heads)."""
+    by_batch, by_head = _reads(mask_mod, device)
+    tiles_of = _Rule(mask_mod, grid, device, pool)
+    count = grid.q_blocks * grid.kv_blocks
+    looked_at = [(b, h) for b in range(shape[0] if by_batch else 1) for h in range(shape[1] if by_head else 1)]
+    pairs = count * grid.block_size**2 * len(looked_at)
+    with Progress(f"looking at {_name(mask_mod)}: {count * len(looked_at):,} blocks", pairs, progress) as bar:
+        for b, h in looked_at:
+            kept = []
+            for part in dense_batches(count, grid.block_size):
+                rows, cols = np.divmod(np.arange(part.start, part.stop), grid.kv_blocks)
+                tiles = tiles_of(b, h, rows, cols)
+                some = tiles != EMPTY_TILE
+                kept.append((rows[some], cols[some], tiles[some]))
+                bar.advance(len(rows) * grid.block_size**2)
+            served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
+            yield served, tuple(np.concatenate(arrays) for arrays in zip(*kept, strict=True))
+
+
+class _Rule:
+    """Tiles by a mask function of FlexAttention, (b, h, q_idx, kv_idx) of integer tensors without dimensions -> bool; or of
+    whole blocks where it is None."""
+
+    def __init__(self, mask_mod: Callable | None, grid: BlockGrid, device: torch.device, pool: TilePool):
+        self.mask_mod, self.grid, self.device, self.pool = mask_mod, grid, device, pool
+        self.within = torch.arange(grid.block_size, device=device)
+        if mask_mod is not None:
+            by_token = torch.vmap(self.checked, (None, None, None, 0))
+            self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
+
+    def checked(self, b, h, q, kv) -> torch.Tensor:
+        try:
+            kept = self.mask_mod(b, h, q, kv)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a mask function must work on index tensors; {_name(self.mask_mod)} raised: {str(error).splitlines()[0]} (write "
+                "& | ~ and torch.where in place of and, or, not and if)"
+            ) from error
+        if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool:
+            got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
+            raise TypeError(f"a mask function must return a bool tensor; {_name(self.mask_mod)} returned {got}; compare indices")
+        return kept
+
+    def __call__(self, b: int, h: int, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """Tile numbers of these blocks, or EMPTY_TILE or FULL_TILE."""
+        grid, size = self.grid, self.grid.block_size
+        q, kv = (torch.from_numpy(blocks).to(self.device)[:, None] * size + self.within for blocks in (rows, cols))
+        kept = (q < grid.q_len)[:, :, None] & (kv < grid.kv_len)[:, None, :]
+        if self.mask_mod is not None:
+            batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
+            # Rules look numbers up by position, and there are none past the end.
+            kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
+        flat = kept.flatten(1)
+        whole, some = flat.all(1), flat.any(1)
+        tiles = torch.where(whole, FULL_TILE, EMPTY_TILE).cpu().numpy()
+        mixed = some & ~whole
+        if mixed.any():
+            tiles[mixed.cpu().numpy()] = self.pool.add_dense(kept[mixed].cpu().numpy())
+        return tiles
+
+
+class _Watched(torch.Tensor):
+    """An index that knows whether anything was computed from it."""
+
+    @staticmethod
+    def __new__(cls, number: torch.Tensor):
+        watched = number.as_subclass(cls)
+        watched.was_read = False
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        for value in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(value, cls):
+                value.was_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def _reads(mask_mod: Callable, device: torch.device) -> tuple[bool, bool]:
+    """Whether a mask function depends on the batch entry, and on the head: whether it computes anything from those."""
+    batch, head = (_Watched(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(2))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    try:
+        result = mask_mod(batch, head, zero, zero)
+    except Exception:  # what is wrong with it is said where it is evaluated
+        return True, True
+    return tuple(index.was_read or result is index for index in (batch, head))
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)

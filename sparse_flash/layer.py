@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import attention
-from .block_mask import BlockMask
+from .block_mask import BlockMask, of_another_library
 from .decode import attention_decode, takes
 from .pattern import Pattern, parse
 from .terms import check_deterministic
@@ -130,7 +130,7 @@ class SparseAttention(nn.Module):
     def mask(self, mask: Pattern | str | BlockMask | None) -> None:
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
-            raise TypeError(f"mask must be a Pattern, its spec text, a BlockMask or None; got {type(mask).__name__}")
+            mask = of_another_library(mask)
         self._mask, self._written = mask, _written(mask)
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:

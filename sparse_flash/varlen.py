@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 
 from .attention import attention, autocast, check_tensors
-from .block_mask import BlockMask
 from .keywords import shown_without_foreign, unexpected
 from .moves import take_rows
 from .packing import Axis, Side, pack
@@ -66,7 +65,9 @@ def attention_varlen(
     _check_packed(q, k, v)
     mask = "full" if mask is None else mask
     if not isinstance(mask, (Pattern, str)):
-        hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * isinstance(mask, BlockMask)
+        hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
+            type(mask).__name__ == "BlockMask"
+        )
         raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
     same = cu_seqlens_k is None or (cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
     if same and len(k) != len(q):

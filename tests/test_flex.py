@@ -1,11 +1,18 @@
-"""BlockMask.from_flex: the pairs of a FlexAttention mask, and what flex_attention makes of them."""
+"""Masks and mask functions of FlexAttention: the pairs that they keep, and what flex_attention makes of them."""
 
+import gc
+import subprocess
+import sys
+import weakref
+
+import mask_mods
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import sparse_flash as sf
+from sparse_flash import block_mask
 
 DOCUMENT = torch.tensor([0] * 100 + [1] * 33 + [2] * 260 + [3] * 7)
 
@@ -85,3 +92,110 @@ def test_what_cannot_be_read_is_refused_with_the_way_out():
         sf.BlockMask.from_flex(flex)
     with pytest.raises(ValueError, match="512"):
         sf.BlockMask.from_flex(create_block_mask(causal, None, None, 1024, 1024, device="cpu", BLOCK_SIZE=512))
+
+
+@pytest.mark.parametrize("name", mask_mods.MODS)
+def test_a_mask_function_gives_the_table_of_its_dense_mask_and_of_flex_attention(name):
+    rule, shape = mask_mods.MODS[name], (mask_mods.BATCH, mask_mods.HEADS, mask_mods.TOKENS, mask_mods.TOKENS)
+    mask = sf.BlockMask.from_mask_mod(rule, *shape, 64)
+    dense = create_mask(rule, *shape, device="cpu")
+    assert mask.equal(sf.BlockMask.from_dense(dense, 64))
+    assert mask.equal(sf.BlockMask.from_flex(create_block_mask(rule, *shape, device="cpu", BLOCK_SIZE=64)))
+
+
+@pytest.mark.parametrize("lengths", [(130, 400), (400, 130), (1, 300)], ids=str)
+@pytest.mark.parametrize("rule", [causal, window, by_head])
+def test_a_mask_function_counts_queries_from_0(rule, lengths):
+    mask = sf.BlockMask.from_mask_mod(rule, 2, 3, *lengths)
+    assert torch.equal(mask.to_dense(), create_mask(rule, 2, 3, *lengths, device="cpu"))
+
+
+def test_heads_that_a_function_does_not_tell_apart_are_looked_at_and_stored_once():
+    seen = []
+
+    def rule(b, h, q, kv):
+        seen.append(1)
+        return q >= kv
+
+    mask = sf.BlockMask.from_mask_mod(rule, 4, 8, 256)
+    assert mask.mask_index.shape == (4, 8) and mask.masks == 1 and len(seen) == 2  # once to see what it reads
+    by_pairs = sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv + h // 2, None, 4, 256)
+    assert by_pairs.masks == 2 and by_pairs.mask_index.tolist() == [[0, 0, 1, 1]]
+
+
+def test_a_long_function_takes_bounded_memory_and_shows_how_far_it_is():
+    program = """
+import resource, sys, torch, sparse_flash as sf
+sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 1000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+shown = []
+from sparse_flash import progress
+progress.Progress.advance = lambda self, pairs: (shown.append(pairs), sum(shown) > 2**26 and sys.exit(
+    0 if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000 and self.bar else 3))
+sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 65536)
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
+
+
+def test_a_function_of_another_kind_is_refused_with_the_way_out():
+    def branching(b, h, q, kv):
+        return q >= kv if q > 3 else q == kv
+
+    for rule, error, said in (
+        ("causal", TypeError, "must be a function"),
+        (branching, ValueError, r"branching raised: .*torch.where"),
+        (lambda b, h, q, kv: q - kv, TypeError, "must return a bool tensor; <lambda> returned torch.int64"),
+        (lambda b, h, q, kv: True, TypeError, "returned bool"),
+    ):
+        with pytest.raises(error, match=said):
+            sf.BlockMask.from_mask_mod(rule, None, None, 64)
+    with pytest.raises(ValueError, match="heads must be a positive integer"):
+        sf.BlockMask.from_mask_mod(causal, None, 0, 64)
+
+
+@pytest.mark.parametrize("rule, batch, heads", [(window, None, None), (by_head, 2, 4)])
+def test_a_flex_mask_passed_as_the_mask_is_read_once_and_goes_with_it(rule, batch, heads):
+    q, k, v = torch.randn(2, 4, 300, 16), *torch.randn(2, 2, 2, 300, 16)
+    flex = create_block_mask(rule, batch, heads, 300, 300, device="cpu")
+    kept = create_mask(rule, 2, 4, 300, 300, device="cpu")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
+    torch.testing.assert_close(sf.attention(q, k, v, flex), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(sf.attention(q, k, v, flex, softcap=1e6), expected, atol=1e-4, rtol=1e-3)
+    made = block_mask.of_flex(flex)
+    assert block_mask.of_flex(flex) is made
+    flex.mask_mod = causal  # as who shifts a mask for decoding does
+    assert block_mask.of_flex(flex) is not made
+    alive = weakref.ref(flex)
+    del flex
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_flex_mask_goes_wherever_a_mask_does():
+    q = torch.randn(1, 2, 256, 16)
+    flex = create_block_mask(window, None, None, 256, 256, device="cpu")
+    ours = sf.BlockMask.from_flex(flex)
+    layer = sf.SparseAttention(32, 2, flex)
+    assert layer.mask.equal(ours)
+    assert sf.BlockMask.per_head([flex, "causal"]).masks == 2
+    torch.testing.assert_close(sf.attention_decode(q[:, :, -2:], q, q, flex), sf.attention(q, q, q, ours)[:, :, -2:])
+    assert sf.draw(flex).mask.equal(ours)
+    assert sf.BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 128, within=flex).kept_pairs() == ours.kept_pairs()
+    sf.check(lambda q, m: sf.attention(q, q, q, m), every=1)(q, flex)
+    with pytest.raises(TypeError, match="pass the pattern"):
+        sf.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 256]), mask=flex)
+
+
+def test_a_flex_mask_that_cannot_be_read_now_is_refused_with_the_way_out(monkeypatch):
+    q = torch.randn(1, 2, 256, 16)
+    flex = create_block_mask(window, None, None, 256, 256, device="cpu")
+    with pytest.raises(Exception, match=r"BlockMask.from_flex\(mask\) outside of the compiled"):
+        torch.compile(lambda q: sf.attention(q, q, q, flex), fullgraph=True, backend="eager")(q)
+    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
+    with pytest.raises(ValueError, match="call attention with it once before"):
+        sf.attention(q, q, q, flex)
+    monkeypatch.undo()
+    expected = sf.attention(q, q, q, flex)
+    torch.testing.assert_close(torch.compile(lambda q: sf.attention(q, q, q, flex), backend="eager")(q), expected)
+    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
+    torch.testing.assert_close(sf.attention(q, q, q, flex), expected)  # it was read before

@@ -1,0 +1,31 @@
+"""A progress bar where looking at pairs takes long."""
+
+from __future__ import annotations
+
+_LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
+
+
+class Progress:
+    """A progress bar where the work is long, nothing otherwise."""
+
+    def __init__(self, text: str, total: int, wanted: bool | None):
+        self.bar = None
+        if wanted or (wanted is None and total > _LONG):
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task(text, total=total)
+
+    def __enter__(self):
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def advance(self, pairs: int):
+        if self.bar:
+            self.bar.advance(self.task, pairs)
+
+    def __exit__(self, *_):
+        if self.bar:
+            self.bar.stop()
