@@ -47,9 +47,9 @@ def attention(
     v: (batch, kv_heads, kv_len, v_head_dim), v_head_dim being head_dim or another. All of one dtype and device; any strides, of
     which an unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a BlockMask of FlexAttention, read at its
-    first use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks made outside of the compiled function; PyTorch before 2.13 takes no
-    Pattern there. One graph serves all lengths of text and of patterns that have some; it is compiled anew for each length of a
-    pattern without text, and for each pair of lengths of BlockMasks.)
+    first use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks made outside of the
+    compiled function; PyTorch before 2.13 takes no Pattern there. One graph serves all lengths of text and of patterns that have
+    some; it is compiled anew for each length of a pattern without text, and for each pair of lengths of BlockMasks.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:

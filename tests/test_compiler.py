@@ -74,7 +74,7 @@ def test_block_rules_settle_all_blocks_of_whole_units(name):
         "documents": sf.documents([0, 64, 256, 576]),
     }
     if name not in aligned:
-        assert name in ("causal", "local", "prefix", "neighborhood")  # their edges are slanted
+        assert name in ("causal", "local", "prefix", "neighborhood", "window")  # their edges are slanted
         return
     assert aligned[name].block_rule(BlockGrid(576, 576, 64)).count(PARTIAL) == 0
 
