@@ -28,7 +28,7 @@ from .common import (
 )
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
 from .dropout import dropout_stream, kept_by_dropout
-from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, run_within_memory, table_arguments
 from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import (
     add_bias_gradient,
@@ -484,60 +484,76 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     delta = torch.empty_like(lse)
     dq = torch.empty_like(q)
     given, switches, kinds = kernel_terms(terms, drel_bias)
-    config = q_config or grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-    m, n = config.tile_m, config.tile_n
-    arguments = [
-        described(q, m, dim),
-        described(k, n, dim),
-        described(v, n, dim_v),
-        described(out, m, dim_v),
-        described(dout, m, dim_v),
-        described(dq, m, dim),
-        lse,
-        lse if dlse is None else dlse.contiguous(),
-        delta,
-        *table_arguments(mask, mask and mask.by_query, lse),
-        heads,
-        heads // kv_heads,
-        q_len,
-        kv_len,
-        mask.by_query.row_order.shape[1] if mask else 0,
-        scale,
-        scale * LOG2_E.value,
-        given,
-    ]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-    constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": dlse is not None}
-    grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, m)
-    launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+
+    def run_grad_q(config):
+        m, n = config.tile_m, config.tile_n
+        arguments = [
+            described(q, m, dim),
+            described(k, n, dim),
+            described(v, n, dim_v),
+            described(out, m, dim_v),
+            described(dout, m, dim_v),
+            described(dq, m, dim),
+            lse,
+            lse if dlse is None else dlse.contiguous(),
+            delta,
+            *table_arguments(mask, mask and mask.by_query, lse),
+            heads,
+            heads // kv_heads,
+            q_len,
+            kv_len,
+            mask.by_query.row_order.shape[1] if mask else 0,
+            scale,
+            scale * LOG2_E.value,
+            given,
+        ]
+        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
+        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": dlse is not None}
+        grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
+        options = launch_options(config, given, switches, m)
+        launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+
+    shape = q.device, q.dtype, dim, dim_v, block_size
+    if q_config is not None:
+        run_grad_q(q_config)
+    else:
+        config = grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+        more = drel_bias is not None, dlse is not None
+        run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
 
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    given, switches, kinds = kernel_terms(terms)
-    config = kv_config or grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-    m, n = config.tile_m, config.tile_n
-    arguments = [
-        described(q, m, dim),
-        described(k, n, dim),
-        described(v, n, dim_v),
-        described(dout, m, dim_v),
-        described(dk, n, dim),
-        described(dv, n, dim_v),
-        lse,
-        delta,
-        *table_arguments(mask, mask and mask.by_key, lse),
-        heads,
-        heads // kv_heads,
-        q_len,
-        kv_len,
-        mask.by_key.row_order.shape[1] if mask else 0,
-        scale,
-        scale * LOG2_E.value,
-        given,
-    ]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m}
-    constants |= {"SPARSE": mask is not None, **switches}
-    grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-    options = launch_options(config, given, switches, n)
-    launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+    kv_given, kv_switches, kv_kinds = kernel_terms(terms)
+
+    def run_grad_kv(config):
+        m, n = config.tile_m, config.tile_n
+        arguments = [
+            described(q, m, dim),
+            described(k, n, dim),
+            described(v, n, dim_v),
+            described(dout, m, dim_v),
+            described(dk, n, dim),
+            described(dv, n, dim_v),
+            lse,
+            delta,
+            *table_arguments(mask, mask and mask.by_key, lse),
+            heads,
+            heads // kv_heads,
+            q_len,
+            kv_len,
+            mask.by_key.row_order.shape[1] if mask else 0,
+            scale,
+            scale * LOG2_E.value,
+            kv_given,
+        ]
+        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m}
+        constants |= {"SPARSE": mask is not None, **kv_switches}
+        grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
+        options = launch_options(config, kv_given, kv_switches, n)
+        launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kv_kinds))
+
+    if kv_config is not None:
+        run_grad_kv(kv_config)
+    else:
+        config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+        run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)

@@ -1,7 +1,11 @@
-"""Tile sizes of the portable kernels: frozen data, chosen by measurement, apart from the code that they drive."""
+"""Tile sizes of the portable kernels: frozen data by family of chips, apart from the code that they drive.
+
+A chip that no family names gets the tables of the family of its maker with the most shared memory that it has too. What the
+kernels compile to for each chip, in shared memory, registers and spills, is listed in docs/chips.csv.
+"""
 
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import log2
 
@@ -74,15 +78,154 @@ _FLOAT32 = {
 }
 
 
+# Compute capability 8.0. Products of warps (mma.sync) read operands from registers, so tiles of 64 x 64; three stages fit.
+_FORWARD_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
+_FORWARD_80 |= {256: Config(64, 32, 4, 3)}
+_GRAD_Q_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
+_GRAD_Q_80 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_80 = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
+_GRAD_KV_80 |= {256: Config(32, 32, 4, 2)}
+
+# 99 KiB (compute capability 8.6, 8.9, 12.0): the same with two stages.
+_FORWARD_99 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2)}
+_FORWARD_99 |= {256: Config(64, 32, 4, 2)}
+_GRAD_Q_99 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2)}
+_GRAD_Q_99 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_99 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_GRAD_KV_99 |= {256: Config(32, 32, 4, 2)}
+_DECODE_99 = {16: Config(64, 64, 8, 3), 32: Config(64, 64, 8, 3), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 2)}
+_DECODE_99 |= {256: Config(16, 32, 4, 2)}
+
+# gfx942: four warps are 256 threads; two stages keep one tile in shared memory while the next waits in registers.
+_FORWARD_64 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 2)}
+_FORWARD_64 |= {256: Config(64, 32, 4, 2)}
+_GRAD_Q_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)}
+_GRAD_Q_64 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_GRAD_KV_64 |= {256: Config(32, 32, 4, 2)}
+_DECODE_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_DECODE_64 |= {256: Config(16, 32, 4, 2)}
+_FLOAT32_64 = {16: Config(64, 32, 4, 2), 32: Config(64, 32, 4, 2), 64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 2)}
+_FLOAT32_64 |= {256: Config(16, 16, 4, 1)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory that a program may
+    take. measured: on which of the chips, where and when, or None: compiled only. tables: of 16-bit types, by kernel. float32:
+    of all kernels."""
+
+    name: str
+    chips: tuple[tuple[int, int] | str, ...]
+    shared: int
+    measured: str | None
+    tables: dict[str, dict[int, Config]]
+    float32: dict[int, Config]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def amd(self) -> bool:
+        return isinstance(self.chips[0], str)
+
+    def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
+        """Before it is fitted to a table's block. dim: padded."""
+        return (self.float32 if dtype == torch.float32 else self.tables[kernel])[dim]
+
+
+def _tables(forward, grad_q, grad_kv, decode) -> dict[str, dict[int, Config]]:
+    return {"forward": forward, "grad_q": grad_q, "grad_kv": grad_kv, "decode": decode}
+
+
+_HOPPER_TABLES = _tables(_FORWARD, _GRAD_Q, _GRAD_KV, _DECODE)
+HOPPER = Family(
+    "compute capability 9.0", ((9, 0),), 232448, "an H200, torch 2.11, triton 3.6, 2026-11-20", _HOPPER_TABLES, _FLOAT32
+)
+FAMILIES = (
+    HOPPER,
+    # tcgen05 products: two thirds of the registers that 9.0 takes, and no spills.
+    Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32),
+    Family(
+        "compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE), _FLOAT32
+    ),
+    Family(
+        "compute capability 8.6, 8.9, 12.x",
+        ((8, 6), (8, 9), (12, 0), (12, 1)),
+        101376,
+        None,
+        _tables(_FORWARD_99, _GRAD_Q_99, _GRAD_KV_99, _DECODE_99),
+        _FLOAT32,
+    ),
+    Family("gfx942", ("gfx942",), 65536, None, _tables(_FORWARD_64, _GRAD_Q_64, _GRAD_KV_64, _DECODE_64), _FLOAT32_64),
+)
+OLDEST = (8, 0)  # the oldest compute capability that Triton supports
+
+
+def family_of_chip(chip: tuple[int, int] | str, shared: int) -> Family | None:
+    """The family that names the chip; else the one of its maker with the most shared memory that the chip has too; None where
+    it has less than all of them, or is older than OLDEST. shared: bytes that a program may take, as the driver says."""
+    amd = isinstance(chip, str)
+    if not amd and chip < OLDEST:
+        return None
+    fits = [family for family in FAMILIES if family.amd == amd and family.shared <= shared]
+    return next((family for family in fits if chip in family.chips), max(fits, key=lambda family: family.shared, default=None))
+
+
+@cache
+def chip_of(device: torch.device) -> tuple[tuple[int, int] | str, int]:
+    """(compute capability, or AMD's name; bytes of shared memory that a program may take) of a GPU."""
+    from triton.runtime import driver
+
+    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return (properties.gcnArchName.split(":")[0] if torch.version.hip else (properties.major, properties.minor)), shared
+
+
+@cache
+def family_of(device: torch.device) -> Family:
+    """Hopper's for the interpreter, on a CPU. Raises ValueError for a GPU that ``refusal`` refuses."""
+    if device.type != "cuda":
+        return HOPPER
+    family = family_of_chip(*chip_of(device))
+    if family is None:
+        raise ValueError(refusal(device))
+    return family
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels do not run on this GPU, or None."""
+    chip, shared = chip_of(device)
+    if family_of_chip(chip, shared) is not None:
+        return None
+    if not isinstance(chip, str) and chip < OLDEST:
+        return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {chip[0]}.{chip[1]}"
+    least = min(family.shared for family in FAMILIES if family.amd == isinstance(chip, str))
+    return f"its tiles need {least // 1024} KiB of shared memory a program; this GPU has {shared // 1024}"
+
+
+def smaller(config: Config) -> Config | None:
+    """What takes less shared memory: a stage less, then the longer side of the tile halved; None for the smallest."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    tile_m, tile_n = config.tile_m, config.tile_n
+    if tile_m == tile_n == 16:
+        return None
+    tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
+    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=max(1, min(config.num_warps, tile_m * tile_n // 512)))
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _fitted(
-    table: dict[int, Config], dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+def fitted(
+    family: Family, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
 ) -> Config:
-    config = (_FLOAT32 if dtype == torch.float32 else table)[padded_head_dim(max(head_dim, v_head_dim or 0))]
+    """The built-in config for a table's block. kernel: one of KERNELS."""
+    config = family.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
@@ -91,21 +234,25 @@ def _fitted(
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
 
-_TABLES = {"forward": _FORWARD, "grad_q": _GRAD_Q, "grad_kv": _GRAD_KV}
-KERNELS = tuple(_TABLES)
+KERNELS = ("forward", "grad_q", "grad_kv")
 MOST_CANDIDATES = 24
 _LARGEST_TILE = 128
 
 
 def candidates(
-    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None,
+    v_head_dim: int | None = None,
+    family: Family = HOPPER,
 ) -> tuple[Config, ...]:
     """What is worth measuring, MOST_CANDIDATES at most and all distinct: the built-in config, then its neighbours, nearest
     first: a tile halved or doubled, warps halved or doubled, a stage more or less; two such changes at most.
 
     kernel: one of KERNELS. v_head_dim: that of q and k by default. Tiles are powers of two that divide the table's block.
     """
-    builtin = _fitted(_TABLES[kernel], dtype, head_dim, block_size, v_head_dim)
+    builtin = fitted(family, kernel, dtype, head_dim, block_size, v_head_dim)
     largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
     found = []
     for changes in product((0, 1, -1), repeat=4):
@@ -114,12 +261,19 @@ def candidates(
             int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
         )
         fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
-        # Warps: as in _fitted. Below two stages nothing is loaded ahead; above four, shared memory is full.
+        # Warps: as in fitted. Below two stages nothing is loaded ahead; above four, shared memory is full.
         most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
         fits = fits and 1 <= config.num_warps <= most_warps
         if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
             found.append(config)
     return tuple(sorted(found, key=lambda config: _distance(config, builtin))[:MOST_CANDIDATES])
+
+
+def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
+    """Whether the tiles that a step walks need more shared memory than there is, however Triton lays the rest. dims: of q and k
+    and of v, padded. All stages but one are in shared memory at the same time."""
+    walked = config.tile_m if kernel == "grad_kv" else config.tile_n
+    return (config.num_stages - 1) * walked * sum(dims) * dtype.itemsize > shared
 
 
 def _distance(one: Config, other: Config) -> float:
@@ -129,10 +283,17 @@ def _distance(one: Config, other: Config) -> float:
 
 
 @lru_cache(maxsize=256)
-def decode_config(dtype: torch.dtype, head_dim: int, block_size: int | None, rows: int, v_head_dim: int | None = None) -> Config:
+def decode_config(
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None,
+    rows: int,
+    v_head_dim: int | None = None,
+    family: Family = HOPPER,
+) -> Config:
     """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
     block."""
-    config = (_FLOAT32 if dtype == torch.float32 else _DECODE)[padded_head_dim(max(head_dim, v_head_dim or 0))]
+    config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     return replace(
         config,
@@ -146,7 +307,7 @@ def _chosen(
     kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
 ) -> Config:
     key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
-    return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim), key)
+    return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
 
 
 @remembered

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .common import BITS, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_position
-from .configs import decode_config, padded_head_dim
+from .configs import decode_config, family_of, padded_head_dim
 from .forward import FLOOR
 from .launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from .layout import empty_out
@@ -451,7 +451,7 @@ def _plan(
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim)
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device))
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles

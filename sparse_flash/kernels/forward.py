@@ -25,7 +25,7 @@ from .common import (
 )
 from .configs import forward_config, padded_head_dim
 from .dropout import dropout_stream, kept_by_dropout
-from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, table_arguments
+from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, run_within_memory, table_arguments
 from .layout import empty_out
 from .lengths import cut_entry, existing_entries, existing_tokens
 from .scores import scored
@@ -236,27 +236,34 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
     out = empty_out(q, v_head_dim)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     block_size = mask.block_size if mask else None
-    config = config or forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-    m, n = config.tile_m, config.tile_n
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    arguments = [
-        described(q, m, dim),
-        described(k, n, dim),
-        described(v, n, dim_v),
-        described(out, m, dim_v),
-        lse,
-        *table_arguments(mask, mask and mask.by_query, lse),
-        heads,
-        heads // kv_heads,
-        q_len,
-        kv_len,
-        mask.by_query.row_order.shape[1] if mask else 0,
-        scale * LOG2_E.value,
-        given,
-    ]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-    constants |= {"SPARSE": mask is not None, **switches}
-    grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-    options = launch_options(config, given, switches, m)
-    launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+
+    def run(config):
+        m, n = config.tile_m, config.tile_n
+        arguments = [
+            described(q, m, dim),
+            described(k, n, dim),
+            described(v, n, dim_v),
+            described(out, m, dim_v),
+            lse,
+            *table_arguments(mask, mask and mask.by_query, lse),
+            heads,
+            heads // kv_heads,
+            q_len,
+            kv_len,
+            mask.by_query.row_order.shape[1] if mask else 0,
+            scale * LOG2_E.value,
+            given,
+        ]
+        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
+        constants |= {"SPARSE": mask is not None, **switches}
+        grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
+        options = launch_options(config, given, switches, m)
+        launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+
+    if config is not None:
+        run(config)
+    else:
+        config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+        run_within_memory(run, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     return out, lse

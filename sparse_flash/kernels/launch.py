@@ -1,13 +1,16 @@
 """What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import Rows
+from .configs import Config, smaller
 from .repeat import remember, repeated
 from .terms import KernelTerms
 
@@ -132,6 +135,34 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     if aligned:
         _launched[key] = compiled
     return compiled
+
+
+_within_memory: dict[tuple, Config] = {}
+
+
+def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
+    """run(config), or with the next ``smaller`` one whose shared memory this GPU has.
+
+    The built-in configs fit with all that the package adds to scores; but a user's score_mod may load anything, and Triton loads
+    it ahead through shared memory. It says how much that is once the kernel is compiled, before anything has run. key: all that
+    the kernel is compiled for, but for the config; what fits is known from then on.
+    """
+    wanted = config
+    if _within_memory:
+        config = _within_memory.get((*key(), wanted), wanted)
+    while True:
+        try:
+            run(config)
+        except OutOfResources as error:
+            config = smaller(config)
+            if config is None:
+                raise ValueError(
+                    f"this call takes {error.required} bytes of {error.name} in the smallest tiles, and this GPU has "
+                    f"{error.limit}; pass backend='torch'"
+                ) from error
+            _within_memory[*key(), wanted] = config
+        else:
+            return
 
 
 def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = ()) -> None:
