@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparse_flash.kernels import backward, configs, decode, forward
+from sparse_flash.kernels.common import Rows
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
@@ -50,32 +51,52 @@ def derivative_of_doubled(score, batch, head, q_pos, k_pos, params):
     return 2.0
 
 
+@triton.jit
+def by_pair(score, batch, head, q_pos, k_pos, params):
+    return score + tl.load(params[0] + (q_pos * 65536 + k_pos))
+
+
+@triton.jit
+def derivative_of_by_pair(score, batch, head, q_pos, k_pos, params):
+    return 1.0
+
+
 EVERY_TERM = KernelTerms("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
 DROPOUT = KernelTerms("*i64", "fp32")
 EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
 
 
 def compiled(
-    kernel, config, dim: int, sparse: bool, block: int = 128, terms=NO_TERMS, switches=NO_SWITCHES, dim_v: int | None = None
+    kernel,
+    config,
+    dim: int,
+    sparse: bool,
+    block: int = 128,
+    terms=NO_TERMS,
+    switches=NO_SWITCHES,
+    dim_v: int | None = None,
+    dtype: str = "bf16",
+    target: GPUTarget = TARGET,
+    descriptors: bool = True,
 ):
-    """terms: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default."""
+    """terms: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default. descriptors:
+    whether the target addresses tiles by itself."""
     widths = dim, dim_v or dim
     constants = {"DIM": dim, "DIM_V": widths[1], "TILE_M": config.tile_m, "TILE_N": config.tile_n}
     constants |= {"TABLE_BLOCK": block, "SPARSE": sparse, **switches}
     constants |= {"HAS_DLSE": False} if "HAS_DLSE" in kernel.arg_names else {}
     tensors = {
-        name: f"tensordesc<bf16[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{widths[name in OF_VALUES]}]>"
+        name: f"tensordesc<{dtype}[1,1,{config.tile_m if name in OF_QUERIES else config.tile_n},{widths[name in OF_VALUES]}]>"
+        if descriptors
+        else Rows(f"*{dtype}", *["i32"] * 4, None)
         for name in kernel.arg_names
         if name.endswith("_tensor")
     }
-    signature, constants, attributes = arguments(kernel, tensors, constants)
-    place = kernel.arg_names.index("terms")
-    signature["terms"] = KernelTerms(*("constexpr" if field is None else field for field in terms))
-    constants |= {(place, number): None for number, field in enumerate(terms) if field is None}
+    signature, constants, attributes = arguments(kernel, {**tensors, "terms": terms}, constants)
     source = ASTSource(kernel, signature, constants, attributes)
     rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
     options = launch_options(config, terms, switches, rows)
-    return triton.compile(source, target=TARGET, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def compiled_for_hopper(
@@ -97,26 +118,46 @@ def compiled_for_hopper(
     return triton.compile(source, target=TARGET, options=config.options)
 
 
-def compiled_for_decoding(config, dim: int, sparse: bool, rows: int, q_len: int, page: int, dim_v: int | None = None):
+def compiled_for_decoding(
+    config,
+    dim: int,
+    sparse: bool,
+    rows: int,
+    q_len: int,
+    page: int,
+    dim_v: int | None = None,
+    dtype: str = "bf16",
+    target: GPUTarget = TARGET,
+):
     """rows: of stacked queries. page: tokens of a page, 0 for none. dim_v: of v; dim by default."""
     dim_v = dim_v or dim
     constants = {"HEAD_DIM": dim, "DIM": dim, "HEAD_DIM_V": dim_v, "DIM_V": dim_v}
     constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
     constants |= {"JOINED": decode.joined_at_a_time(rows, dim_v), "SHARED": True, "SPARSE": sparse}
     constants |= {"TABLE_BLOCK": 128 if sparse else config.tile_n, "CAUSAL": q_len > 1 and not sparse, "SEVERAL": q_len > 1}
-    constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page, "VECTOR": 8}
-    source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, {}, constants))
-    return triton.compile(source, target=TARGET, options=config.options)
+    constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page}
+    constants["VECTOR"] = 4 if dtype == "fp32" else 8
+    source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, dict.fromkeys(HALF_POINTERS, f"*{dtype}"), constants))
+    return triton.compile(source, target=target, options=config.options)
 
 
-def arguments(kernel, tensors: dict[str, str], constants: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a kernel, as the compiler wants them."""
-    signature, attributes = {}, {}
+def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[dict, dict, dict]:
+    """(signature, constants, attributes) of a kernel, as the compiler wants them. types: of arguments that their names do not
+    tell, a tuple's by field, None for those that it lacks. Pointers begin on 16 bytes."""
+    signature, attributes, constants = {}, {}, dict(constants)
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in tensors:
-            signature[name] = tensors[name]
+        elif isinstance(types.get(name), tuple):
+            fields = types[name]
+            signature[name] = type(fields)(*("constexpr" if field is None else field for field in fields))
+            constants |= {(position, number): None for number, field in enumerate(fields) if field is None}
+            if isinstance(fields, Rows):
+                attributes[(position, 0)] = [["tt.divisibility", 16]]
+        elif name in types:
+            signature[name] = types[name]
+            if types[name].startswith("*"):
+                attributes[(position,)] = [["tt.divisibility", 16]]
         elif name in FLOAT_POINTERS | INT_POINTERS | HALF_POINTERS:
             signature[name] = "*fp32" if name in FLOAT_POINTERS else "*i32" if name in INT_POINTERS else "*bf16"
             attributes[(position,)] = [["tt.divisibility", 16]]

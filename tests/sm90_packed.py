@@ -13,7 +13,7 @@ SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *AL
 SCALARS |= {"k_rows", "lines", "q_tokens", "k_tokens", "q_longest", "k_longest"}
 
 
-def report(kernel, warps: int, **constants) -> None:
+def compiled(kernel, warps: int, target=TARGET, **constants):
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         pointer = name not in SCALARS
@@ -22,7 +22,11 @@ def report(kernel, warps: int, **constants) -> None:
             attributes[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {place: what for place, what in attributes.items() if kernel.arg_names[place[0]] not in constants}
-    result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options={"num_warps": warps})
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": warps})
+
+
+def report(kernel, warps: int, **constants) -> None:
+    result = compiled(kernel, warps, **constants)
     row = {"kernel": kernel.fn.__name__, "wide": result.asm["ptx"].count("ld.global.v4"), **resources(result.asm["cubin"])}
     print(json.dumps(row), flush=True)
 

@@ -1,0 +1,289 @@
+"""Compiles the portable kernels for other chips, without one, into docs/chips.csv: what each takes there.
+
+    make chips                          what the file lacks, or has of other sources or configs
+    make chips ARGS=--representatives   one variant of each kernel for each chip, as CI runs it; writes nothing
+
+Exit status 1: a kernel did not compile, or takes more shared memory than its chip has.
+"""
+
+import argparse
+import ast
+import csv
+import hashlib
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sparse_flash.kernels import configs
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "chips.csv"
+# By name: what Triton calls it, threads of a warp, bytes of shared memory that a program may take, whether it addresses tiles.
+CHIPS = {
+    "8.0": (("cuda", 80, 32), (8, 0), 166912, False),
+    "8.6": (("cuda", 86, 32), (8, 6), 101376, False),
+    "8.9": (("cuda", 89, 32), (8, 9), 101376, False),
+    "9.0": (("cuda", 90, 32), (9, 0), 232448, True),
+    "10.0": (("cuda", 100, 32), (10, 0), 232448, True),
+    "12.0": (("cuda", 120, 32), (12, 0), 101376, True),
+    "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
+}
+COMMON = ("common", "dropout", "lengths", "scores", "terms")
+SOURCES = {
+    "forward": ("forward", *COMMON),
+    "grad_q": ("backward", *COMMON),
+    "grad_kv": ("backward", *COMMON),
+    "decode": ("decode", "common"),
+    "packed": ("packed", "runs"),
+}
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for. terms: "", "dropout", "terms", "lengths", or of packed a kernel's name. block: the table's;
+    0: dense. page: of decoding."""
+
+    kernel: str
+    dtype: str = "bf16"
+    dim: int = 128
+    block: int = 128
+    terms: str = ""
+    page: int = 0
+
+
+class Row(NamedTuple):
+    """registers: of a thread. spilled: bytes of its stack. products: the instruction. sources: a hash of what is compiled."""
+
+    chip: str
+    kernel: str
+    dtype: str
+    head_dim: str
+    table_block: str
+    terms: str
+    page: str
+    tile_m: str
+    tile_n: str
+    warps: str
+    stages: str
+    shared: str
+    registers: str
+    spilled: str
+    products: str
+    triton: str
+    sources: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """All but what the compiler says: a row of the same key need not be made again."""
+        return *self[:11], self.sources
+
+
+REPRESENTATIVES = [Variant(kernel, dim=128, block=0) for kernel in configs.KERNELS]
+REPRESENTATIVES += [Variant("decode", dim=128, page=128), Variant("packed", terms="fill_rows_kernel")]
+
+
+def variants() -> list[Variant]:
+    """A subset, chosen to have each limit in it: the three head dimensions whose tiles differ most; float32, whose numbers take
+    twice the room; tables of small blocks; dropout, whose draws take registers; all terms of scores at once with a function that
+    loads a number for each pair, and lengths, which take the most shared memory. float16 compiles like bfloat16."""
+    found = list(REPRESENTATIVES)
+    for kernel in configs.KERNELS:
+        found += [Variant(kernel, dim=dim) for dim in (64, 128, 256)]
+        found += [Variant(kernel, "fp32", block=0), Variant(kernel, "fp32", 256, 0), Variant(kernel, block=16)]
+        found += [Variant(kernel, block=0, terms=terms) for terms in ("dropout", "terms")]
+        found += [Variant(kernel, dim=dim, terms="lengths") for dim in (64, 128)]
+    found += [Variant("decode", dim=64), Variant("decode", dim=256), Variant("decode", "fp32", page=16)]
+    return found + [Variant("packed", terms=name) for name in ("take_rows_kernel", "fill_spans_kernel")]
+
+
+def config_of(variant: Variant, chip: str) -> configs.Config:
+    family = configs.family_of_chip(*CHIPS[chip][1:3])
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[variant.dtype]
+    if variant.kernel == "decode":
+        return configs.decode_config(dtype, variant.dim, variant.block or None, 32, None, family)
+    if variant.kernel == "packed":
+        return configs.Config(0, 0, 1 if variant.terms == "fill_rows_kernel" else 4, 0)
+    return configs.fitted(family, variant.kernel, dtype, variant.dim, variant.block or None)
+
+
+def hash_of(kernel: str) -> str:
+    """Of the sources of a kernel, without comments and docstrings."""
+    digest = hashlib.sha256()
+    for name in SOURCES[kernel]:
+        _update(digest, ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()))
+    return digest.hexdigest()[:12]
+
+
+def _update(digest, node) -> None:
+    """Not by ast.dump, whose text differs between Python's releases."""
+    if isinstance(node, list):
+        for one in node:
+            if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)):
+                _update(digest, one)
+    elif isinstance(node, ast.AST):
+        digest.update(type(node).__name__.encode())
+        for name, value in ast.iter_fields(node):
+            if value not in (None, []) and name != "kind":
+                digest.update(name.encode())
+                _update(digest, value)
+    else:
+        digest.update(repr(node).encode())
+
+
+def described(variant: Variant, chip: str) -> list[str]:
+    """The fields of a row that are known before anything is compiled: all up to ``shared``."""
+    config = config_of(variant, chip)
+    tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages
+    return [chip, *map(str, (*variant, *tile))]
+
+
+def wanted(only: list[Variant] | None = None) -> dict[tuple[str, ...], tuple[Variant, str]]:
+    """What the file holds, by the key of its rows."""
+    hashes = {kernel: hash_of(kernel) for kernel in SOURCES}
+    jobs = [(variant, chip) for chip in CHIPS for variant in dict.fromkeys(only or variants())]
+    return {(*described(variant, chip), hashes[variant.kernel]): (variant, chip) for variant, chip in jobs}
+
+
+def read() -> list[Row]:
+    if not TABLE.exists():
+        return []
+    with TABLE.open(newline="") as file:
+        return [Row(*line) for line in list(csv.reader(file))[1:]]
+
+
+def write(rows: list[Row]) -> None:
+    order = {key: number for number, key in enumerate(wanted())}
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(sorted(rows, key=lambda row: order[row.key]))
+
+
+def compiled(variant: Variant, chip: str) -> Row:
+    """Runs in a process of its own, as kernels defined under TRITON_INTERPRET cannot be compiled."""
+    import triton
+    from sm90 import KERNELS, compiled, compiled_for_decoding
+    from triton.backends.compiler import GPUTarget
+
+    (backend, arch, threads), _, _, descriptors = CHIPS[chip]
+    target, config = GPUTarget(backend, arch, threads), config_of(variant, chip)
+    dim, block = variant.dim, variant.block
+    if variant.kernel == "packed":
+        result = _compiled_packed(variant.terms, target)
+    elif variant.kernel == "decode":
+        details = config, dim, block > 0, 32, 16, variant.page
+        result = compiled_for_decoding(*details, dtype=variant.dtype, target=target)
+    else:
+        kernel = KERNELS[variant.kernel][0]
+        terms, switches = _terms(variant)
+        walked = config.tile_m if variant.kernel == "grad_kv" else config.tile_n
+        details = {"dtype": variant.dtype, "target": target, "descriptors": descriptors}
+        result = compiled(kernel, config, dim, block > 0, block or walked, terms, switches, **details)
+    hashed = hash_of(variant.kernel)
+    return Row(*described(variant, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
+
+
+def _terms(variant: Variant):
+    from sm90 import DROPOUT, EVERY_SWITCH, EVERY_TERM, by_pair, derivative_of_by_pair
+
+    from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms
+
+    if variant.terms == "dropout":
+        return DROPOUT, NO_SWITCHES
+    if variant.terms == "lengths":
+        return KernelTerms(None, None, *["*i32"] * 4), NO_SWITCHES
+    if variant.terms == "terms":
+        every = EVERY_TERM if variant.kernel == "grad_q" else EVERY_TERM._replace(rel_bias_gradient=None)
+        return every, {**EVERY_SWITCH, "SCORE": by_pair, "DERIVATIVE": derivative_of_by_pair}
+    return NO_TERMS, NO_SWITCHES
+
+
+def _compiled_packed(name: str, target):
+    from sm90_packed import compiled
+
+    from sparse_flash.kernels import packed, runs
+
+    if name == "fill_rows_kernel":
+        return compiled(packed.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
+    if name == "fill_spans_kernel":
+        return compiled(runs.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512)
+    return compiled(packed.take_rows_kernel, 4, target, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
+
+
+def _resources(result, backend: str) -> tuple[str, str, str]:
+    """(registers of a thread, bytes of its stack, instructions of its products)."""
+    if backend == "hip":
+        text = result.asm["amdgcn"]
+        numbers = {name: re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "private_segment_fixed_size")}
+        numbers = [found.group(1) for found in numbers.values()]
+    else:
+        from sm90 import resources
+
+        text = result.asm["ptx"]
+        said = resources(result.asm["cubin"])
+        numbers = [str(said["reg"]), str(said["stack"])]
+    kinds = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma", "fma.rn.f32", "v_fma")
+    return *numbers, next((kind for kind in kinds if kind in text), "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--representatives", action="store_true", help="one variant of each kernel for each chip")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, by default one for each core")
+    parser.add_argument("--chip", choices=CHIPS, help="this chip alone")
+    parser.add_argument("--cache", type=Path, help="a folder for Triton's cache; by default a temporary one")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    jobs = wanted(REPRESENTATIVES if arguments.representatives else None)
+    rows = [] if arguments.representatives else [row for row in read() if row.key in jobs]
+    missing = {key: job for key, job in jobs.items() if key not in {row.key for row in rows}}
+    missing = [job for job in missing.values() if arguments.chip in (None, job[1])]
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = str(arguments.cache or folder)
+        for job, row in _compiled_together(missing, arguments.workers):
+            if isinstance(row, Exception):
+                failed.append(f"{_words(*job)}: {type(row).__name__}: {row}".splitlines()[0])
+                continue
+            rows.append(row)
+            if not arguments.representatives:
+                write(rows)
+    if not arguments.representatives:
+        write(rows)
+    failed += [
+        f"{_words(Variant(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip][2]} are there"
+        for row in rows
+        if int(row.shared) > CHIPS[row.chip][2]
+    ]
+    print(f"{len(missing)} compiled, {len(jobs) - len(missing)} known; {len(failed)} failed or do not fit", *failed, sep="\n")
+    return 1 if failed else 0
+
+
+def _words(variant: Variant, chip: str) -> str:
+    return " ".join([chip, *(str(field) for field in variant if field)])
+
+
+def _compiled_together(jobs, workers: int):
+    """(job, Row or Exception) of each, in the order in which they end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
+        Progress(*columns, disable=not sys.stdout.isatty()) as progress,
+    ):
+        bar = progress.add_task("compiling", total=len(jobs))
+        running = {pool.submit(compiled, *job): job for job in jobs}
+        for done in as_completed(running):
+            job = running[done]
+            progress.update(bar, advance=1, description=_words(*job))
+            yield job, done.exception() or done.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
