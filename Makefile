@@ -1,5 +1,6 @@
 # make bench   the benchmark, on whatever this machine has        make test   the tests
 # make lint    what .ci/run asks of the source                    make wheel  builds the wheel and tries it elsewhere
+# make chips   compiles the kernels for GPUs that are not here, into docs/chips.csv; only what changed
 # make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
 #
 # Each makes .venv first where it is missing or older than what it is made of; matrix makes .matrix/oldest and .matrix/newest.
@@ -30,7 +31,7 @@ NEWEST_PYTHON ?= $(call first_python,3.14 3.13)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench test lint wheel matrix clean
+.PHONY: bench test lint chips wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -42,6 +43,9 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+chips: $(READY)
+	$(BIN)/python tests/chips.py $(ARGS)
 
 # The second is tried where the first fails, too.
 matrix:

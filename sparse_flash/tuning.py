@@ -55,22 +55,25 @@ class Problem:
 @dataclass(frozen=True)
 class Task:
     """One kernel under one mask. mask: spec text, or "dense". candidates: the built-in config first. run: the results of a
-    launch with a config, by name."""
+    launch with a config, by name. left_out: how many more there were that this GPU's shared memory cannot hold."""
 
     key: tuned.Key
     problem: Problem
     mask: str
     candidates: tuple
     run: Callable[[object], dict[str, torch.Tensor]]
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """milliseconds: the median of a launch, or None where the candidate was passed over. reason: why."""
+    """milliseconds: the median of a launch, or None where the candidate was passed over. reason: why. fits: whether this GPU has
+    the memory that it takes of a multiprocessor; where it has not, Triton says so before anything runs."""
 
     config: object
     milliseconds: float | None
     reason: str | None = None
+    fits: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,25 @@ class Result:
     chosen: object
     gain: float
 
+    @property
+    def left_out(self) -> int:
+        """Candidates that do not fit this GPU's shared memory."""
+        return self.task.left_out + sum(not trial.fits for trial in self.trials)
+
 
 def unavailable() -> str | None:
     """Why nothing can be tuned on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no GPU; tuning chooses tile sizes of GPU kernels, and the built-in ones work without it"
     return portable.available()
+
+
+def tile_sizes(device: torch.device) -> str:
+    """Which table of the portable kernels this GPU has, and what is known of it there."""
+    if reason := portable.available() or configs.refusal(device):
+        return f"none: {reason}"
+    chip, _ = configs.chip_of(device)
+    return configs.provenance(chip, configs.family_of(device))
 
 
 def cache_state() -> str | None:
@@ -128,9 +144,18 @@ def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list
         for kernel, (candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
             dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
             key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device, dim_v)
-            if len(candidates) > 1:
-                found.append(Task(key, problem, name, candidates, run))
+            fitting = tuple(config for config in candidates if _may_fit(config, kernel, problem, device))
+            if len(fitting) > 1:
+                found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
     return found
+
+
+def _may_fit(config, kernel: str, problem: Problem, device: torch.device) -> bool:
+    """Whether a candidate is worth compiling. Hopper's own were chosen by what they take."""
+    if not isinstance(config, configs.Config):
+        return True
+    shared = configs.family_of(device).shared
+    return not configs.cannot_fit(config, kernel, problem.dtype, tuple(map(configs.padded_head_dim, problem.head_dims)), shared)
 
 
 def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
@@ -149,7 +174,10 @@ def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
         "grad_kv": lambda config: backward(kv_config=config),
     }
     of_keys, of_values = problem.head_dims
-    return {name: (configs.candidates(name, problem.dtype, of_keys, block_size, of_values), run) for name, run in runs.items()}
+    family = configs.family_of(q.device)
+    return {
+        name: (configs.candidates(name, problem.dtype, of_keys, block_size, of_values, family), run) for name, run in runs.items()
+    }
 
 
 def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
@@ -267,12 +295,14 @@ def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
         raise GpuLost(f"{describe(config)} for {task.key.kernel}: {error}") from None
     except Exception as error:
         # Whatever a compiler or driver raises, this candidate is out, and the others still may run.
+        from .kernels.launch import OutOfResources
+
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
         try:
             clock.finish()
         except Exception:
             raise GpuLost(f"{describe(config)} for {task.key.kernel}: {reason}") from None
-        return Trial(config, None, reason)
+        return Trial(config, None, reason, fits=not isinstance(error, OutOfResources))
 
 
 def _gain(task: Task, config, clock: Clock) -> float:

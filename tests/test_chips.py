@@ -6,7 +6,13 @@ from oracle import LAYOUTS, check
 
 pytest.importorskip("triton")
 
-from sparse_flash.kernels import launch
+import chips
+from triton.runtime.errors import OutOfResources
+
+from sparse_flash import backends, tuning
+from sparse_flash.backends import hopper
+from sparse_flash.backends import triton as triton_backend
+from sparse_flash.kernels import configs, forward, launch
 
 parametrize = pytest.mark.parametrize
 
@@ -43,3 +49,109 @@ def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_f
     assert variant(2, 4, 160, 64) == variant(3, 4, 320, 64)
     others = [(2, 4, 161, 64), (2, 4, 1, 64), (2, 4, 160, 40), (2, 4, 160, 8)]
     assert len({variant(2, 4, 160, 64), *(variant(*shape) for shape in others)}) == 5
+
+
+FAMILIES = {family.name: family for family in configs.FAMILIES}
+
+
+@parametrize("chip", chips.CHIPS)
+def test_every_chip_that_is_compiled_for_has_tables_that_name_it(chip):
+    _, name, shared, _ = chips.CHIPS[chip]
+    family = configs.family_of_chip(name, shared)
+    assert name in family.chips and family.shared <= shared
+    assert (family.measured is not None) == (chip == "9.0")
+    assert set(family.tables) == {*configs.KERNELS, "decode"}
+    assert all(set(table) == {16, 32, 64, 128, 256} for table in (*family.tables.values(), family.float32))
+
+
+@parametrize(
+    "chip, kib, name",
+    [
+        ((11, 0), 227, "compute capability 9.0"),
+        ((13, 0), 200, "compute capability 8.0"),
+        ((13, 0), 128, "compute capability 8.6, 8.9, 12.x"),
+        ("gfx950", 160, "gfx942"),
+        ("gfx1100", 64, "gfx942"),
+    ],
+)
+def test_a_chip_that_no_table_names_gets_the_largest_tiles_that_its_shared_memory_holds(chip, kib, name):
+    assert configs.family_of_chip(chip, kib * 1024).name == name
+    assert "neither compiled for this chip nor measured" in configs.provenance(chip, FAMILIES[name])
+
+
+@parametrize(
+    "chip, kib, reason",
+    [
+        ((7, 5), 64, "Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
+        ((13, 0), 48, "its tiles need 99 KiB of shared memory a program; this GPU has 48"),
+        ("gfx000", 32, "its tiles need 64 KiB of shared memory a program; this GPU has 32"),
+    ],
+)
+def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, reason):
+    monkeypatch.setattr(configs, "chip_of", lambda device: (chip, kib * 1024))
+    monkeypatch.setattr(triton_backend, "_available", lambda: None)
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    triton_backend._refusal.cache_clear()
+    call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
+    try:
+        assert triton_backend.supports(call) == reason
+        assert tuning.tile_sizes(call.device) == f"none: {reason}"
+    finally:
+        triton_backend._refusal.cache_clear()
+
+
+def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    hopper._available.cache_clear()
+    hopper._capability.cache_clear()
+    try:
+        assert "NVIDIA" in hopper.available() and not hopper._is_hopper(torch.device("cuda", 0))
+        assert not launch.addresses_tiles.__wrapped__(torch.device("cuda", 0))
+    finally:
+        hopper._available.cache_clear()
+        hopper._capability.cache_clear()
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """Forward launches in which a tile's keys times stages pass this number fail as Triton's do; the configs that ran."""
+    ran, of_forward = [], forward.launch
+
+    def launched(kernel, grid, arguments, constants, options, variant=()):
+        if constants["TILE_N"] * options["num_stages"] > limit:
+            raise OutOfResources(constants["TILE_N"] * options["num_stages"], limit, "shared memory")
+        ran.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
+        return of_forward(kernel, grid, arguments, constants, options, variant)
+
+    limit = 32
+    monkeypatch.setattr(forward, "launch", launched)
+    monkeypatch.setattr(launch, "_within_memory", {})
+    return ran
+
+
+def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(limited):
+    check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
+    check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
+    assert len(set(limited)) == 1 and len(launch._within_memory) == 1
+    (key, config), *_ = launch._within_memory.items()
+    assert config == configs.Config(32, 32, 2, 1) and key[-1] == configs.Config(128, 64, 4, 3)
+    q = torch.zeros(1, 1, 40, 32, dtype=torch.float16)
+    with pytest.raises(OutOfResources):  # a config that was asked for is the one that runs
+        forward.attention_forward(q, q, q, None, 1.0, config=configs.Config(64, 64, 4, 1))
+
+
+def test_what_fits_in_no_tiles_says_so_and_what_else_to_do():
+    def never(config):
+        raise OutOfResources(70000, 65536, "shared memory")
+
+    with pytest.raises(ValueError, match=r"70000 bytes of shared memory .* this GPU has 65536; pass backend='torch'"):
+        launch.run_within_memory(never, configs.Config(128, 64, 8, 3), lambda: ("never",))
+
+
+def test_tune_tries_no_candidate_that_cannot_fit():
+    dims = 128, 128
+    assert configs.cannot_fit(configs.Config(64, 128, 8, 4), "forward", torch.bfloat16, dims, 101376)
+    assert not configs.cannot_fit(configs.Config(64, 64, 4, 2), "forward", torch.bfloat16, dims, 101376)

@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from sparse_flash import tuning
+from sparse_flash.cli import doctor
 from sparse_flash.cli.app import app
 from sparse_flash.kernels import backward, configs, forward, tuned
 from sparse_flash.kernels.hopper import configs as hopper_configs
@@ -212,15 +215,17 @@ class FakeClock:
         return self.times(self.last)
 
 
-def fake(times, wrong=(), failing=()):
-    """(task, clock) whose candidates take times(number) ms; these numbers give wrong results, or none."""
+def fake(times, wrong=(), failing=(), large=()):
+    """(task, clock) whose candidates take times(number) ms; these numbers give wrong results, or none, or do not fit."""
     candidates = configs.candidates("forward", torch.float16, DIM, BLOCK)
     clock = FakeClock(times)
 
     def run(config):
         clock.last = candidates.index(config)
         if clock.last in failing:
-            raise RuntimeError("out of resource: shared memory\nand more")
+            raise RuntimeError("out of registers\nand more")
+        if clock.last in large:
+            raise OutOfResources(131072, 101376, "shared memory")
         out = torch.ones(1, 1, 1000, DIM, dtype=torch.float16)
         if clock.last in wrong:
             out[0, 0, 500] *= 1.1  # one row of a thousand
@@ -259,7 +264,7 @@ def test_candidates_that_fail_or_are_wrong_are_passed_over_with_the_reason():
     assert result.chosen == result.task.candidates[2]
     wrong, failing = result.trials[3], result.trials[4]
     assert wrong.milliseconds is None and wrong.reason.startswith("wrong result: out differs by 0.0")
-    assert failing.milliseconds is None and failing.reason == "RuntimeError: out of resource: shared memory"
+    assert failing.milliseconds is None and failing.reason == "RuntimeError: out of registers"
 
 
 def test_where_the_built_in_config_fails_nothing_is_chosen():
@@ -316,7 +321,8 @@ def test_without_a_gpu_the_command_says_so(monkeypatch, cache):
 
 
 def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
-    task, clock = fake(lambda number: 1.0 if number == 3 else 2.0, failing={4})
+    task, clock = fake(lambda number: 1.0 if number == 3 else 2.0, failing={4}, large={5, 6})
+    task = replace(task, left_out=7)  # before they were compiled
     monkeypatch.setattr(tuning, "unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tuning, "tasks", lambda *_: [task])
@@ -326,8 +332,10 @@ def test_the_command_prints_what_was_measured_and_chosen(monkeypatch, cache):
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
     chosen, failed = (lines[tuning.describe(task.candidates[number])] for number in (3, 4))
     assert "1.000 ms" in chosen and "+100.0%" in chosen and "chosen" in chosen
-    assert "skipped: RuntimeError: out of resource" in failed
+    assert "skipped: RuntimeError: out of registers" in failed
     assert str(cache) in result.stdout
+    assert tuning.describe(task.candidates[5]) not in lines
+    assert "9 candidates were left out: this GPU has less shared memory than they take." in result.stdout
 
 
 def test_the_command_tunes_for_v_of_another_head_dim_and_says_so(monkeypatch):
@@ -357,6 +365,28 @@ def test_doctor_mentions_the_file_where_there_is_one(cache):
     assert f"1 tuned config in {cache}" in CliRunner().invoke(app, ["doctor"]).output
     cache.write_text("{")
     assert "cannot be read" in CliRunner().invoke(app, ["doctor"]).output
+
+
+def test_doctor_says_whose_tile_sizes_a_gpu_has_and_whether_they_were_measured_on_such_a_chip(monkeypatch):
+    class Properties:
+        name, total_memory, major, minor = "Test GPU", 24 << 30, 8, 9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    monkeypatch.setattr(doctor, "_back_ends", lambda torch: "")
+    for chip, shared, said in (
+        ((8, 9), 101376, "of compute capability 8.6, 8.9, 12.x: compiled for it only, not measured on such a chip"),
+        ((9, 0), 232448, "of compute capability 9.0: measured on an H200"),
+        ((7, 5), 65536, "none: Triton needs compute capability 8.0 or newer; this GPU has 7.5"),
+    ):
+        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: (chip, shared))
+        configs.family_of.cache_clear()
+        try:
+            output = " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
+        finally:
+            configs.family_of.cache_clear()
+        assert f"tile sizes {said}" in output, output
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -24,6 +24,8 @@ def available() -> str | None:
 def _available() -> str | None:
     if portable.interpreted():
         return "Triton's interpreter does not run Gluon kernels; backend='triton' is what it runs"
+    if torch.version.hip is not None:
+        return "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200); this torch is built for AMD's"
     if not any(_is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return "it needs a GPU of compute capability 9.0 (H100, H200)"
     try:
@@ -34,7 +36,8 @@ def _available() -> str | None:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return _capability(device) == (9, 0)
+    # ROCm says 9.0 of some of its chips.
+    return torch.version.hip is None and _capability(device) == (9, 0)
 
 
 available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see block_mask.py

@@ -48,8 +48,17 @@ def interpreted() -> bool:
     return _interpreted()
 
 
+@cache
+def _refusal(device: torch.device) -> str | None:
+    """Why no table of tile sizes is for this GPU, or None."""
+    from ..kernels.configs import refusal
+
+    return refusal(device)
+
+
 # For torch.compile, which cannot trace an import; see block_mask.py.
-available._dynamo_marked_constant = interpreted._dynamo_marked_constant = True
+for _function in (available, interpreted, _refusal):
+    _function._dynamo_marked_constant = True
 
 
 @cache
@@ -69,6 +78,8 @@ def supports(call: Call) -> str | None:
         return f"it runs up to {MAX_BATCH_HEADS:,} heads over the batch; got {call.batch} x {call.heads}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
+    if not interpreted() and (reason := _refusal(call.device)):
+        return reason
     if interpreted() and call.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"
     if call.score_mod is not None and call.score_mod.triton is None:

@@ -34,6 +34,7 @@ def doctor() -> None:
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
             table.add_row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability {p.major}.{p.minor}")
+            table.add_row("tile sizes", tuning.tile_sizes(torch.device("cuda", index)))
         table.add_row("CUDA", str(torch.version.cuda or torch.version.hip))
     else:
         built = torch.version.cuda or torch.version.hip

@@ -50,6 +50,8 @@ def tune(
             raise ValueError(f"{heads} heads of {tokens} tokens do not fit this GPU's free memory; pass fewer") from None
     for result in results:
         console.print(_table(tuning, result))
+        if result.left_out:
+            console.print(Text(f"{_left_out(result.left_out)} left out: this GPU has less shared memory than they take.", "dim"))
         if result.unreached:
             console.print(Text(_why_unreached(result), "dim"))
         console.print()
@@ -80,6 +82,10 @@ def _run(tuning, tasks, limit: int, console) -> tuple[list, str | None]:
     return results, None
 
 
+def _left_out(count: int) -> str:
+    return "1 candidate was" if count == 1 else f"{count} candidates were"
+
+
 def _why_unreached(result) -> str:
     if result.trials[0].milliseconds is None:
         return "The built-in config does not run here, so there is nothing to compare with: please report this."
@@ -98,6 +104,8 @@ def _table(tuning, result) -> Table:
     for trial in result.trials:
         name, chosen = tuning.describe(trial.config), trial.config == result.chosen
         notes = ["chosen"] * chosen + ["built in"] * (trial is builtin)
+        if not trial.fits and trial is not builtin:
+            continue
         if trial.milliseconds is None:
             table.add_row(name, "", "", Text(f"skipped: {trial.reason}", "yellow"))
             continue

@@ -205,6 +205,15 @@ def refusal(device: torch.device) -> str | None:
     return f"its tiles need {least // 1024} KiB of shared memory a program; this GPU has {shared // 1024}"
 
 
+def provenance(chip: tuple[int, int] | str, family: Family) -> str:
+    """In words: the family whose tables a chip has, and whether they were measured on such a chip."""
+    if chip not in family.chips:
+        return f"those of {family.name}, by shared memory; neither compiled for this chip nor measured on it"
+    if family.measured is None:
+        return f"of {family.name}: compiled for it only, not measured on such a chip ('sparse-flash tune' measures)"
+    return f"of {family.name}: measured on {family.measured}"
+
+
 def smaller(config: Config) -> Config | None:
     """What takes less shared memory: a stage less, then the longer side of the tile halved; None for the smallest."""
     if config.num_stages > 1:
