@@ -86,8 +86,8 @@ def test_dense_gradients_are_right_of_expanded_keys_and_cotangents():
         torch.testing.assert_close(ours, theirs)
 
 
-@parametrize("mask", [None, "causal"])
-def test_dense_gradients_repeat_bit_for_bit_with_several_threads(mask):
+def repeats(mask) -> bool:
+    """Whether gradients are the same each time, with three threads."""
     inputs, before = leaves(600, kv_heads=2), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -96,7 +96,67 @@ def test_dense_gradients_repeat_bit_for_bit_with_several_threads(mask):
         )
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@parametrize("mask", [None, "causal"])
+def test_dense_gradients_repeat_bit_for_bit_with_several_threads(mask):
+    assert repeats(mask)
+
+
+SPARSE = {
+    "window": ("causal & local(40)", 200, None, 16, {"layout": "tokens first"}),
+    "cut window": ("causal & local(130)", 450, None, 64, {"kv_heads": 2, "dtype": torch.float16}),
+    "more keys": ("causal", 150, 270, 32, {"kv_heads": 1, "layout": "sliced"}),
+    "fewer keys": ("causal & local(60)", 270, 150, 32, {"kv_heads": 2}),
+    "one row of many": ("causal & (local(20) | global_tokens(3))", 300, None, 16, {"batch": 2, "dtype": torch.bfloat16}),
+    "bits": ("causal & strided(7, block=1)", 200, None, 32, {"dtype": torch.float64, "head_dim": 33}),
+    "empty rows": ("local(3) & ~prefix(90)", 200, None, 64, {"heads": 6, "kv_heads": 2, "layout": "head_dim first"}),
+}
+
+
+@parametrize("small", [False, True])
+@parametrize("name", SPARSE)
+def test_blocks_of_a_table_are_right_in_calls_of_any_size(monkeypatch, name, small):
+    pattern, q_len, kv_len, block_size, options = SPARSE[name]
+    if small:
+        for limit, value in (("_WIDEST", 3 * block_size), ("_GATHERED", 1), ("_SLICE", 64), ("_ALIKE", 2)):
+            monkeypatch.setattr(aten_cpu, limit, value)
+    check(
+        "torch",
+        pattern,
+        q_len,
+        kv_len,
+        block_size=block_size,
+        lse_gradient=False,
+        device="cpu",
+        **{"batch": 1, "heads": 4, **options},
+    )
+
+
+def test_blocks_are_right_where_each_head_has_a_mask_or_some_share_one():
+    for masks in (["causal & local(9)", "local(30)", "strided(7)", "causal"], ["local(9)", "local(9)", "causal", "causal"]):
+        mask = sf.BlockMask.per_head(masks, q_len=200, kv_len=200, block_size=32)
+        for kv_heads in (4, 2, 1):
+            check("torch", mask, 200, batch=2, heads=4, kv_heads=kv_heads, lse_gradient=False, device="cpu")
+
+
+def test_a_window_is_walked_in_few_calls_whatever_its_length(monkeypatch):
+    monkeypatch.setattr(aten_cpu, "_GATHERED", 1 << 30)
+    calls, kernel = [], aten_cpu.forward
+    monkeypatch.setattr(aten_cpu, "forward", lambda *args, **kwargs: calls.append(args[0].shape[0]) or kernel(*args, **kwargs))
+    counts = []
+    for length in (512, 2048):
+        sf.attention(*leaves(length, head_dim=4), sf.compile_mask("causal & local(70)", length, block_size=32), backend="torch")
+        counts.append(len(calls))
+        assert sum(calls) == length // 32
+        calls.clear()
+    assert counts[0] == counts[1] <= 4
+
+
+@parametrize("mask", ["causal & local(50)", "causal & (local(30) | strided(9))"])
+def test_gradients_of_a_walk_repeat_bit_for_bit_with_several_threads(mask):
+    assert repeats(mask)
 
 
 def test_pytorchs_private_operators_take_and_give_what_is_relied_on():

@@ -1,13 +1,25 @@
-"""PyTorch's own attention kernel for CPUs, which scaled_dot_product_attention takes there. Its operators are private: their names
-stand here alone, and a test holds them to what is relied on.
+"""PyTorch's own attention kernel for CPUs, which scaled_dot_product_attention takes there, on whole tensors and on the blocks
+that a table lists. Its operators are private: their names stand here alone, and a test holds them to what is relied on.
 
-One call is one parallel region, however long it is, where as many operations would wait at the end of each for the slowest
-thread: on a machine with other work that is most of the time.
+Threads wait for each other at the end of every operation, and where other programs want the processors too, for some
+milliseconds each time. So a table is walked in few and long calls of the kernel. A row of the table that visits many blocks
+is cut into pieces; pieces of one width, of many rows and units, are the batch of one call, on copies of their keys.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
+
+from ..tiles import unique_rows
+
+_WIDEST = 2048  # keys of a piece: results of the pieces of a row are put together by operations that wait, one for each piece
+_GATHERED = 1 << 20  # numbers of keys that a call copies, for each thread: 10 ms of its work at head_dim 64 and blocks of 128
+_MOST_THREADS = 16  # that it copies so much for
+_SLICE = 1 << 14
+_ALIKE = 4  # pieces of equal tiles that get a call of their own, and one mask
 
 
 def forward(q, k, v, scale: float, causal: bool = False, bias=None):
@@ -31,3 +43,150 @@ def backward(dout, q, k, v, out, lse, scale: float, causal: bool = False, bias=N
 def _in_rows(x):
     """x with an unbroken last dimension, which the kernel takes for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def walk_forward(q, k, v, walk, scale: float):
+    """One part of a call: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q, lse
+    (units, q_blocks, rows, 1)."""
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"))
+    for units in _unit_slices(k):
+        for call in _calls(walk, q[units], k):
+            rows, keys, values = call.queries(q[units]), call.keys(k[units]), call.keys(v[units])
+            here, log = (x.transpose(0, 1) for x in forward(rows, keys, values, scale, bias=call.bias))
+            if call.bias is not None:
+                log = log + call.bias.amax(-1).transpose(0, 1)  # -inf where a query keeps nothing
+            if call.again:
+                here, log = _joined(out[units, call.rows], lse[units, call.rows], here, log)
+            out[units, call.rows], lse[units, call.rows] = here, log
+    return out, lse[..., None]
+
+
+def walk_backward(dout, q, k, v, out, lse, walk, scale: float):
+    """The same, with lse (units, q_blocks, rows, 1), +inf for a query that keeps nothing -> (dq, dk, dv)."""
+    dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
+    parts = []
+    for units in _unit_slices(k):
+        # In the memory order in which the kernel gives them.
+        dq, dk, dv = (x.new_zeros(*x.shape[1:3], len(x[units]), x.shape[3]) for x in (q, k, v))
+        for call in _calls(walk, q[units], k):
+            rows = [call.queries(x[units]) for x in (dout, q, out)]
+            keys, values = call.keys(k[units]), call.keys(v[units])
+            log = call.queries(lse[units])[..., 0]
+            grads = backward(rows[0], rows[1], keys, values, rows[2], log, scale, bias=call.bias)
+            of_q, *of_keys = (grad.transpose(1, 2) for grad in grads)
+            dq[call.rows] = dq[call.rows] + of_q if call.again else of_q
+            for total, grad in zip((dk, dv), of_keys, strict=True):
+                call.add_blocks(total, grad)
+        parts.append([grad.permute(2, 0, 1, 3) for grad in (dq, dk, dv)])
+    return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts, strict=True)]
+
+
+def _joined(out, lse, more, log):
+    """(out, lse) of two sets of keys together."""
+    total = torch.logaddexp(lse, log)
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    return out * (lse - base).exp_()[..., None] + more * (log - base).exp_()[..., None], total
+
+
+class _Call(NamedTuple):
+    """One call of the kernel. rows: (pieces,) int64, each once. cols: (pieces, width) their key blocks. bias: as of ``forward``, or
+    None. again: these rows have results of other pieces already."""
+
+    rows: torch.Tensor
+    cols: np.ndarray
+    bias: torch.Tensor | None
+    again: bool
+
+    def queries(self, x):
+        """(units, q_blocks, rows, head_dim) -> (pieces, units, rows, head_dim)."""
+        return _gathered(x, self.rows.numpy()[:, None])
+
+    def keys(self, x):
+        """(units, kv_blocks, block, head_dim) -> (pieces, units, width * block, head_dim)."""
+        return _gathered(x, self.cols)
+
+    def add_blocks(self, total, blocks):
+        """Adds (pieces, width * block, units, head_dim) to the columns of total, (kv_blocks, block, units, head_dim), in an order
+        that depends on the table alone."""
+        cols = self.cols.ravel()
+        order = np.argsort(cols, kind="stable")
+        touched, first = np.unique(cols[order], return_index=True)
+        blocks = blocks.reshape(len(cols), -1)
+        sums = torch.nn.functional.embedding_bag(torch.from_numpy(order), blocks, torch.from_numpy(first), mode="sum")
+        target = total.view(len(total), -1)
+        if len(touched) == touched[-1] - touched[0] + 1:
+            target[touched[0] : touched[-1] + 1] += sums
+        else:
+            target[torch.from_numpy(touched)] += sums
+
+
+def _gathered(x, blocks: np.ndarray):
+    """(units, blocks, tokens, head_dim), contiguous -> (pieces, units, width * tokens, head_dim), by blocks (pieces, width)."""
+    units, count, tokens, dim = x.shape
+    # Larger slices index_select copies one by one, each with all threads.
+    cuts = 1
+    while tokens * dim // cuts > _SLICE and tokens % (2 * cuts) == 0:
+        cuts *= 2
+    index = np.arange(units)[:, None] * count + blocks[:, None]
+    index = index[..., None] * cuts + np.arange(cuts)
+    taken = x.view(units * count * cuts, -1).index_select(0, torch.from_numpy(index.ravel()))
+    return taken.view(len(blocks), units, -1, dim)
+
+
+def _unit_slices(k):
+    """Slices of the units, as many at a time as may be gathered for one piece."""
+    size = max(1, _most_numbers() // (min(k.shape[1] * k.shape[2], _WIDEST) * k.shape[3]))
+    return [slice(first, first + size) for first in range(0, len(k), size)]
+
+
+def _most_numbers() -> int:
+    return _GATHERED * min(torch.get_num_threads(), _MOST_THREADS)
+
+
+def _calls(walk, q, k):
+    """Yields the calls for all rows of a walk: first the last piece of each row, then the others."""
+    widest = max(1, _WIDEST // walk.block)
+    rounds: list[dict[int, list]] = [{}]
+    for rows, cols, tiles in walk.groups:
+        before = (cols.shape[1] - 1) // widest
+        rounds += [{} for _ in range(before + 1 - len(rounds))]
+        for number in range(before + 1):
+            # The last piece comes first, as the one that is cut shorter and, if the mask is causal, has the tile of the diagonal.
+            piece = slice(before * widest, None) if number == 0 else slice((number - 1) * widest, number * widest)
+            rounds[number].setdefault(cols[:, piece].shape[1], []).append((rows, cols[:, piece], tiles[:, piece]))
+    for number, widths in enumerate(rounds):
+        for width, pieces in widths.items():
+            rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+            for chosen, shared in _alike(tiles):
+                numbers = len(q) * width * walk.block * q.shape[3] + (0 if shared else q.shape[2] * width * walk.block)
+                height = max(1, _most_numbers() // numbers)
+                bias = _bias(walk, tiles[chosen[:1]], q.shape[2]) if shared else None
+                for first in range(0, len(chosen), height):
+                    some = chosen[first : first + height]
+                    own = bias if shared else _bias(walk, tiles[some], q.shape[2])
+                    yield _Call(torch.from_numpy(rows[some]), cols[some], own, number > 0)
+
+
+def _alike(tiles: np.ndarray):
+    """Yields (pieces, whether their tiles are equal): (n,) indices of some of the pieces with these tiles, (pieces, width)."""
+    first, number = unique_rows(tiles)
+    count = np.bincount(number)
+    shared = (count >= _ALIKE) | (tiles[first] < 0).all(1)
+    order = np.argsort(number, kind="stable")
+    bounds = np.cumsum(count)
+    for one in np.flatnonzero(shared):
+        yield order[bounds[one] - count[one] : bounds[one]], True
+    rest = np.flatnonzero(~shared[number])
+    if len(rest):
+        yield rest, False
+
+
+def _bias(walk, tiles: np.ndarray, rows: int):
+    """(pieces, 1, rows, width * block): 0 for the pairs that tiles (pieces, width) keep, -inf for others; None where all are."""
+    if (tiles < 0).all():
+        return None
+    blocks = walk.tiles.bounds(tiles.ravel()).clamp(max=0.0).expand(tiles.size, -1, -1)
+    # Of each member of a group of heads alike.
+    blocks = blocks.view(*tiles.shape, 1, walk.block, walk.block).expand(-1, -1, rows // walk.block, -1, -1)
+    return blocks.permute(0, 2, 3, 1, 4).reshape(len(tiles), 1, rows, -1)

@@ -3,7 +3,8 @@
 Query blocks that visit the same number of key blocks are alike, whichever key blocks these are: their keys are gathered
 and their scores are one batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1)
 bounds a row that visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is
-linear in tokens and time proportional to the blocks visited. float16 and bfloat16 are computed in float32.
+linear in tokens and time proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, calls
+without terms go to PyTorch's own kernel: ``aten_cpu``.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def forward(q, k, v, mask, scale, terms):
         k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
     for part in (parts := _parts(q, k, mask)):
         with _own_precision(q):
-            rule = _Scores(part, q, k, scale, terms)
-            packed = _forward(part.pack_queries(q), part.pack_keys(k), part.pack_keys(v), part.walk, rule)
+            packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
+            if _by_pytorchs(q, v, terms):
+                packed = aten_cpu.walk_forward(*packed, part.walk, scale)
+            else:
+                packed = _forward(*packed, part.walk, _Scores(part, q, k, scale, terms))
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -71,15 +75,22 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
         drel_bias = torch.zeros_like(terms.rel_bias) if terms.learned else None
     # A query that keeps nothing has lse -inf; with +inf its probabilities come out as 0 and not NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
+    by_pytorchs = dlse is None and _by_pytorchs(q, v, terms)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     if terms is not None:
         dlse = cleared(dlse[..., None], terms.q_starts, terms.q_lens)[..., 0]
     grads = None
     for part in (parts := _parts(q, k, mask)):
-        queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None], dlse[..., None])]
+        queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
+        keys = part.pack_keys(k), part.pack_keys(v)
         with _own_precision(q):
-            keys, rule = (part.pack_keys(k), part.pack_keys(v)), _Scores(part, q, k, scale, terms)
-            packed = _backward(*queries, *keys, part.walk, rule, deterministic, drel_bias)
+            if by_pytorchs:
+                q_rows, dout_rows, *results = queries
+                packed = aten_cpu.walk_backward(dout_rows, q_rows, *keys, *results, part.walk, scale)
+            else:
+                queries.append(part.pack_queries(dlse[..., None]))
+                rule = _Scores(part, q, k, scale, terms)
+                packed = _backward(*queries, *keys, part.walk, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
         else:
@@ -96,8 +107,12 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
 
 def _is_pytorchs(q, v, mask, terms) -> bool:
     """Whether this call is one of PyTorch's own kernel for CPUs: dense or causal attention."""
-    plain = q.device.type == "cpu" and terms is None and q.shape[3] == v.shape[3]
-    return plain and (mask is None or mask.keeps_causal)
+    return _by_pytorchs(q, v, terms) and (mask is None or mask.keeps_causal)
+
+
+def _by_pytorchs(q, v, terms) -> bool:
+    """Whether PyTorch's own kernel for CPUs can do this call's blocks."""
+    return q.device.type == "cpu" and terms is None and q.shape[3] == v.shape[3]
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
