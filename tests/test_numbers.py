@@ -1,0 +1,103 @@
+"""What docs/numbers.md says, held to what is computed."""
+
+import re
+from pathlib import Path
+
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import skip_if_it_cannot
+
+import sparse_flash as sf
+
+TEXT = (Path(__file__).parent.parent / "docs" / "numbers.md").read_text()
+BACKENDS = ("torch", "triton", "reference")
+
+
+def test_the_table_of_errors_is_what_the_script_finds():
+    """Of a CPU; other versions of PyTorch and other processors round a little differently."""
+    if numerics.DEVICE != "cpu":
+        pytest.skip("the table is of a CPU")
+    told = [line for line in TEXT.splitlines() if line.startswith(("| `full`", "| `causal"))]
+    found = numerics.table()[2:]
+    assert len(told) == len(found) == 6
+    for line, now in zip(told, found, strict=True):
+        (*names, figures), (*names_now, figures_now) = (text.replace("\\|", "").split("|", 3)[1:] for text in (line, now))
+        assert names == names_now
+        for said, seen in zip(*(map(float, re.findall(r"[\d.]+e-\d+", text)) for text in (figures, figures_now)), strict=True):
+            assert said / 2 <= seen <= said * 2, line
+
+
+@pytest.mark.parametrize("dtype", numerics.DTYPES, ids=str)
+@pytest.mark.parametrize("spec", numerics.SPECS)
+def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
+    for name, (ours, theirs) in numerics.errors(spec, dtype).items():
+        # On a CPU, lse of dense 16-bit attention is that of PyTorch's kernel, which is not the one that PyTorch's column is made of.
+        assert name == "lse" or ours <= 2 * theirs + 1e-6, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_has_out_0_lse_minus_infinity_and_no_gradient(backend):
+    q, k, v = (torch.randn(1, 1, 32, 16, device=numerics.DEVICE, requires_grad=True) for _ in range(3))
+    mask = sf.compile_mask("causal & ~sinks(16)", 32, block_size=16).to(numerics.DEVICE)
+    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    out, lse = sf.attention(q, k, v, mask, return_lse=True, backend=backend)
+    assert (out[:, :, :16] == 0).all() and (lse[:, :, :16] == -torch.inf).all() and torch.isfinite(lse[:, :, 16:]).all()
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.isfinite(grad).all() for grad in grads) and (grads[0][:, :, :16] == 0).all()
+    logit = torch.tensor([0.75], device=q.device)
+    out, lse = sf.attention(q, k, v, mask, return_lse=True, backend=backend, sinks=logit)
+    assert (out[:, :, :16] == 0).all() and (lse[:, :, :16] == 0.75).all()
+
+
+def test_pytorch_gives_0_to_a_query_that_sees_nothing():
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    kept = torch.ones(4, 4, dtype=torch.bool)
+    kept[1] = False
+    out = F.scaled_dot_product_attention(q, q, q, attn_mask=kept)
+    assert (out[0, 0, 1] == 0).all() and torch.isfinite(torch.autograd.grad(out.sum(), q)[0]).all()
+
+
+@pytest.mark.parametrize("asked, steps", [(0.1, 6554), (2**-16, 1), (2**-17, 0), (0.9, 58982)])
+def test_dropout_is_a_multiple_of_2_to_minus_16_and_what_is_kept_is_divided_by_the_rest_of_it(asked, steps):
+    q, k, v = (torch.ones(1, 4, count, 8, dtype=torch.float64) for count in (4096, 1, 1))
+    torch.manual_seed(0)
+    out = sf.attention(q, k, v, dropout_p=asked, backend="torch")[..., 0]
+    values = out.unique().tolist()
+    share = steps / 2**16
+    assert values == pytest.approx([0.0, 1 / (1 - share)] if len(values) == 2 else [1 / (1 - share)], rel=1e-12)
+    assert float((out == 0).double().mean()) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_past_all_tokens_are_all_those_below_0_none_and_what_does_not_exist_may_be_nan(backend):
+    q, k, v = (torch.randn(4, 1, 32, 16, device=numerics.DEVICE) for _ in range(3))
+    lens = torch.tensor([1 << 40, 33, 20, -5], device=q.device)
+    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, None))
+    whole = sf.attention(q[:2], k[:2], v[:2], backend=backend)
+    k[2, :, 20:] = v[2, :, 20:] = k[3] = v[3] = torch.nan
+    out = sf.attention(q, k, v, kv_lens=lens, backend=backend)
+    torch.testing.assert_close(out[:2], whole)
+    torch.testing.assert_close(out[2:3], sf.attention(q[2:3], k[2:3, :, :20], v[2:3, :, :20], backend=backend))
+    assert (out[3] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
+    q, k, v = (torch.randn(1, 1, 64, 16, device=numerics.DEVICE) for _ in range(3))
+    k[:, :, :16] = v[:, :, :16] = torch.nan
+    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    out = sf.attention(q, k, v, sf.compile_mask("block_diagonal(32)", 64, block_size=16).to(q.device), backend=backend)
+    assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :32].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_results_and_gradients_repeat_bit_for_bit_on_a_cpu(backend):
+    q, k, v = (torch.randn(1, 2, 48, 16, requires_grad=True) for _ in range(3))
+    if numerics.DEVICE != "cpu":
+        pytest.skip("tests/test_gpu.py has this of a GPU")
+    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    mask = sf.compile_mask("causal & local(20)", 48, block_size=16)
+    runs = [(out := sf.attention(q, k, v, mask, backend=backend), *torch.autograd.grad(out.sum(), (q, k, v))) for _ in range(2)]
+    assert all(map(torch.equal, *runs))
