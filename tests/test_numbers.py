@@ -33,7 +33,7 @@ def test_the_table_of_errors_is_what_the_script_finds():
 @pytest.mark.parametrize("spec", numerics.SPECS)
 def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
     for name, (ours, theirs) in numerics.errors(spec, dtype).items():
-        # On a CPU, lse of dense 16-bit attention is that of PyTorch's kernel, which is not the one that PyTorch's column is made of.
+        # On a CPU, lse of dense 16-bit attention is that of PyTorch's own kernel, which the other figure is not.
         assert name == "lse" or ours <= 2 * theirs + 1e-6, name
 
 
