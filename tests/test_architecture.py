@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
     "tools": {"backends", "block_mask", "grid", "pattern", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
-    "integrations": {"attention", "block_mask", "decode", "pattern", "patterns", "scores", "terms"},
+    "integrations": {"attention", "block_mask", "decode", "moves", "pattern", "patterns", "scores", "terms", "varlen"},
     "layer": {"attention", "block_mask", "decode", "pattern", "terms"},
     "selection": {"attention", "block_mask", "grid", "pattern"},
     "": {

@@ -1,0 +1,467 @@
+"""The calls of the ``flash-attn`` package (FlashAttention 2), computed here: whoever calls it changes one import.
+
+    from sparse_flash.integrations.flash_attn import flash_attn_func
+
+Names, order and defaults of arguments, and layouts, are that package's, and so is what ``causal`` and ``window_size`` mean where
+lengths differ: the last query is aligned with the last key, and both ends of a window are kept. In addition each call takes
+``mask``, a Pattern or its spec text (in calls without varlen a BlockMask, too), and ``backend``, as ``sparse_flash.attention``
+does; a pair is kept where mask, causal and window all keep it.
+
+What differs: a query that keeps nothing has lse -inf there, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is
+never formed: ``return_attn_probs`` returns None in its place, and is refused with dropout, where it would say something.
+``num_splits`` has no effect, as the kernel chooses. Nothing waits for the GPU, so that lengths cannot be checked there: in a cache,
+tokens past its capacity are dropped. On a CPU they raise ValueError.
+
+Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..attention import attention
+from ..block_mask import BlockMask
+from ..decode import MAX_QUERIES, attention_decode
+from ..moves import take_rows
+from ..pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ..varlen import attention_varlen
+
+_NO_WINDOW = (-1, -1)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: BlockMask | Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """softmax(softmax_scale * q k^T, over the pairs that are kept) v.
+
+    q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+    window_size: (left, right), how many keys before and after a query's own position are kept; negative for no limit. causal: right
+    is 0. softcap: 0 for none. alibi_slopes: (heads,) or (batch, heads), adds -slope * |i + seqlen_k - seqlen_q - j|.
+    deterministic: gradients that repeat bit for bit; False follows torch.are_deterministic_algorithms_enabled().
+
+    Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (batch, heads, seqlen_q) float32. Differentiable.
+    Raises ValueError for return_attn_probs with dropout, and as ``sparse_flash.attention`` does.
+    """
+    _refuse_probabilities(dropout_p, return_attn_probs)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_dims(name, tensor, "(batch, tokens, heads, head_dim)")
+    out, lse = attention(
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        _kept(causal, window_size, mask),
+        scale=softmax_scale,
+        return_lse=True,
+        deterministic=deterministic or None,
+        backend=backend,
+        **_terms(dropout_p, softcap, alibi_slopes),
+    )
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: BlockMask | Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """``flash_attn_func`` of qkv, (batch, seqlen, 3, heads, head_dim)."""
+    _check_dims("qkv", qkv, "(batch, tokens, 3, heads, head_dim)")
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(*qkv.unbind(2), *rest, mask=mask, backend=backend)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: BlockMask | Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """``flash_attn_func`` of q and kv, (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    _check_dims("kv", kv, "(batch, tokens, 2, kv_heads, head_dim)")
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, *kv.unbind(2), *rest, mask=mask, backend=backend)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    mask: Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """``flash_attn_func`` of each of several sequences, packed one after another.
+
+    q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
+    head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where each starts, and where the last one ends. max_seqlen_q,
+    max_seqlen_k: no sequence is longer. block_table: (sequences, pages of one) int32, the pages of each.
+
+    Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (heads, total_q) float32.
+
+    With dropout, softcap, alibi_slopes or block_table, sequences are first moved to an axis of max_seqlen tokens each, which takes
+    that memory; mask must then speak of distances alone (causal, windows), unless queries and keys are of the same cu_seqlens.
+    """
+    _refuse_probabilities(dropout_p, return_attn_probs)
+    options = {"scale": softmax_scale, "return_lse": True, "deterministic": deterministic or None, "backend": backend}
+    terms = _terms(dropout_p, softcap, alibi_slopes)
+    kept = _kept(causal, window_size, mask)
+    if not terms and block_table is None:
+        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, **longest, **options)
+        return (out, lse, None) if return_attn_probs else out
+    _check_dims("q", q, "(tokens of all sequences, heads, head_dim)")
+    own = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
+    for name, tensor in (("k", k), ("v", v)):
+        _check_dims(name, tensor, own)
+    alike = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
+    if not alike:
+        _check_distances(mask, "sequences whose queries and keys have cu_seqlens of their own")
+    q_first, q_count, row_of_token, token_of_row = _rows(cu_seqlens_q, len(q), max_seqlen_q, at_end=not alike)
+    batch = len(cu_seqlens_q) - 1
+    q = take_rows(q, token_of_row, row_of_token, 0.0, False).unflatten(0, (batch, max_seqlen_q))
+    if block_table is None:
+        kv_first, kv_count, *rows = _rows(cu_seqlens_k, len(k), max_seqlen_k, at_end=not alike)
+        k, v = (take_rows(t, rows[1], rows[0], 0.0, False).unflatten(0, (batch, max_seqlen_k)) for t in (k, v))
+    else:
+        kv_count = cu_seqlens_k.diff()
+        kv_first = max_seqlen_k - kv_count
+        token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
+        k, v = (t[_page(block_table, token, t.shape[1])] for t in (k, v))
+    lengths = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
+    out, lse = attention(*(t.transpose(1, 2) for t in (q, k, v)), kept, **lengths, **options, **terms)
+    out = take_rows(out.transpose(1, 2).flatten(0, 1), row_of_token, token_of_row, 0.0, False)
+    if not return_attn_probs:
+        return out
+    lse = take_rows(lse.transpose(1, 2).flatten(0, 1)[..., None], row_of_token, token_of_row, float("-inf"), False)
+    return out, lse.squeeze(-1).T, None
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
+    _check_dims("qkv", qkv, "(tokens of all sequences, 3, heads, head_dim)")
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *rest, mask=mask, backend=backend)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    mask: Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """``flash_attn_varlen_func`` of q and kv, (total_k, 2, kv_heads, head_dim)."""
+    _check_dims("kv", kv, "(tokens of all sequences, 2, kv_heads, head_dim)")
+    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *rest, mask=mask, backend=backend)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    mask: BlockMask | Pattern | str | None = None,
+    backend: str = "auto",
+):
+    """Attention of the last tokens of each sequence to its cache, into which k and v are written first; forward only.
+
+    q: (batch, seqlen_q, heads, head_dim). k_cache, v_cache: (caches, capacity, kv_heads, head_dim), or with block_table pages,
+    (pages, page_size, kv_heads, head_dim). k, v: (batch, seqlen_new, kv_heads, head_dim), written to places cache_seqlens,
+    cache_seqlens + 1, ... of the caches, in place.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v: k is rotated by the positions that it is written to, q by
+    cache_seqlens, cache_seqlens + 1, ... where causal or a window is asked for, all of it by cache_seqlens where neither is.
+    rotary_interleaved: pairs of dimensions are 0 and 1, 2 and 3, ...; else 0 and rotary_dim / 2, ...
+    cache_seqlens: an int, or (batch,) int32, the tokens of each sequence before k; None: as many as there is room for.
+    cache_batch_idx: (batch,) int32, which of the caches each sequence uses; what it names is copied in each call.
+    cache_leftpad: (batch,) int32, the first token of each sequence in its cache. block_table: (batch, pages of one) int32.
+
+    Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
+
+    This is ``attention_decode``, which copies nothing, for up to 64 queries and pages whose size is a power of two. With more
+    queries, other pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that
+    speaks of distances alone.
+    """
+    paged = block_table is not None
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
+    _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    batch, q_len = q.shape[:2]
+    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
+    if not isinstance(cache_seqlens, torch.Tensor):
+        count = capacity if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
+    new = 0 if k is None else k.shape[1]
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and int(cache_seqlens.max()) + new > capacity:
+        room = "block_table names pages for" if paged else "the cache has room for"
+        raise ValueError(
+            f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {int(cache_seqlens.max())} and {new} new tokens"
+        )
+    where = _places(k_cache, cache_batch_idx, block_table, batch)
+    if k is not None:
+        place = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)
+        if rotary_cos is not None:
+            by_query = torch.arange(q_len, device=q.device) if causal or _limits(window_size) != (None, None) else 0
+            q = _rotated(q, rotary_cos, rotary_sin, cache_seqlens[:, None].long() + by_query, rotary_interleaved)
+            k = _rotated(k, rotary_cos, rotary_sin, place, rotary_interleaved)
+        for cache, tokens in ((k_cache, k), (v_cache, v)):
+            _write(cache, tokens, place, where, capacity)
+    lens = cache_seqlens + new
+    kept = _kept(causal, window_size, mask)
+    terms = _terms(0.0, softcap, alibi_slopes)
+    options = {"scale": softmax_scale, "return_lse": True, "backend": backend}
+    pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
+    if terms or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
+        _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
+        # The last tokens of all sequences stand at the end of the axis.
+        lens = lens.clamp(max=capacity)
+        token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
+        keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
+        first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
+        tensors = (t.transpose(1, 2) for t in (q, keys, values))
+        out, lse = attention(*tensors, kept, kv_starts=first.clamp(max=capacity), **options, **terms)
+    else:
+        if cache_batch_idx is not None:
+            k_cache, v_cache = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
+        tensors = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
+        out, lse = attention_decode(*tensors, kept, kv_lens=lens, block_table=block_table, **options)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _refuse_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+    if return_attn_probs and dropout_p:
+        raise ValueError(
+            "return_attn_probs with dropout asks for S_dmask, the matrix of weights with dropout's signs, which is never formed; "
+            "leave out return_attn_probs, or take lse from sparse_flash.attention(..., return_lse=True)"
+        )
+
+
+def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
+    dims = shape.count(",") + 1 if shape.startswith("(") else 4
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if tensor.dim() != dims:
+        wanted = f"shape {shape}" if shape.startswith("(") else f"{shape}, (batch, tokens, heads, head_dim)"
+        raise ValueError(f"{name} must have {wanted}; got {tuple(tensor.shape)}")
+    packed = next((int(part) for part in shape.split(", ") if part in ("2", "3")), None)
+    if packed is not None and tensor.shape[-3] != packed:
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
+
+
+def _terms(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> dict:
+    terms = {"dropout_p": dropout_p, "softcap": softcap if softcap > 0 else None, "alibi_slopes": alibi_slopes}
+    return {name: value for name, value in terms.items() if value is not None and not (name == "dropout_p" and value == 0)}
+
+
+def _limits(window_size) -> tuple[int | None, int | None]:
+    left, right = (int(limit) for limit in window_size)
+    return None if left < 0 else left, None if right < 0 else right
+
+
+def _kept(causal: bool, window_size, mask):
+    """The mask of a call. What is of FlashAttention is text, which torch.compile takes on every PyTorch."""
+    left, right = _limits(window_size)
+    right = 0 if causal else right
+    if left is None and right is None:
+        return mask
+    parts = [f"{name}={limit}" for name, limit in (("left", left), ("right", right)) if limit is not None]
+    own = "causal" if left is None and right == 0 else f"window({', '.join(parts)})"
+    if mask is None:
+        return own
+    if isinstance(mask, str):
+        return f"({mask}) & {own}"
+    if isinstance(mask, Pattern):
+        return _joined(mask, own)
+    raise ValueError(
+        f"mask is a {type(mask).__name__}, which causal and window_size cannot be joined with; compile it from a pattern that says "
+        f"them, such as '... & {own}', or pass the pattern"
+    )
+
+
+@lru_cache(maxsize=256)
+def _joined(mask: Pattern, own: str) -> Pattern:
+    return mask & own
+
+
+def _check_distances(mask, what: str) -> None:
+    if mask is None:
+        return
+    pattern = parse(mask) if isinstance(mask, str) else mask
+    if not (isinstance(pattern, Pattern) and _of_distances(pattern)):
+        raise ValueError(
+            f"{what}: mask must be a pattern of distances alone there, such as causal and windows, as sequences are moved to the "
+            f"end of an axis; got {mask}"
+        )
+
+
+def _of_distances(pattern: Pattern) -> bool:
+    if isinstance(pattern, (And, Or)):
+        return all(map(_of_distances, pattern.operands))
+    if isinstance(pattern, Not):
+        return _of_distances(pattern.operand)
+    return _of_distances(pattern.expression) if isinstance(pattern, DerivedPattern) else pattern.shift_period == 1
+
+
+def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
+    """Packed sequences on an axis of ``longest`` places each: (the first place of each, how many it has, the row of each token,
+    the token of each row), -1 for neither; int32."""
+    start, count = cu_seqlens[:-1].int(), cu_seqlens.diff().int().clamp(max=longest)
+    first = longest - count if at_end else torch.zeros_like(count)
+    place = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
+    token_of_row = torch.where((place >= 0) & (place < count[:, None]), start[:, None] + place, -1).flatten()
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    own = torch.searchsorted(cu_seqlens[1:].int().contiguous(), token, right=True).clamp(max=len(count) - 1)
+    place = token - start[own]
+    row = own.int() * longest + first[own] + place
+    return first, count, torch.where((place >= 0) & (place < count[own]), row, -1), token_of_row
+
+
+def _page(block_table: torch.Tensor, token: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, place in it) of tokens (sequences, n); those before a sequence's first are its first."""
+    token = token.clamp(min=0).long()
+    return block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1)), token % size
+
+
+def _places(cache, cache_batch_idx, block_table, batch: int):
+    """Tokens (batch, n) -> an index of the cache."""
+    if block_table is not None:
+        return lambda token: _page(block_table, token, cache.shape[1])
+    own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
+    return lambda token: (own[:, None], token.long())
+
+
+def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:
+    """Writes tokens (batch, n, heads, head_dim) to their places; those past the capacity are dropped: they write what the first
+    one writes, and that one, where it is past the end, what is there."""
+    fits = place < capacity
+    place = torch.where(fits, place, torch.where(fits[:, :1], place[:, :1], capacity - 1))
+    there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[where(place[:, :1])])
+    cache.index_put_(where(place), torch.where(fits[:, :, None, None], tokens.to(cache.dtype), there))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x (batch, tokens, heads, head_dim) with its first dimensions rotated. position: (batch, tokens | 1) int64."""
+    half = cos.shape[1]
+    cos, sin = (table[position].float()[:, :, None] for table in (cos, sin))
+    rotary, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else (rotary[..., :half], rotary[..., half:])
+    turned = first * cos - second * sin, first * sin + second * cos
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined.to(x.dtype), rest], -1)
+
+
+def _check_cache_call(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, block_table) -> None:
+    if (k is None) != (v is None):
+        raise ValueError("k and v go together; one of them is None")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k and v are written at cache_seqlens, which is None; pass the tokens that each cache holds")
+    if (cos is None) != (sin is None):
+        raise ValueError("rotary_cos and rotary_sin go together; one of them is None")
+    if cos is not None and k is None:
+        raise ValueError("rotary_cos and rotary_sin are for calls with k and v; rotate q before the call")
+    if cos is not None and (cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[3]):
+        raise ValueError(
+            f"rotary_cos and rotary_sin must have shape (positions, rotary_dim / 2), rotary_dim at most {q.shape[3]}; got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("block_table says which pages a sequence has, and cache_batch_idx which cache; pass one of them")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[2:] != k_cache.shape[2:]):
+            raise ValueError(
+                f"{name} must have shape (batch, new tokens, kv_heads, head_dim), here ({q.shape[0]}, new tokens, "
+                f"{k_cache.shape[2]}, {k_cache.shape[3]}); got {tuple(tensor.shape)}"
+            )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
+        raise ValueError("flash_attn_with_kvcache gives no gradients, and an argument requires one; call it under torch.no_grad()")
