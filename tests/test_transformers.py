@@ -364,3 +364,18 @@ def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(mas
 def test_a_model_without_attention_layers_is_refused():
     with pytest.raises(ValueError, match="Linear has no self-attention layers"):
         use_sparse_flash(torch.nn.Linear(2, 2))
+
+
+def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate; the extra transformers brings it")
+    model, dense = twins("llama")
+    before = copy.deepcopy(model.state_dict())
+    use_sparse_flash(model, "causal")
+    rows = [{"input_ids": row, "labels": row} for row in words(batch=4)]
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.1, "report_to": "none"}
+    for trained in (model, dense):
+        arguments = transformers.TrainingArguments(tmp_path, save_strategy="no", use_cpu=True, **settings)
+        transformers.Trainer(trained, arguments, train_dataset=rows).train()
+    after, expected = model.state_dict(), dense.state_dict()
+    assert any(not torch.equal(after[name], before[name]) for name in after if "self_attn" in name)
+    torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-5)
