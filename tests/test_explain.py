@@ -85,6 +85,13 @@ def test_hints_say_where_dense_wins_and_where_nothing_is_kept():
     assert nothing.speedup == float("inf") and "keeps nothing" in nothing.hints[0]
 
 
+def test_operations_and_traffic_count_both_head_dims():
+    mask = sf.compile_mask("causal & local(100)", 512)
+    both, one, other = explain(mask, head_dim=96, v_head_dim=32), explain(mask, head_dim=96), explain(mask, head_dim=32)
+    for name in ("flops", "visited_flops", "dense_flops", "bytes_moved", "dense_bytes_moved"):
+        assert getattr(both, name) == (getattr(one, name) + getattr(other, name)) / 2
+
+
 def test_a_mask_that_differs_by_head_is_refused():
     mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
     with pytest.raises(ValueError, match="one mask; got 2"):
@@ -219,6 +226,8 @@ CALLS = [
     ("full", {"head_dim": 64}),
     ("global_tokens(128) | local(64)", {}),
     ("global_tokens(128) | local(64)", {"deterministic": True, "head_dim": 40}),
+    ("causal & local(200)", {"block_size": 32}),
+    ("causal", {"head_dim": 96, "v_head_dim": 64}),
 ]
 
 
@@ -235,16 +244,22 @@ def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
                 monkeypatch.setattr(module, name, lambda *arguments: None)
             if name == "tile_queue":
                 monkeypatch.setattr(module, name, lambda device: None)
+    s = {"heads": 2, "head_dim": 128, "v_head_dim": None, "batch": 1, "kv_heads": None, "deterministic": False, "block_size": 128}
+    s |= options
     with heavy_rows_in_parts() if "global" in spec else nullcontext():
-        mask = sf.compile_mask(spec, 600, 1000, 128)
-    s = {"heads": 2, "head_dim": 128, "batch": 1, "kv_heads": None, "deterministic": False} | options
+        mask = sf.compile_mask(spec, 600, 1000, s.pop("block_size"))
     m = explain(mask, dtype=torch.bfloat16, **s).memory
+    assert ("hopper" in m.work) == (s["v_head_dim"] is None)
+    if backend not in m.work:
+        return
+    dims, kv_heads = (s["head_dim"], s["v_head_dim"] or s["head_dim"]), s["kv_heads"] or s["heads"]
     q, k, v = (
-        torch.zeros(s["batch"], heads, tokens, s["head_dim"], dtype=torch.bfloat16)
-        for heads, tokens in ((s["heads"], 600), (s["kv_heads"] or s["heads"], 1000), (s["kv_heads"] or s["heads"], 1000))
+        torch.zeros(s["batch"], heads, tokens, dim, dtype=torch.bfloat16)
+        for heads, tokens, dim in ((s["heads"], 600, dims[0]), (kv_heads, 1000, dims[0]), (kv_heads, 1000, dims[1]))
     )
-    table = None if mask.keeps_all else mask
-    assert m.inputs == sum(t.nbytes for t in (q, k, v)) and m.table == (table.nbytes if table else 0)
+    table = mask.walked(on_gpu=True)
+    assert m.inputs == sum(t.nbytes for t in (q, k, v))
+    assert m.table == (0 if table is None else mask.nbytes + (0 if table is mask else table.nbytes))
     forward, backward = (module.__dict__[f"attention_{name}"] for module, name in zip(passes, ("forward", "backward")))
     with Allocations() as of_call:
         out, lse = forward(q, k, v, table, 1.0)
@@ -278,8 +293,8 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
 
 
 def test_back_ends_that_do_not_run_a_call_have_no_memory():
-    mask = sf.compile_mask("causal", 256, block_size=64)
-    assert set(explain(mask).memory.work) == {"triton"}
+    mask = sf.compile_mask("butterfly(block=64)", 1024, block_size=64)
+    assert mask.wider is None and set(explain(mask).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float32).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float64).memory.work) == set()
     with pytest.raises(ValueError, match="multiple of kv_heads; got 4 and 3"):

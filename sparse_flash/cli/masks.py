@@ -137,6 +137,7 @@ def explain(
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; as of queries by default.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory of gradients that repeat bit by bit.")] = False,
 ) -> None:
@@ -151,13 +152,14 @@ def explain(
         begin()
         pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
         begin()
-        options = {"batch": batch, "kv_heads": kv_heads, "deterministic": deterministic}
+        options = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "deterministic": deterministic}
         e = numbers_of(mask, heads, head_dim, getattr(torch, dtype), **options)
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     shared = "" if kv_heads in (None, heads) else f" on {kv_heads} of keys and values"
+    dims = f"{head_dim}" if v_head_dim in (None, head_dim) else f"{head_dim}, v of {v_head_dim}"
     console.print(
-        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; batch {batch}, {heads} heads{shared} of {head_dim}, "
+        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; batch {batch}, {heads} heads{shared} of {dims}, "
         f"{dtype}\n"
     )
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -68,9 +68,9 @@ class Reach:
 class Memory:
     """Bytes of one call and of its backward pass, over batch and heads.
 
-    inputs: q, k and v. outputs: out, and lse in float32. table: the mask's, once for all calls that share it. gradients: those
-    of q, k and v. A call holds inputs, outputs and table; they stay until the backward pass, which holds the gradient of out
-    and the gradients besides.
+    inputs: q, k and v. outputs: out, and lse in float32. table: the mask's (of small blocks also that which GPUs walk), once for
+    all calls that share it. gradients: those of q, k and v. A call holds inputs, outputs and table; they stay until the backward
+    pass, which holds the gradient of out and the gradients besides.
     work: {back end: (forward, backward)}, what its kernels hold beyond that while they run: sums in float32, and numbers for
     each query. A back end that does not run such calls is left out; torch holds chunks of scores of bounded size.
     Tensors that the kernels cannot address in place, such as those of a head_dim that is no multiple of 8, are copied first.
@@ -103,8 +103,8 @@ class Memory:
 class Explanation:
     """Numbers of one mask; pairs and tokens are of one head. See ``explain``.
 
-    flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim for the pairs kept, all
-    pairs, and the pairs of the visited blocks.
+    flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim (2 x pairs x
+    (head_dim + v_head_dim)) for the pairs kept, all pairs, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
     written once (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
     causal: no query sees a later key, so that the fair dense rival is causal attention, with half of the blocks.
@@ -194,23 +194,27 @@ def explain(
     *,
     batch: int = 1,
     kv_heads: int | None = None,
+    v_head_dim: int | None = None,
     deterministic: bool = False,
 ) -> Explanation:
     """The numbers of a mask of one stored mask (of the first batch entry and head).
 
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None
-    for as many as of queries. deterministic: whether the gradients repeat bit by bit, which takes memory on Hopper.
+    for as many as of queries. v_head_dim: of v and out, None for head_dim. deterministic: whether the gradients repeat bit by
+    bit, which takes memory on Hopper.
     Raises ValueError for a mask that differs over batch or heads.
     """
     if mask.masks != 1:
         raise ValueError(f"explain looks at one mask; got {mask.masks}; explain the masks of the heads one by one")
     kv_heads = heads if kv_heads is None else kv_heads
-    for name, count in {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}.items():
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
-    grid = mask.grid
+    grid, flops = mask.grid, 2 * batch * heads * (head_dim + v_head_dim)
     rows, cols, kind, tile = mask.entries()
     per_row, per_col = np.bincount(rows, minlength=grid.q_blocks), np.bincount(cols, minlength=grid.kv_blocks)
     kept = int(mask.kept_pairs()[0])
@@ -240,32 +244,45 @@ def explain(
         empty_keys=empty_keys,
         reach=reachability(mask) if grid.q_len == grid.kv_len else None,
         causal=causal,
-        flops=4 * batch * heads * head_dim * kept,
-        visited_flops=4 * batch * heads * head_dim * int(area.sum()),
-        dense_flops=4 * batch * heads * head_dim * grid.q_len * grid.kv_len,
-        bytes_moved=_bytes(mask, len(rows), batch * heads, head_dim, dtype.itemsize),
-        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, batch * heads, head_dim, dtype.itemsize),
+        flops=flops * kept,
+        visited_flops=flops * int(area.sum()),
+        dense_flops=flops * grid.q_len * grid.kv_len,
+        bytes_moved=_bytes(mask, len(rows), batch * heads, head_dim + v_head_dim, dtype.itemsize),
+        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, batch * heads, head_dim + v_head_dim, dtype.itemsize),
         rival_blocks=rival_blocks,
-        memory=memory(mask, batch, heads, kv_heads, head_dim, dtype, deterministic),
+        memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
     )
 
 
 def memory(
-    mask: BlockMask, batch: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, deterministic: bool
+    mask: BlockMask,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    deterministic: bool,
 ) -> Memory:
     """See ``Memory``; arguments as those of ``explain``."""
     queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
     exact = 8 if dtype == torch.float64 else 4
+    given = mask.wider or mask  # in which blocks kernels walk it
     work = {}
-    if dtype in triton.DTYPES and head_dim <= triton.MAX_HEAD_DIM:
+    if dtype in triton.DTYPES and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
         work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) of each query
-    if dtype in hopper.DTYPES and head_dim in hopper.HEAD_DIMS and (mask.keeps_all or mask.block_size in hopper.BLOCK_SIZES):
-        work["hopper"] = _hopper_work(mask, batch, heads, kv_heads, 64 if head_dim <= 64 else 128, deterministic)
+    if (
+        dtype in hopper.DTYPES
+        and head_dim == v_head_dim
+        and head_dim in hopper.HEAD_DIMS
+        and (mask.keeps_all or given.block_size in hopper.BLOCK_SIZES)
+    ):
+        work["hopper"] = _hopper_work(given, batch, heads, kv_heads, 64 if head_dim <= 64 else 128, deterministic)
     return Memory(
-        inputs=(queries + 2 * keys) * head_dim * dtype.itemsize,
-        out=queries * head_dim * dtype.itemsize,
+        inputs=(queries * head_dim + keys * (head_dim + v_head_dim)) * dtype.itemsize,
+        out=queries * v_head_dim * dtype.itemsize,
         lse=exact * queries,
-        table=0 if mask.keeps_all else mask.nbytes,
+        table=0 if mask.keeps_all else mask.nbytes + (mask.wider.nbytes if mask.wider else 0),
         work=work,
     )
 
@@ -322,9 +339,10 @@ def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
         connected, layers = further, layers * 2
 
 
-def _bytes(mask: BlockMask, blocks: int, heads: int, head_dim: int, itemsize: int) -> int:
-    ends = 2 * mask.q_len * head_dim * itemsize + 4 * mask.q_len
-    return heads * (ends + blocks * 2 * mask.block_size * head_dim * itemsize)
+def _bytes(mask: BlockMask, blocks: int, heads: int, dims: int, itemsize: int) -> int:
+    """dims: head_dim + v_head_dim."""
+    ends = mask.q_len * dims * itemsize + 4 * mask.q_len
+    return heads * (ends + blocks * mask.block_size * dims * itemsize)
 
 
 def _causal_pairs(q_len: int, kv_len: int) -> int:
