@@ -39,8 +39,11 @@ def user_errors():
 def stages(*names: str):
     """Yields a function that says that the next stage begins; they are shown with the time that they take, on a terminal, while
     they run."""
+    if not sys.stderr.isatty():  # a disabled Progress of rich before 15 prints an empty line
+        yield lambda: None
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(*columns, console=errors(), transient=True) as bar:
         task, left = bar.add_task("", total=None), list(names)
 
         def begin() -> None:
