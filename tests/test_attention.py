@@ -103,7 +103,7 @@ def test_v_may_have_a_head_dim_of_its_own(backend, head_dim, v_head_dim, dtype):
 
 
 @every_backend
-@parametrize("head_dim, v_head_dim", V_HEAD_DIMS)
+@parametrize("head_dim, v_head_dim", [(192, 128), (40, 72)])
 def test_dense_attention_takes_v_of_another_head_dim(backend, head_dim, v_head_dim):
     check(backend, None, 40, 50, heads=1, head_dim=head_dim, v_head_dim=v_head_dim)
 
