@@ -68,7 +68,7 @@ class _Prepared:
     def times(self, device: torch.device, seconds: float) -> dict[str, float]:
         with self._rival.settings():
             if isinstance(self._case, CallCase):
-                found = calls.times(self._attend, self._dout, device)
+                found = calls.times(self._attend, self._dout, device, seconds)
             else:
                 found = measure.passes(self._problem, self._fn, device, seconds, self._backward)
             return {name: timing.median for name, timing in found}

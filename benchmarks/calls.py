@@ -17,13 +17,13 @@ from .noise import Timing
 from .peer import Peer
 from .problem import Problem
 
-_SECONDS = 0.3  # a figure
+_SECONDS = 0.3  # a figure, at most
 _WARM_CALLS = 20
 _RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than GPUs take into their queues
 _LEAST_RUNS = 3
 
 
-def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool) -> dict:
+def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
     """Microseconds a call, of the forward pass without gradients and of forward and backward, and their errors."""
     attend = eagerly(problem, rival.prepare(problem))
     dout = torch.randn_like(attend()[0])
@@ -32,15 +32,15 @@ def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool) -
     errors = sampled_errors(problem, attend)
     result = {"errors": errors, "correct": is_right(errors, problem.q.dtype)}
     dout.normal_()  # the check leaves most of a graph's own dout zero
-    for name, timing in times(attend, dout, device):
+    for name, timing in times(attend, dout, device, seconds):
         result |= timing.named(name)
     return result
 
 
-def times(attend: Attend, dout: torch.Tensor, device: torch.device) -> Iterator[tuple[str, Timing]]:
+def times(attend: Attend, dout: torch.Tensor, device: torch.device, seconds: float) -> Iterator[tuple[str, Timing]]:
     """Microseconds of both passes, each as time and as host time."""
     for name, call in (("forward", attend), ("both", lambda: attend(dout))):
-        time_us, host_us = microseconds(call, device)
+        time_us, host_us = microseconds(call, device, min(seconds, _SECONDS))
         yield f"{name}_us", time_us
         yield f"{name}_host_us", host_us
 
@@ -75,7 +75,7 @@ def captured(attend: Attend, dout: torch.Tensor) -> Attend:
     return replay
 
 
-def microseconds(call: Callable, device: torch.device) -> tuple[Timing, Timing]:
+def microseconds(call: Callable, device: torch.device, seconds: float = _SECONDS) -> tuple[Timing, Timing]:
     """(time a call, host time a call), over runs of calls back to back, and over the medians of runs of calls timed each."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(_WARM_CALLS):
@@ -86,7 +86,7 @@ def microseconds(call: Callable, device: torch.device) -> tuple[Timing, Timing]:
     wait()
     calls = max(1, min(_RUN_CALLS, int(_RUN_SECONDS / (time.perf_counter() - begin))))
     runs: list[float] = []
-    while len(runs) < _LEAST_RUNS or sum(runs) < _SECONDS:
+    while len(runs) < _LEAST_RUNS or sum(runs) < seconds:
         begin = time.perf_counter()
         for _ in range(calls):
             call()

@@ -116,7 +116,7 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         facts["backend"] = rival.runs_on(problem)
     with rival.settings():
         if isinstance(case, CallCase):
-            return facts | calls.measured(problem, rival, device, case.graph)
+            return facts | calls.measured(problem, rival, device, case.graph, seconds)
         if isinstance(case, PaperCase):
             return facts | _paper(problem, rival, device, seconds, backward)
         return facts | _timed(problem, rival, 4 * kept * shape.head_dim, device, seconds, backward)

@@ -278,8 +278,7 @@ def test_host_time_is_until_the_call_returns_and_time_is_until_the_work_is_done(
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.update(host=max(now.values())))
     monkeypatch.setattr(calls.time, "perf_counter", lambda: now["host"])
-    monkeypatch.setattr(calls, "_SECONDS", 0.01)
-    time_us, host_us = calls.microseconds(call, torch.device("cuda"))
+    time_us, host_us = calls.microseconds(call, torch.device("cuda"), 0.01)
     assert time_us.median == pytest.approx(50, rel=0.05) and host_us.median == pytest.approx(2, rel=0.05)
 
 

@@ -46,14 +46,13 @@ def test_a_time_is_the_median_with_its_quartiles(clock):
     assert timing.named("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
 
 
-def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock, monkeypatch):
-    monkeypatch.setattr(calls, "_SECONDS", 0.05)
+def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
     steps = itertools.cycle([1.0, 2.0, 4.0])
 
     def call():
         clock.s += next(steps) * 1e-2  # as long as a run may take, so that a run is one call
 
-    for timing in calls.microseconds(call, CPU):
+    for timing in calls.microseconds(call, CPU, 0.05):
         assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
         assert timing.low < timing.median < timing.high
 
@@ -241,7 +240,7 @@ def test_every_real_kind_of_case_is_timed_again_as_it_was_timed_first(clock):
     for case in (window, cases.CallCase(window.shape, masks.CAUSAL, "sdpa-flash")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure, "timed_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
-            patch.setattr(calls, "microseconds", lambda call, _: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
+            patch.setattr(calls, "microseconds", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
             around = Baselines(CPU, None, 0.01)
             around.before([case])
             passes = around.after()["around"][case.key]
@@ -302,6 +301,17 @@ def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, 
     asked.clear()
     measured(tmp_path, retry=True)
     assert set(asked) == {FULL, OURS, MINE}
+
+
+def test_a_length_is_tried_again_once_a_shorter_one_is_no_longer_too_long(machine, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "run", lambda case, *_: asked.append(case.shape.tokens) or {"over_limit": 60})
+    options = {"suites": ("paper",), "only": ("| full | sdpa-math | plain",)}
+    measured(tmp_path, **options)
+    assert asked == [128]
+    monkeypatch.setattr(measure, "run", lambda case, *_: asked.append(case.shape.tokens) or {"refused": "not this"})
+    measured(tmp_path, **options)
+    assert asked == [128, 128, 256]
 
 
 def test_a_second_run_says_what_it_reused_and_how_to_start_afresh(machine, tmp_path):
