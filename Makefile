@@ -28,7 +28,8 @@ endif
 PAIR ?= oldest newest
 OLDEST_PYTHON ?= $(call first_python,3.11)
 NEWEST_PYTHON ?= $(call first_python,3.14 3.13)
-first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python); \
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
+first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
 .PHONY: bench test lint chips wheel matrix clean
@@ -87,7 +88,7 @@ define environment
 endef
 
 define matrix_environment
-	@$(if $(3),,echo "matrix: the $(1) versions are tried on Python $(4), and none is on PATH or in ~/.pyenv/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
+	@$(if $(3),,echo "matrix: the $(1) versions are tried on Python $(4), and none is on PATH or in $(PYENV)/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
 	@echo "matrix: makes $(@D) with $(3), once. On Linux torch may bring its CUDA libraries: about 2 GB to fetch, 6 GB on disk."
 	$(call environment,$(3),constraints-$(1).txt)
 endef
