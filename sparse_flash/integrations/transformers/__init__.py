@@ -107,7 +107,8 @@ def use_sparse_flash(
         one = masks[number]
         setattr(layer, _SETTINGS, _Settings(one, backend, deterministic, one != OWN and depends_on_position(one)))
     if not hasattr(part, _WATCHED):
-        setattr(part, _WATCHED, part.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
+        part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        setattr(part, _WATCHED, True)
     return model
 
 
@@ -126,10 +127,13 @@ def _switch(model, part, layers) -> None:
     """Has the modules read the implementation's name from their configs, and leaves those that are not meant as they were."""
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
+    others = [(module, _implementation(module)) for module in others_of(model, layers)]
     switched.set_attn_implementation(NAME)
-    left = [module for module in others_of(model, layers) if _implementation(module) == NAME]
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
-    if before != NAME and (unswitched is not None or (left and "flash" in before)):
+    left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
+    # FlashAttention's kernels are called by the name in the config, once more.
+    stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
+    if unswitched is not None or stuck is not None:
         switched.set_attn_implementation(before)
         if unswitched is not None:
             raise ValueError(
@@ -137,12 +141,11 @@ def _switch(model, part, layers) -> None:
                 "call sparse_flash.attention in its code instead"
             )
         raise ValueError(
-            f"{type(left[0]).__name__} of {type(model).__name__} keeps {before!r}, which cannot run beside {NAME!r}; call "
+            f"{type(stuck).__name__} of {type(model).__name__} keeps {before!r}, which cannot run beside {NAME!r}; call "
             "model.set_attn_implementation('sdpa') first"
         )
-    if before != NAME:
-        for module in left:
-            setattr(module, _BEFORE, before)
+    for module, was in left:
+        setattr(module, _BEFORE, was)
 
 
 def _implementation(module) -> str | None:
@@ -299,8 +302,8 @@ def _as_before(module, query, key, value, attention_mask, **kwargs):
         )
     if isinstance(attention_mask, ModelMask):
         attention_mask = attention_mask.made_for(before)
-    eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
-    attend = AttentionInterface().get_interface(before, eager)
+    functions = inspect.unwrap(type(module).forward).__globals__
+    attend = functions["eager_attention_forward"] if before == "eager" else AttentionInterface()[before]
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -145,12 +145,15 @@ def model_mask(**arguments) -> ModelMask:
     if torch.compiler.is_compiling():
         mask.base, limit = _said(arguments)
         mask.limits = () if limit is None else ((limit,),)
+        _check_place(mask)
         if arguments.get("attention_mask") is not None:
             _set_tokens(mask, arguments["attention_mask"])
         return mask
     read = _Reading(arguments["batch_size"])
     read.function(arguments["mask_function"])
     mask.base, mask.limits = read.base, tuple(read.limits)
+    if not read.unknown:
+        _check_place(mask)
     padding = arguments.get("attention_mask")
     if read.unknown:
         mask.base, mask.limits = "full", ()
@@ -187,9 +190,17 @@ def _set_end(mask: ModelMask, q_offset) -> None:
     else:
         mask.end = q_offset + mask.q_length - mask.kv_offset
         if mask.end != mask.kv_length:
-            mask.end_tensor = torch.full((), mask.end, device=mask.arguments.get("device", "cpu"))
+            position = mask.arguments.get("cache_position")
+            device = mask.arguments["device"] if position is None else position.device
+            mask.end_tensor = torch.full((), mask.end, device=device)
     if mask.end is not None and not 0 < mask.end <= mask.kv_length:
         mask.refusal = f"the cache holds {mask.kv_length} keys from position {mask.kv_offset} on, and the last query is beyond them"
+
+
+def _check_place(mask: ModelMask) -> None:
+    """Keys past the queries' are no future where all see all: they are others', as in prefix tuning."""
+    if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
+        mask.refusal = f"{mask.q_length} queries of a model that sees both ways have {mask.kv_length} keys, and no place among them"
 
 
 def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
@@ -303,7 +314,7 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
             f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
             f"(batch | 1, heads | 1, {q_length}, {kv_length})"
         )
-    kept = mask if mask.dtype == torch.bool else mask == 0
+    kept = mask.detach() if mask.dtype == torch.bool else mask == 0  # not itself, which will hold it
     if mask.is_floating_point():
         if not (kept | (mask <= torch.finfo(mask.dtype).min / 2)).all():
             raise ValueError(
