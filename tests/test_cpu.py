@@ -1,5 +1,7 @@
 """The torch back end on a CPU: what it leaves to PyTorch's own kernel, and what it relies on there."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from oracle import LAYOUTS, check, tensor
 
 import sparse_flash as sf
 from sparse_flash.backends import aten_cpu
+from sparse_flash.backends import torch as torch_backend
 from sparse_flash.terms import NO_TERMS
 
 parametrize = pytest.mark.parametrize
@@ -152,6 +155,17 @@ def test_a_window_is_walked_in_few_calls_whatever_its_length(monkeypatch):
         assert sum(calls) == length // 32
         calls.clear()
     assert counts[0] == counts[1] <= 4
+
+
+def test_tables_kept_with_a_mask_serve_every_dtype_and_group_and_end_with_it():
+    mask = sf.compile_mask("causal & local(40)", 200, block_size=32)
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        for kv_heads in (4, 2, 1):
+            check("torch", mask, 200, heads=4, kv_heads=kv_heads, dtype=dtype, lse_gradient=False, device="cpu")
+    kept = len(torch_backend._known_tables)
+    del mask
+    gc.collect()
+    assert len(torch_backend._known_tables) == kept - 1
 
 
 @parametrize("mask", ["causal & local(50)", "causal & (local(30) | strided(9))"])

@@ -16,8 +16,10 @@ import torch
 from ..tiles import unique_rows
 
 _WIDEST = 2048  # keys of a piece: results of the pieces of a row are put together by operations that wait, one for each piece
-_GATHERED = 1 << 20  # numbers of keys that a call copies, for each thread: 10 ms of its work at head_dim 64 and blocks of 128
+_GATHERED = 1 << 21  # numbers of keys that a call copies, for each thread: 20 ms of its work at head_dim 64 and blocks of 128
 _MOST_THREADS = 16  # that it copies so much for
+_REMEMBERED = 16  # masks of pieces that are kept with a table: few kinds of pieces make most of one
+_REMEMBERED_PAIRS = 1 << 18
 _SLICE = 1 << 14
 _ALIKE = 4  # pieces of equal tiles that get a call of their own, and one mask
 
@@ -49,13 +51,14 @@ def walk_forward(q, k, v, walk, scale: float):
     """One part of a call: q (units, q_blocks, rows, head_dim), k and v (units, kv_blocks, block, head_dim) -> out like q, lse
     (units, q_blocks, rows, 1)."""
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"))
+    lse = q.new_full(q.shape[:3], float("-inf"))
+    out = torch.empty_like(q) if sum(len(rows) for rows, *_ in walk.groups) == q.shape[1] else torch.zeros_like(q)
     for units in _unit_slices(k):
-        for call in _calls(walk, q[units], k):
+        for call in _calls(walk, q[units], copied=False):
             rows, keys, values = call.queries(q[units]), call.keys(k[units]), call.keys(v[units])
             here, log = (x.transpose(0, 1) for x in forward(rows, keys, values, scale, bias=call.bias))
             if call.bias is not None:
-                log = log + call.bias.amax(-1).transpose(0, 1)  # -inf where a query keeps nothing
+                log = log.masked_fill(call.empty, float("-inf"))
             if call.again:
                 here, log = _joined(out[units, call.rows], lse[units, call.rows], here, log)
             out[units, call.rows], lse[units, call.rows] = here, log
@@ -69,7 +72,7 @@ def walk_backward(dout, q, k, v, out, lse, walk, scale: float):
     for units in _unit_slices(k):
         # In the memory order in which the kernel gives them.
         dq, dk, dv = (x.new_zeros(*x.shape[1:3], len(x[units]), x.shape[3]) for x in (q, k, v))
-        for call in _calls(walk, q[units], k):
+        for call in _calls(walk, q[units], copied=True):
             rows = [call.queries(x[units]) for x in (dout, q, out)]
             keys, values = call.keys(k[units]), call.keys(v[units])
             log = call.queries(lse[units])[..., 0]
@@ -90,21 +93,31 @@ def _joined(out, lse, more, log):
 
 
 class _Call(NamedTuple):
-    """One call of the kernel. rows: (pieces,) int64, each once. cols: (pieces, width) their key blocks. bias: as of ``forward``, or
-    None. again: these rows have results of other pieces already."""
+    """One call of the kernel. rows: (pieces,) block rows, each once. cols: (pieces, width) their key blocks. bias: as of
+    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing of it, or None. again: these rows have
+    results of other pieces already."""
 
-    rows: torch.Tensor
+    rows: slice | np.ndarray
     cols: np.ndarray
     bias: torch.Tensor | None
+    empty: torch.Tensor | None
     again: bool
 
     def queries(self, x):
         """(units, q_blocks, rows, head_dim) -> (pieces, units, rows, head_dim)."""
-        return _gathered(x, self.rows.numpy()[:, None])
+        if isinstance(self.rows, slice):
+            return x[:, self.rows].transpose(0, 1)
+        return _gathered(x, self.rows[:, None])
 
     def keys(self, x):
         """(units, kv_blocks, block, head_dim) -> (pieces, units, width * block, head_dim)."""
-        return _gathered(x, self.cols)
+        step = _step(self.cols)
+        if step is None:
+            return _gathered(x, self.cols)
+        _, _, block, dim = x.shape
+        sizes = len(self.cols), len(x), self.cols.shape[1] * block, dim
+        strides = step * x.stride(1), x.stride(0), dim, 1
+        return x.as_strided(sizes, strides, x.storage_offset() + int(self.cols[0, 0]) * x.stride(1))
 
     def add_blocks(self, total, blocks):
         """Adds (pieces, width * block, units, head_dim) to the columns of total, (kv_blocks, block, units, head_dim), in an order
@@ -116,9 +129,19 @@ class _Call(NamedTuple):
         sums = torch.nn.functional.embedding_bag(torch.from_numpy(order), blocks, torch.from_numpy(first), mode="sum")
         target = total.view(len(total), -1)
         if len(touched) == touched[-1] - touched[0] + 1:
-            target[touched[0] : touched[-1] + 1] += sums
+            target[touched[0] : touched[-1] + 1].add_(sums)
         else:
             target[torch.from_numpy(touched)] += sums
+
+
+def _step(cols: np.ndarray) -> int | None:
+    """How far the columns (pieces, width) of a piece lie from those of the one before, if that is the same for all, and a piece's
+    follow each other, as in a window: such keys are read where they lie. Else None."""
+    if (np.diff(cols, axis=1) != 1).any():
+        return None
+    steps = np.diff(cols[:, 0])
+    step = int(steps[0]) if len(steps) else 0
+    return step if step >= 0 and (steps == step).all() else None
 
 
 def _gathered(x, blocks: np.ndarray):
@@ -144,8 +167,9 @@ def _most_numbers() -> int:
     return _GATHERED * min(torch.get_num_threads(), _MOST_THREADS)
 
 
-def _calls(walk, q, k):
-    """Yields the calls for all rows of a walk: first the last piece of each row, then the others."""
+def _calls(walk, q, copied: bool):
+    """Yields the calls for all rows of a walk: first the last piece of each row, then the others. copied: of each piece's keys
+    there is a copy, if not of the keys then of their gradients."""
     widest = max(1, _WIDEST // walk.block)
     rounds: list[dict[int, list]] = [{}]
     for rows, cols, tiles in walk.groups:
@@ -159,13 +183,19 @@ def _calls(walk, q, k):
         for width, pieces in widths.items():
             rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
             for chosen, shared in _alike(tiles):
-                numbers = len(q) * width * walk.block * q.shape[3] + (0 if shared else q.shape[2] * width * walk.block)
-                height = max(1, _most_numbers() // numbers)
-                bias = _bias(walk, tiles[chosen[:1]], q.shape[2]) if shared else None
+                numbers = len(q) * q.shape[3] if copied or _step(cols[chosen]) is None else 0
+                numbers += 0 if shared else q.shape[2]
+                height = max(1, _most_numbers() // (numbers * width * walk.block)) if numbers else len(chosen)
+                masked = _remembered_bias(walk.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
-                    own = bias if shared else _bias(walk, tiles[some], q.shape[2])
-                    yield _Call(torch.from_numpy(rows[some]), cols[some], own, number > 0)
+                    bias, empty = masked if shared else _bias(walk.tiles, tiles[some], q.shape[2])
+                    yield _Call(_slice_or_array(rows[some]), cols[some], bias, empty, number > 0)
+
+
+def _slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
+    follow = (np.diff(rows) == 1).all()
+    return slice(int(rows[0]), int(rows[-1]) + 1) if follow else rows
 
 
 def _alike(tiles: np.ndarray):
@@ -182,11 +212,22 @@ def _alike(tiles: np.ndarray):
         yield rest, False
 
 
-def _bias(walk, tiles: np.ndarray, rows: int):
-    """(pieces, 1, rows, width * block): 0 for the pairs that tiles (pieces, width) keep, -inf for others; None where all are."""
+def _remembered_bias(known, tiles: np.ndarray, rows: int):
+    """As ``_bias``, of one piece's tiles, (width,): kept with the table, as the same few come in every call."""
+    key = tiles.tobytes(), rows
+    found = known.biases.get(key) or _bias(known, tiles[None], rows)
+    if found[0] is not None and found[0].numel() <= _REMEMBERED_PAIRS and len(known.biases) < _REMEMBERED:
+        known.biases[key] = found
+    return found
+
+
+def _bias(known, tiles: np.ndarray, rows: int):
+    """(bias, empty) as of a ``_Call``, of tiles (pieces, width); (None, None) where all pairs are kept."""
     if (tiles < 0).all():
-        return None
-    blocks = walk.tiles.bounds(tiles.ravel()).clamp(max=0.0).expand(tiles.size, -1, -1)
+        return None, None
+    block = known.block
+    blocks = known.bounds(tiles.ravel()).clamp(max=0.0).expand(tiles.size, -1, -1)
     # Of each member of a group of heads alike.
-    blocks = blocks.view(*tiles.shape, 1, walk.block, walk.block).expand(-1, -1, rows // walk.block, -1, -1)
-    return blocks.permute(0, 2, 3, 1, 4).reshape(len(tiles), 1, rows, -1)
+    blocks = blocks.view(*tiles.shape, 1, block, block).expand(-1, -1, rows // block, -1, -1)
+    bias = blocks.permute(0, 2, 3, 1, 4).reshape(len(tiles), 1, rows, -1)
+    return bias, (bias.amax(-1) == float("-inf")).transpose(0, 1)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from ..block_mask import BlockMask
 from ..kernels.layout import empty_out
 from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from ..tiles import pack_runs
@@ -28,6 +30,8 @@ _DENSE_BLOCK = 128
 _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
 _TILE_PAIRS = 1 << 23  # pairs of mask tiles that are kept decoded; more are decoded as they are used
+_KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # of a mask whose tables, once read, are kept as long as it: some megabytes
+_known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, _HostTables]] = WeakKeyDictionary()
 
 
 def supports(call) -> str | None:
@@ -445,7 +449,7 @@ def _parts(q, k, mask) -> list[_Part]:
     batch, kv_heads, group = k.shape[0], k.shape[1], q.shape[1] // k.shape[1]
     if mask is None:
         return [_Part(_Walk.dense(q, k), slice(None), slice(None), kv_heads)]
-    tables = _HostTables(mask, _compute_dtype(q))
+    tables = _host_tables(mask, _compute_dtype(q))
     index = np.broadcast_to(mask.mask_index.cpu().numpy(), q.shape[:2]).reshape(batch * kv_heads, group)
     if (index == index[:, :1]).all():
         return [tables.part(number, index[:, 0], slice(None), kv_heads) for number in np.unique(index)]
@@ -454,6 +458,17 @@ def _parts(q, k, mask) -> list[_Part]:
         for member in range(group)
         for number in np.unique(index[:, member])
     ]
+
+
+def _host_tables(mask, dtype: torch.dtype) -> _HostTables:
+    tiles = sum(len(t) for t in mask.tiles) * mask.block_size**2
+    # A GPU's may be written anew by a graph.
+    if mask.device.type != "cpu" or len(mask.by_query.col_idx) > _KEPT_ENTRIES or tiles > _KEPT_PAIRS:
+        return _HostTables(mask, dtype)
+    known = _known_tables.setdefault(mask, {})
+    if dtype not in known:
+        known[dtype] = _HostTables(mask, dtype)
+    return known[dtype]
 
 
 class _HostTables:
@@ -466,15 +481,16 @@ class _HostTables:
         count = int(self.row_ptr.max())
         self.col_idx, self.tile_idx = table.col_idx[:count].cpu().numpy(), table.tile_idx[:count].cpu().numpy()
         self.tiles = _Tiles(mask.tile_runs, mask.tile_bits, dtype)
-        self.walks = {}
+        self.known = {}
 
     def part(self, number: int, index: np.ndarray, members: slice, kv_heads: int) -> _Part:
-        if number not in self.walks:
-            self.walks[number] = _Walk(self.block, self.q_len, list(self.groups(number)), self.tiles)
+        if number not in self.known:
+            self.known[number] = list(self.groups(number))
+        walk = _Walk(self.block, self.q_len, self.known[number], self.tiles)  # with buffers of its own: other threads may call too
         units = np.flatnonzero(index == number)
         every = len(units) == len(index)
         units = slice(None) if every else torch.from_numpy(units).to(self.tiles.device)
-        return _Part(self.walks[number], units, members, kv_heads)
+        return _Part(walk, units, members, kv_heads)
 
     def groups(self, number: int):
         """(rows, cols, tiles) for each number of entries that a row of this mask has, tiles as in ``_Tiles``."""
@@ -497,6 +513,7 @@ class _Tiles:
         self.tile_runs, self.tile_bits, self.dtype = tile_runs, tile_bits, dtype
         self.runs, self.block = tile_runs.shape
         self.device = tile_runs.device
+        self.biases = {}  # of aten_cpu
         count = self.runs + len(tile_bits)
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 
