@@ -24,6 +24,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.repeat import parameter_sizes, parameter_types
 from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
 
 KERNELS = {
@@ -187,6 +188,8 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
+    types = parameter_types(result.src.signature, result.metadata.tensordesc_meta, parameter_sizes(ptx))
+    row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 

@@ -46,6 +46,10 @@ def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_reg
             assert k["wgmma"] > 0 and k["tma"] > 0, k
 
 
+def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(kernels):
+    assert all(k["repeatable"] for k in kernels), kernels
+
+
 def test_registers_are_spilled_no_more_than_recorded(kernels):
     for k in kernels:
         if not k["kernel"].startswith("hopper") and not k["kernel"].endswith("of_terms"):

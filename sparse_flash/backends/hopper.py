@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -73,8 +73,10 @@ def forward(q, k, v, mask, scale, terms):
     from ..kernels.hopper.forward import attention_forward
 
     ready = [portable.addressable(t) for t in (q, k, v)]
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    beside = partial(portable.compile_backward, backward, *ready, mask, scale, terms) if trains else None
     with portable.current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale, terms)
+        out, lse = attention_forward(*ready, mask, scale, terms, beside=beside)
     return portable.restored_out(out, ready[0], q, v), lse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import numpy
 import torch
@@ -95,8 +95,10 @@ def forward(q, k, v, mask, scale, terms):
     from ..kernels.forward import attention_forward
 
     ready = [addressable(t) for t in (q, k, v)]
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    beside = partial(compile_backward, backward, *ready, mask, scale, terms) if trains else None
     with current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale, terms)
+        out, lse = attention_forward(*ready, mask, scale, terms, beside=beside)
     return restored_out(out, ready[0], q, v), lse
 
 
@@ -108,6 +110,17 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     with current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)
     return *map(restored, grads[:3], ready, (q, k, v)), *grads[3:]
+
+
+def compile_backward(backward, q, k, v, mask, scale, terms) -> None:
+    """Launches what this call's backward pass will, on tensors just large enough: for a thread that only compiles."""
+    # What kernels are compiled for depends on a length by its divisibility alone.
+    rows = min(q.shape[2], 256 + q.shape[2] % 16)
+    q, k, v = (t.new_empty(1, t.shape[1], rows, *t.shape[3:]) for t in (q, k, v))
+    out, dout = (q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, terms)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

@@ -225,10 +225,10 @@ def attention_forward_kernel(
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, terms=None, config=None):
+def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None):
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q, k, v: unbroken rows, base and strides multiples of 16 bytes.
+    q, k, v: unbroken rows, base and strides multiples of 16 bytes. beside: see ``launch``.
     """
     given, switches, kinds = kernel_terms(terms)
     batch, heads, q_len, head_dim = q.shape
@@ -259,7 +259,7 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
         constants |= {"SPARSE": mask is not None, **switches}
         grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
         options = launch_options(config, given, switches, m)
-        launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+        launch(attention_forward_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds), beside)
 
     if config is not None:
         run(config)

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import Rows
 from .configs import Config, smaller
+from .first_calls import compile_only, compiles_only, first_call, together
 from .repeat import remember, repeated
 from .terms import KernelTerms
 
@@ -104,15 +105,21 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
     return _arrivals[stream]
 
 
+# Products and sums are fused, one rounding in place of two, as all was measured and tested; Triton 3.10 has another default.
+FUSED = {"enable_fp_fusion": True}
 _launched: dict[tuple, CompiledKernel] = {}
 
 
-def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = ()):
+def launch(
+    kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = (), beside: Callable | None = None
+):
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
-    the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter.
+    the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter and
+    where this thread only compiles.
 
     arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
-    be ``KernelTerms``. variant: what else Triton compiles differently for.
+    be ``KernelTerms``. variant: what else Triton compiles differently for. beside: launches that will follow, which are
+    compiled along with this one.
     """
     # A tensor or its descriptor, whose dtype the other types follow from.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
@@ -124,14 +131,23 @@ def launch(kernel, grid: tuple[int, int], arguments: list, constants: dict, opti
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     if aligned and key in _launched:
-        _launched[key][(*grid, 1)](*arguments, *constants.values())
+        if not compiles_only():
+            _launched[key][(*grid, 1)](*arguments, *constants.values())
         return _launched[key]
     known = getattr(kernel, "params", ())  # the interpreter's kernels have none
     several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
     assert not several or variant, f"{kernel.fn.__name__} is compiled for values of {several}, which no variant tells apart"
-    compiled = kernel[grid](*arguments, **constants, **options)
-    if not isinstance(compiled, CompiledKernel):  # the interpreter has none
+    options = options | FUSED
+    if not known:
+        kernel[grid](*arguments, **constants, **options)
         return None
+    if compiles_only():
+        compile_only(_described(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
+        return None
+    with first_call(_described(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
+        if beside is not None:
+            together(first.device, lambda: launch(kernel, grid, arguments, constants, options, variant), beside)
+        compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
         _launched[key] = compiled
     return compiled
@@ -166,14 +182,28 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
 
 
 def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = ()) -> None:
+def _described(kernel, constants: dict) -> str:
+    """In words: attention forward for Hopper, head_dim 128."""
+    name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
+    family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
+    head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
+    return f"{name}{family}{head_dim}"
+
+
+def launch_or_repeat(
+    kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = (), beside: Callable | None = None
+) -> None:
     """``launch``, or where it was made before under this key, the same on other tensors.
 
     key: all that the arguments depend on, but for the mask and addresses. tensors: all that take part and are not the mask's.
-    prepared: () -> (grid, arguments, constants, options).
+    prepared: () -> (grid, arguments, constants, options). variant, beside: see ``launch``.
     """
+    if compiles_only():
+        launch(kernel, *prepared(), variant)
+        return
     key = (kernel.fn, *key)
     if repeated(mask, key, tensors):
         return
     grid, arguments, constants, options = prepared()
-    compiled = launch(kernel, grid, arguments, constants, options, variant)
+    compiled = launch(kernel, grid, arguments, constants, options, variant, beside)
     remember(mask, key, tensors, compiled, grid, [*arguments, *constants.values()])

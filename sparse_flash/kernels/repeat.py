@@ -1,11 +1,18 @@
 """Launches made again on other tensors. A short call takes the host longer than the GPU, and most of that goes to working out
 arguments that are those of the call before.
 
-This enters Triton's launcher below its Python, which differs between releases: with another than 3.6's nothing is
-remembered, and every launch goes the ordinary way.
+A launch is handed to CUDA's driver with the parameters of the launch before, of which only addresses are new. The driver's
+interface is public and stable; what a kernel's parameters are is read off the PTX that Triton compiled, and must be what its
+signature says, or every launch goes Triton's own way: ``refusal`` says why, in one sentence.
 """
 
-from functools import lru_cache
+import ctypes
+import re
+import struct
+import threading
+import warnings
+from collections.abc import Iterator
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -34,7 +41,7 @@ def repeated(mask, key: tuple, tensors: tuple[torch.Tensor, ...]) -> bool:
 
 
 def remember(mask, key: tuple, tensors: tuple[torch.Tensor, ...], compiled, grid: tuple[int, int], arguments: list) -> None:
-    """Remembers a launch that was made for the second time, where this Triton allows it: many masks are used once.
+    """Remembers a launch that was made for the second time, where that can be: many masks are used once.
 
     arguments: all of them, compile-time ones too. tensors: those that differ from call to call, the bases of all
     descriptors among them.
@@ -45,26 +52,80 @@ def remember(mask, key: tuple, tensors: tuple[torch.Tensor, ...], compiled, grid
             memory.clear()
         memory[key] = None
         return
-    known = _launcher(compiled)
-    if known is None or _hooked():
+    if compiled is None or _hooked() or any(t.data_ptr() % 16 for t in tensors):
         return
-    launcher, metas = known
-    scratch = compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size
-    if scratch or None in metas or any(t.data_ptr() % 16 for t in tensors):
-        return
-    memory[key] = _Launch(launcher, metas, compiled, grid, arguments, tensors)
+    reason = refusal(compiled)
+    if reason is None:
+        memory[key] = Replay(compiled, grid, arguments, tensors)
+    else:
+        _say(reason)
 
 
-def _launcher(compiled):
-    """(what Triton's launcher calls at last, what it knows of each descriptor), or None where this is not 3.6's."""
-    inner = getattr(getattr(compiled, "run", None), "launch", None)
-    if getattr(inner, "__module__", None) == "__triton_launcher":  # of a kernel without descriptors
-        return inner, ()
-    names = inner.__code__.co_freevars if hasattr(inner, "__code__") else ()
-    if set(names) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
-        return None
-    held = {name: cell.cell_contents for name, cell in zip(names, inner.__closure__, strict=True)}
-    return held["launcher"], held["tensordesc_meta"]
+@cache
+def _say(reason: str) -> None:
+    """Once for each reason."""
+    warnings.warn(f"sparse_flash launches kernels by Triton's own launcher, which takes the host longer: {reason}", stacklevel=2)
+
+
+def refusal(compiled: CompiledKernel) -> str | None:
+    """Why this kernel's launches cannot be made again below Triton's launcher, or None."""
+    meta = compiled.metadata
+    if "ptx" not in compiled.asm:
+        return f"the kernel was compiled for {meta.target.backend}, and only launches through CUDA's driver are repeated"
+    if meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl:
+        return "the kernel asks for clusters, a cooperative grid or a programmatic launch"
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        return "the kernel asks for scratch memory"
+    sizes = parameter_sizes(compiled.asm["ptx"])
+    if parameter_types(compiled.src.signature, meta.tensordesc_meta, sizes) is None:
+        return f"the parameters of kernels that Triton {triton.__version__} compiles are not those that it was tested with"
+    return None if _driver() else "CUDA's driver library (libcuda.so.1) cannot be loaded"
+
+
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+(?:\.ptr\s+[^,\s]*\s*(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?")
+_SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
+_FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+_FORMATS |= {"fp32": "f", "fp64": "d"}
+_SCRATCH = ("*i8", "*i8")  # global and of the profiler; null where a kernel asks for none
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel, in order."""
+    start = ptx.index("(", ptx.index(".entry"))
+    return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(ptx[start : ptx.index(")", start)])]
+
+
+def parameter_types(of_arguments: dict, described: list | None, sizes: list[int]) -> list[str] | None:
+    """The type of each parameter: Triton's names, and "map" for a tensor map; None where they are not of these sizes.
+
+    of_arguments: the signature that a kernel was compiled for. described: Triton's ``tensordesc_meta``, empty for chips without
+    tensor maps, where a descriptor comes as an address, shape, strides and flags, whose number differs between releases.
+    """
+    plain = [kind for kind in _flat_types(tuple(of_arguments.values())) if kind != "constexpr"]
+    for flags in (0,) if described else (1, 2):
+        types = [part for kind in plain for part in _parts(kind, bool(described), flags)]
+        types += _SCRATCH
+        if [_size(kind) for kind in types] == sizes:
+            return types
+    return None
+
+
+def _flat_types(of_arguments) -> Iterator[str]:
+    for kind in of_arguments:
+        yield from _flat_types(kind) if isinstance(kind, tuple) else (kind,)
+
+
+def _parts(kind: str, mapped: bool, flags: int) -> list[str]:
+    """What one argument becomes."""
+    if not kind.startswith("tensordesc"):
+        return [kind]
+    rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+    address = ["map"] if mapped else ["*i8", *["i64"] * (2 * rank), *["i1"] * flags]
+    return [*address, *["i32"] * rank, *["i64"] * rank]
+
+
+def _size(kind: str) -> int:
+    return 8 if kind.startswith("*") else 128 if kind == "map" else _SIZES.get(kind, 0)
 
 
 def _memory(mask) -> dict:
@@ -78,41 +139,182 @@ def _hooked() -> bool:
     return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
-class _Launch:
-    def __init__(self, launcher, metas, compiled: CompiledKernel, grid, arguments, tensors):
-        run = compiled.run
-        self.launcher, self.grid = launcher, (*grid, 1)
-        self.kernel = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata
-        self.flat = []
-        places = [[] for _ in tensors]
-        metas = iter(metas)
-        for argument in arguments:
-            described = hasattr(argument, "block_shape")
-            tensor = argument.base if described else argument
-            encode = _encoder(argument, next(metas)) if described else None
-            for mine, one in zip(places, tensors, strict=True):
-                if one is tensor:
-                    mine.append((len(self.flat), encode))
-            if described:
-                self.flat += [None, *argument.shape, *argument.strides]
-            else:
-                self.flat.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
-        self.places = places
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver's interface."""
+
+    _fields_ = [
+        *((f"{name}{axis}", ctypes.c_uint) for name in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class Replay:
+    """A launch with all its parameters, made again by ``again`` with other addresses. Threads may share it."""
+
+    def __init__(self, compiled: CompiledKernel, grid: tuple[int, int], arguments: list, tensors: tuple[torch.Tensor, ...]):
+        meta = compiled.metadata
+        self.compiled = compiled  # which unloads its code when nobody holds it
+        self.function = ctypes.c_void_p(compiled.function)
+        self.config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
+        self.config_reference = ctypes.byref(self.config)
+        self.lock = threading.Lock()
+        self.device = tensors[0].device.index
+        self.pointers: list[int] = [t.data_ptr() for t in tensors]
+        values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
+        types = parameter_types(compiled.src.signature, meta.tensordesc_meta, parameter_sizes(compiled.asm["ptx"]))
+        if not meta.tensordesc_meta and len(types) - len(_SCRATCH) != len(values):
+            values = list(_with_flags(values, types))
+        values += [None, None]
+        # 8 bytes for each; where a parameter is a tensor map, the driver is pointed at the map itself.
+        self.storage = (ctypes.c_uint64 * len(values))()
+        start = ctypes.addressof(self.storage)
+        self.parameters = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
+        places: list[list] = [[] for _ in tensors]
+        for index, (kind, value) in enumerate(zip(types, values, strict=True)):
+            if isinstance(value, (torch.Tensor, _Map)):
+                base = value.base if isinstance(value, _Map) else value
+                for mine, one in zip(places, tensors, strict=True):
+                    if one is base:
+                        mine.append((index, value if isinstance(value, _Map) else None))
+                if isinstance(value, _Map):
+                    self.parameters[index] = value.at(base.data_ptr())
+                else:
+                    self.storage[index] = base.data_ptr()
+            elif value is not None:
+                struct.pack_into(_FORMATS[kind], self.storage, 8 * index, value)
+        # Only addresses of tensors that differ from call to call; a mask's tables stay.
+        self.places = [tuple(mine) for mine in places]
 
     def again(self, stream: int, pointers: list[int]) -> None:
-        flat = self.flat.copy()
-        for places, pointer in zip(self.places, pointers, strict=True):
-            for place, encode in places:
-                flat[place] = pointer if encode is None else encode(pointer)
-        self.launcher(*self.grid, stream, *self.kernel, None, None, None, *flat)
+        with self.lock:
+            if pointers != self.pointers:
+                storage, parameters = self.storage, self.parameters
+                for places, before, pointer in zip(self.places, self.pointers, pointers, strict=True):
+                    if pointer != before:
+                        for place, tensor_map in places:
+                            if tensor_map is None:
+                                storage[place] = pointer
+                            else:
+                                parameters[place] = tensor_map.at(pointer)
+                self.pointers = pointers
+            self.config.stream = stream
+            status = _driver().cuLaunchKernelEx(self.config_reference, self.function, self.parameters, None)
+            if status in _NO_CONTEXT:  # a thread that has not used the GPU yet, as autograd's may be
+                _enter_context(self.device)
+                status = _driver().cuLaunchKernelEx(self.config_reference, self.function, self.parameters, None)
+        _check(status)
 
 
-def _encoder(descriptor, meta: dict):
-    """address -> what the copy engine is told of a tensor there that is otherwise like the descriptor's."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+def _values(kinds, arguments, metas) -> Iterator:
+    """The value of each parameter, but for scratch memory and the flags of descriptors on chips without tensor maps."""
+    for kind, argument in zip(kinds, arguments, strict=True):
+        if isinstance(kind, tuple):
+            yield from _values(kind, argument, metas)
+        elif kind.startswith("tensordesc"):
+            meta = next(metas, None)
+            if meta is None:
+                yield from (argument.base, *argument.shape, *argument.strides)
+            else:
+                yield _Map(argument, meta)
+            yield from (*argument.shape, *argument.strides)
+        elif kind != "constexpr":
+            yield argument
 
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
-    swizzle, size, block = meta["swizzle"], meta["elem_size"], meta["block_size"]
-    element, shape, strides = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], descriptor.shape, descriptor.strides
-    # The allocator hands out the same addresses again and again.
-    return lru_cache(maxsize=64)(lambda address: fill(address, swizzle, size, element, block, shape, strides, 0))
+
+def _with_flags(values: list, types: list[str]) -> Iterator:
+    """The values with 0 for each flag of a descriptor: pads with zeros, rounds nothing."""
+    given = iter(values)
+    for kind in types[: -len(_SCRATCH)]:
+        yield False if kind == "i1" else next(given)
+
+
+class _Map:
+    """Tensor maps of a tensor at any address. (CUDA's driver interface, cuTensorMapEncodeTiled.)"""
+
+    # Triton's numbers of element types on the device are not the driver's for these three.
+    _HOST_TYPES = {8: 10, 9: 8, 10: 9}
+
+    def __init__(self, descriptor, meta: dict):
+        self.base = descriptor.base
+        rank, size = len(descriptor.shape), meta["elem_size"]
+        shape, strides = descriptor.shape[::-1], [size * stride for stride in descriptor.strides[-2::-1]]
+        self.given = (
+            (ctypes.c_uint64 * rank)(*shape),
+            (ctypes.c_uint64 * rank)(*strides, shape[-1] * (strides[-1] if strides else size)),
+            (ctypes.c_uint32 * rank)(*meta["block_size"][::-1]),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+        )
+        element = meta["elem_type"]
+        self.kind = self._HOST_TYPES.get(element, element), rank
+        self.swizzle = meta["swizzle"]
+        steps = [size, *strides]
+        self.is_short = sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1 < 128 * 1024
+        # The allocator hands out the same addresses again and again.
+        self.encoded = lru_cache(maxsize=64)(self._encoded)
+
+    def at(self, address: int) -> int:
+        """The address of the map of a tensor at this address."""
+        return self.encoded(address)[1]
+
+    def _encoded(self, address: int) -> tuple:
+        memory = (ctypes.c_uint64 * 32)()  # 128 bytes, from the first multiple of 128 on
+        place = -(-ctypes.addressof(memory) // 128) * 128
+        shape, strides, box, ones = self.given
+        element, rank = self.kind
+        no_interleave, promotion_to_128, fill_with_zeros = 0, 2, 0
+        _check(
+            _driver().cuTensorMapEncodeTiled(
+                ctypes.c_void_p(place),
+                element,
+                rank,
+                ctypes.c_void_p(address),
+                shape,
+                strides,
+                box,
+                ones,
+                no_interleave,
+                self.swizzle,
+                promotion_to_128,
+                fill_with_zeros,
+            )
+        )
+        if self.is_short and _driver_version() <= 13010:  # a fault of these drivers, mended as CUTLASS and Triton 3.9 do
+            second = ctypes.c_uint64.from_address(place + 8)
+            second.value &= ~(1 << 21)
+        return memory, place
+
+
+_NO_CONTEXT = (201, 709)  # invalid, destroyed
+
+
+@cache
+def _driver():
+    """CUDA's driver library, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+@cache
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)))
+    return version.value
+
+
+def _enter_context(device: int) -> None:
+    """Makes PyTorch's context of a device this thread's own."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _check(_driver().cuCtxSetCurrent(context))
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA's driver refused a launch: {(text.value or b'unknown error').decode()} ({status})")

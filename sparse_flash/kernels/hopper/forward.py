@@ -558,11 +558,11 @@ def join_kernel(
         tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, terms=None, config=None):
+def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None):
     """out like q, lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
-    terms: of dropout, or None.
+    terms: of dropout, or None. beside: see ``launch``.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -615,7 +615,8 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None):
         return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
     key = (*signature(q, k, v), scale, config, terms is not None, dropout_p)
-    launch_or_repeat(attention_forward_kernel, mask, key, (q, k, v, out, lse, part_out, part_lse, queue, seed), prepared)
+    tensors = q, k, v, out, lse, part_out, part_lse, queue, seed
+    launch_or_repeat(attention_forward_kernel, mask, key, tensors, prepared, beside=beside)
     if parts:
         table = mask.by_query.parts
         index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)

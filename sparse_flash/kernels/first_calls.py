@@ -1,0 +1,138 @@
+"""What is done around compiling a kernel: it is said on a terminal, it happens once on a machine however many processes need
+it, and kernels that will be needed together are compiled side by side."""
+
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from triton import knobs
+from triton.runtime._async_compile import AsyncCompileMode
+
+_PATIENCE = 1.0  # seconds; what takes less came from Triton's cache on disk, and is not worth a line
+
+class _Ahead(NamedTuple):
+    """What a thread that only compiles has asked for: names, and kernels that may still be at work."""
+
+    names: list[str]
+    kernels: list
+
+
+_ahead: ContextVar[_Ahead | None] = ContextVar("sparse_flash_ahead", default=None)
+
+
+def compiles_only() -> bool:
+    """Whether launches of this thread compile and launch nothing."""
+    return _ahead.get() is not None
+
+
+def compile_only(name: str, kernel) -> None:
+    """Notes a kernel that this thread has asked for. kernel: what Triton's ``warmup`` gives."""
+    _ahead.get().names.append(name)
+    _ahead.get().kernels.append(kernel)
+
+
+@contextmanager
+def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[list[str]]:
+    """Launches of this thread compile their kernels and launch nothing; all are compiled and loaded when the block ends. Gives
+    their names. workers: kernels compiled at a time; by default as many as there are cores, 8 at most. Raises what the
+    compiler raises."""
+    asked = _Ahead([], [])
+    with _Pool(workers or min(8, os.cpu_count() or 1)) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True):  # which, in Triton 3.6, would stay active after an error
+            token = _ahead.set(asked)
+            try:
+                yield asked.names
+            finally:
+                _ahead.reset(token)
+        for future in pool.futures:
+            future.result()
+        for loaded in [pool.submit(_load, kernel, device) for kernel in asked.kernels]:
+            loaded.result()
+
+
+class _Pool(ThreadPoolExecutor):
+    def __init__(self, workers: int):
+        super().__init__(workers)
+        self.futures: list = []
+
+    def submit(self, *call):
+        self.futures.append(super().submit(*call))
+        return self.futures[-1]
+
+
+def _load(kernel, device: torch.device) -> None:
+    """Triton 3.6 compiles a launcher of C for a kernel when it is loaded."""
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    with torch.cuda.device(device):
+        kernel.run  # noqa: B018 (a property that loads)
+
+
+def together(device: torch.device, *calls: Callable[[], object]) -> None:
+    """Compiles what these calls launch, side by side. What cannot be compiled fails later, where it is called."""
+    with suppress(Exception), compiling_ahead(device):
+        for call in calls:
+            call()
+
+
+@contextmanager
+def first_call(what: str, key: tuple) -> Iterator[None]:
+    """Around the first launch of a kernel in this process. what: words for the terminal. key: all that it is compiled for."""
+    with _said(what), _one_process(key):
+        yield
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Says on a terminal what is compiled, if it takes long enough to be waited for."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    timer = threading.Timer(_PATIENCE, _say, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(what: str) -> None:
+    print(f"sparse_flash: compiling {what}: once on this machine", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _one_process(key: tuple) -> Iterator[None]:
+    """Waits for another process that compiles the same into the same cache, whose result Triton then reads. Where files cannot be
+    locked, each process compiles for itself."""
+    file = _lock_file(key)
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()  # which unlocks it, as the end of the process does
+
+
+def _lock_file(key: tuple):
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    with suppress(OSError):
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+        file = open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            file.close()
+            raise
+        return file
+    return None
+

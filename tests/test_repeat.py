@@ -1,0 +1,189 @@
+"""Launches made again: what CUDA's driver is handed, read by a stand-in for it, as no GPU is needed to pack parameters."""
+
+import ctypes
+import struct
+import threading
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sparse_flash.kernels import repeat
+from sparse_flash.kernels.launch import described
+from sparse_flash.kernels.terms import KernelTerms
+
+PTX = """
+.visible .entry some_kernel(
+	.param .align 128 .b8 some_kernel_param_0[128],
+	.param .u32 some_kernel_param_1,
+	.param .u32 some_kernel_param_2,
+	.param .u32 some_kernel_param_3,
+	.param .u32 some_kernel_param_4,
+	.param .u64 some_kernel_param_5,
+	.param .u64 some_kernel_param_6,
+	.param .u64 some_kernel_param_7,
+	.param .u64 some_kernel_param_8,
+	.param .u64 .ptr .global .align 1 some_kernel_param_9,
+	.param .u32 some_kernel_param_10,
+	.param .f32 some_kernel_param_11,
+	.param .u64 .ptr .global .align 1 some_kernel_param_12,
+	.param .u64 .ptr .global .align 1 some_kernel_param_13,
+	.param .u64 .ptr .global .align 1 some_kernel_param_14
+)
+.reqntid 128
+{
+"""
+SIGNATURE = {"q_tensor": "tensordesc<fp16[1,1,64,16]>", "lse_ptr": "*fp32", "heads": "i32", "one": "constexpr", "scale": "fp32"}
+SIGNATURE |= {"terms": KernelTerms("*i64", *["constexpr"] * 10), "DIM": "constexpr"}
+SIZES = [128, *[4] * 4, *[8] * 4, 8, 4, 4, 8, 8, 8]
+
+
+class Driver:
+    """Notes what is launched; statuses are returned one after the other, then 0."""
+
+    def __init__(self, *statuses):
+        self.statuses, self.launches, self.encoded, self.contexts = list(statuses), [], 0, 0
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        config = config._obj
+        values = [ctypes.string_at(place, size) for place, size in zip(parameters, SIZES, strict=True)]
+        grid = config.gridx, config.gridy, config.gridz, config.blockx, config.blocky, config.blockz, config.shared
+        self.launches.append((grid, config.stream, function.value, values))
+        return self.statuses.pop(0) if self.statuses else 0
+
+    def cuTensorMapEncodeTiled(self, place, element, rank, address, shape, strides, box, ones, *rest):
+        self.encoded += 1
+        assert place.value % 64 == 0
+        numbers = [address.value, element, rank, *shape, *strides, *box, *rest]
+        ctypes.memmove(place.value, struct.pack(f"<{len(numbers)}Q", *numbers)[:128], 128)
+        return 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13020
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        self.contexts += 1
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"out of patience"
+        return 0
+
+
+def compiled(ptx: str = PTX, signature: dict = SIGNATURE, **changed):
+    meta = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0}
+    meta |= {"profile_scratch_size": 0, "num_warps": 4, "shared": 1000, "target": types.SimpleNamespace(backend="hip")}
+    meta |= {"tensordesc_meta": [{"swizzle": 1, "elem_size": 2, "elem_type": 9, "block_size": [1, 1, 64, 16]}]}
+    source = types.SimpleNamespace(signature=signature)
+    return types.SimpleNamespace(
+        metadata=types.SimpleNamespace(**meta | changed), src=source, asm={"ptx": ptx} if ptx else {}, function=77
+    )
+
+
+def inputs():
+    q, lse, seed = torch.zeros(1, 2, 100, 16, dtype=torch.float16), torch.zeros(200), torch.zeros(1, dtype=torch.int64)
+    return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelTerms(seed), 16]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    stand_in = Driver()
+    monkeypatch.setattr(repeat, "_driver", lambda: stand_in)
+    repeat._driver_version.cache_clear()
+    yield stand_in
+    repeat._driver_version.cache_clear()
+
+
+def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_of_now(driver):
+    tensors, arguments = inputs()
+    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
+    moved = tuple(t.clone() for t in tensors)
+    launch.again(5, [t.data_ptr() for t in moved])
+    grid, stream, function, values = driver.launches[-1]
+    assert grid == (3, 2, 1, 128, 1, 1, 1000) and (stream, function) == (5, 77)
+    # What Triton calls element type 9 on the device is 8 to the driver. Dimensions run from the innermost.
+    encoded = struct.unpack("<16Q", values[0])
+    assert encoded[:3] == (moved[0].data_ptr(), 8, 4) and encoded[3:7] == (16, 100, 2, 1)
+    assert encoded[7:10] == (32, 3200, 6400) and encoded[11:15] == (16, 64, 1, 1)
+    assert [int.from_bytes(v, "little") for v in values[1:9]] == [1, 2, 100, 16, 3200, 1600, 16, 1]
+    assert int.from_bytes(values[9], "little") == moved[1].data_ptr()
+    assert int.from_bytes(values[10], "little") == 2 and struct.unpack("f", values[11]) == (0.5,)
+    assert int.from_bytes(values[12], "little") == moved[2].data_ptr()
+    assert values[13:] == [bytes(8)] * 2
+
+
+def test_maps_of_addresses_seen_before_are_not_encoded_again(driver):
+    tensors, arguments = inputs()
+    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
+    others = [t.clone() for t in tensors]
+    for _ in range(3):
+        launch.again(5, [t.data_ptr() for t in others])
+        launch.again(5, [t.data_ptr() for t in tensors])
+    assert driver.encoded == 2 and len(driver.launches) == 6
+
+
+def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
+    tensors, arguments = inputs()
+    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
+    sets = [[t.data_ptr() + 16 * number for t in tensors] for number in range(4)]
+    threads = [threading.Thread(target=lambda p=p: [launch.again(1, p) for _ in range(200)]) for p in sets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 800
+    for *_, values in driver.launches:
+        seen = [int.from_bytes(values[place][:8], "little") for place in (0, 9, 12)]
+        assert seen in sets
+
+
+def test_a_thread_without_a_context_enters_pytorchs_and_launches(driver):
+    tensors, arguments = inputs()
+    driver.statuses = [201]
+    repeat.Replay(compiled(), (3, 2), arguments, tensors).again(5, [t.data_ptr() for t in tensors])
+    assert driver.contexts == 1 and len(driver.launches) == 2
+
+
+def test_an_error_of_the_driver_is_raised_in_its_words(driver):
+    tensors, arguments = inputs()
+    driver.statuses = [2]
+    with pytest.raises(RuntimeError, match="out of patience"):
+        repeat.Replay(compiled(), (3, 2), arguments, tensors).again(5, [t.data_ptr() for t in tensors])
+
+
+def test_what_cannot_be_launched_again_says_why_in_a_sentence(driver, monkeypatch):
+    assert repeat.refusal(compiled()) is None
+    assert "hip" in repeat.refusal(compiled(ptx=""))
+    assert "clusters" in repeat.refusal(compiled(num_ctas=2))
+    assert "scratch" in repeat.refusal(compiled(global_scratch_size=64))
+    changed = PTX.replace(".param .f32 some_kernel_param_11,", ".param .f64 some_kernel_param_11,")
+    assert "not those that it was tested with" in repeat.refusal(compiled(ptx=changed))
+    monkeypatch.setattr(repeat, "_driver", lambda: None)
+    assert "libcuda" in repeat.refusal(compiled())
+
+
+@pytest.mark.parametrize("flags", [1, 2])
+def test_descriptors_of_chips_without_tensor_maps_are_addresses_shapes_and_flags(driver, flags):
+    # Triton 3.6 passes one flag, later releases two.
+    lines = [".param .u64 .ptr .global .align 1 p,", *[".param .u64 p,"] * 8, *[".param .u8 p,"] * flags]
+    lines += [*[".param .u32 p,"] * 4, *[".param .u64 p,"] * 4]
+    ptx = PTX[: PTX.index(".param .align 128")] + "\n".join(lines) + PTX[PTX.index("some_kernel_param_8,") + 20 :]
+    kernel = compiled(ptx, tensordesc_meta=[])
+    assert repeat.refusal(kernel) is None
+    tensors, arguments = inputs()
+    launch = repeat.Replay(kernel, (3, 2), arguments, tensors)
+    moved = [t.clone() for t in tensors]
+    sizes = repeat.parameter_sizes(ptx)
+    driver.cuLaunchKernelEx = lambda config, function, parameters, extra: driver.launches.append(
+        [int.from_bytes(ctypes.string_at(place, size), "little") for place, size in zip(parameters, sizes, strict=True)]
+    )
+    launch.again(5, [t.data_ptr() for t in moved])
+    shape, strides = [1, 2, 100, 16], [3200, 1600, 16, 1]
+    expected = [moved[0].data_ptr(), *shape, *strides, *[0] * flags, *shape, *strides, moved[1].data_ptr(), 2]
+    assert driver.launches[-1][: len(expected)] == expected
