@@ -91,9 +91,14 @@ def inputs():
     return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelTerms(seed), 16]
 
 
+def call(kernel, arguments, tensors, rooms=()):
+    return repeat.Call([repeat.Replay(kernel, (3, 2), arguments, tensors, rooms)], tensors, None)
+
+
 @pytest.fixture
 def driver(monkeypatch):
     stand_in = Driver()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     monkeypatch.setattr(repeat, "_driver", lambda: stand_in)
     repeat._driver_version.cache_clear()
     yield stand_in
@@ -102,9 +107,9 @@ def driver(monkeypatch):
 
 def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_of_now(driver):
     tensors, arguments = inputs()
-    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
+    launch = call(compiled(), arguments, tensors)
     moved = tuple(t.clone() for t in tensors)
-    launch.again(5, [t.data_ptr() for t in moved])
+    launch.again(moved)
     grid, stream, function, values = driver.launches[-1]
     assert grid == (3, 2, 1, 128, 1, 1, 1000) and (stream, function) == (5, 77)
     # What Triton calls element type 9 on the device is 8 to the driver. Dimensions run from the innermost.
@@ -120,19 +125,19 @@ def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_o
 
 def test_maps_of_addresses_seen_before_are_not_encoded_again(driver):
     tensors, arguments = inputs()
-    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
+    launch = call(compiled(), arguments, tensors)
     others = [t.clone() for t in tensors]
     for _ in range(3):
-        launch.again(5, [t.data_ptr() for t in others])
-        launch.again(5, [t.data_ptr() for t in tensors])
+        launch.again(others)
+        launch.again(tensors)
     assert driver.encoded == 2 and len(driver.launches) == 6
 
 
 def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
     tensors, arguments = inputs()
-    launch = repeat.Replay(compiled(), (3, 2), arguments, tensors)
-    sets = [[t.data_ptr() + 16 * number for t in tensors] for number in range(4)]
-    threads = [threading.Thread(target=lambda p=p: [launch.again(1, p) for _ in range(200)]) for p in sets]
+    launch = call(compiled(), arguments, tensors)
+    sets = [tensors, *([t.clone() for t in tensors] for _ in range(3))]
+    threads = [threading.Thread(target=lambda given=given: [launch.again(given) for _ in range(200)]) for given in sets]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,21 +145,36 @@ def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
     assert len(driver.launches) == 800
     for *_, values in driver.launches:
         seen = [int.from_bytes(values[place][:8], "little") for place in (0, 9, 12)]
-        assert seen in sets
+        assert seen in [[t.data_ptr() for t in given] for given in sets]
 
 
 def test_a_thread_without_a_context_enters_pytorchs_and_launches(driver):
     tensors, arguments = inputs()
     driver.statuses = [201]
-    repeat.Replay(compiled(), (3, 2), arguments, tensors).again(5, [t.data_ptr() for t in tensors])
+    call(compiled(), arguments, tensors).again(tensors)
     assert driver.contexts == 1 and len(driver.launches) == 2
+
+
+def test_parts_of_a_room_move_with_it(driver):
+    (q, _, seed), _ = inputs()
+    room, other = torch.zeros(400), torch.zeros(400)
+    arguments = [described(q, 64, 16), room[200:], 2, 1, 0.5, KernelTerms(seed), 16]
+    call(compiled(), arguments, (q, room, seed), (room,)).again((q, other, seed))
+    assert int.from_bytes(driver.launches[-1][3][9], "little") == other.data_ptr() + 800
+
+
+def test_addresses_that_need_another_kernel_are_not_launched(driver):
+    tensors, arguments = inputs()
+    launch = call(compiled(), arguments, tensors)
+    assert not launch.again((tensors[0], torch.zeros(201)[1:], tensors[2])) and not driver.launches
+    assert launch.again(tensors) and len(driver.launches) == 1
 
 
 def test_an_error_of_the_driver_is_raised_in_its_words(driver):
     tensors, arguments = inputs()
     driver.statuses = [2]
     with pytest.raises(RuntimeError, match="out of patience"):
-        repeat.Replay(compiled(), (3, 2), arguments, tensors).again(5, [t.data_ptr() for t in tensors])
+        call(compiled(), arguments, tensors).again(tensors)
 
 
 def test_what_cannot_be_launched_again_says_why_in_a_sentence(driver, monkeypatch):
@@ -177,13 +197,13 @@ def test_descriptors_of_chips_without_tensor_maps_are_addresses_shapes_and_flags
     kernel = compiled(ptx, tensordesc_meta=[])
     assert repeat.refusal(kernel) is None
     tensors, arguments = inputs()
-    launch = repeat.Replay(kernel, (3, 2), arguments, tensors)
+    launch = call(kernel, arguments, tensors)
     moved = [t.clone() for t in tensors]
     sizes = repeat.parameter_sizes(ptx)
     driver.cuLaunchKernelEx = lambda config, function, parameters, extra: driver.launches.append(
         [int.from_bytes(ctypes.string_at(place, size), "little") for place, size in zip(parameters, sizes, strict=True)]
     )
-    launch.again(5, [t.data_ptr() for t in moved])
+    launch.again(moved)
     shape, strides = [1, 2, 100, 16], [3200, 1600, 16, 1]
     expected = [moved[0].data_ptr(), *shape, *strides, *[0] * flags, *shape, *strides, moved[1].data_ptr(), 2]
     assert driver.launches[-1][: len(expected)] == expected

@@ -146,10 +146,13 @@ def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
     return q.shape[0] * q.shape[1] < multiprocessors(q.device)
 
 
+_AS_IT_IS = nullcontext()
+
+
 def current_device(device: torch.device):
     """Triton launches on the current GPU, which need not be that of the tensors."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _AS_IT_IS
     return torch.cuda.device(device)
 
 

@@ -17,6 +17,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 _PATIENCE = 1.0  # seconds; what takes less came from Triton's cache on disk, and is not worth a line
 
+
 class _Ahead(NamedTuple):
     """What a thread that only compiles has asked for: names, and kernels that may still be at work."""
 
@@ -135,4 +136,3 @@ def _lock_file(key: tuple):
             raise
         return file
     return None
-

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .common import Rows
 from .configs import Config, smaller
 from .first_calls import compile_only, compiles_only, first_call, together
-from .repeat import remember, repeated
+from .repeat import known_call, remember
 from .terms import KernelTerms
 
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
@@ -111,7 +111,13 @@ _launched: dict[tuple, CompiledKernel] = {}
 
 
 def launch(
-    kernel, grid: tuple[int, int], arguments: list, constants: dict, options: dict, variant: tuple = (), beside: Callable | None = None
+    kernel,
+    grid: tuple[int, int],
+    arguments: list,
+    constants: dict,
+    options: dict,
+    variant: tuple = (),
+    beside: Callable | None = None,
 ):
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
     the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter and
@@ -190,20 +196,35 @@ def _described(kernel, constants: dict) -> str:
     return f"{name}{family}{head_dim}"
 
 
-def launch_or_repeat(
-    kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = (), beside: Callable | None = None
-) -> None:
+class Recording:
+    """The launches of one call, which are remembered when it is made for the second time: see ``repeat.remember``, also for
+    what the arguments are. ``known_call`` under the same key then gives them."""
+
+    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], rooms: tuple[torch.Tensor, ...] = (), facts=None):
+        self.call = mask, key, tensors, rooms
+        self.facts = facts
+        self.launches: list = []
+
+    def launch(self, kernel, prepared, variant: tuple = (), beside: Callable | None = None) -> None:
+        """prepared: (grid, arguments, constants, options). variant, beside: see ``launch``."""
+        grid, arguments, constants, options = prepared
+        compiled = launch(kernel, grid, arguments, constants, options, variant, beside)
+        self.launches.append((compiled, grid, [*arguments, *constants.values()]))
+
+    def finish(self) -> None:
+        if not compiles_only():
+            remember(*self.call, self.launches, self.facts)
+
+
+def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared) -> None:
     """``launch``, or where it was made before under this key, the same on other tensors.
 
     key: all that the arguments depend on, but for the mask and addresses. tensors: all that take part and are not the mask's.
-    prepared: () -> (grid, arguments, constants, options). variant, beside: see ``launch``.
+    prepared: () -> (grid, arguments, constants, options).
     """
-    if compiles_only():
-        launch(kernel, *prepared(), variant)
-        return
     key = (kernel.fn, *key)
-    if repeated(mask, key, tensors):
-        return
-    grid, arguments, constants, options = prepared()
-    compiled = launch(kernel, grid, arguments, constants, options, variant, beside)
-    remember(mask, key, tensors, compiled, grid, [*arguments, *constants.values()])
+    known = known_call(mask, key)
+    if known is None or not known.again(tensors):
+        recording = Recording(mask, key, tensors)
+        recording.launch(kernel, prepared())
+        recording.finish()

@@ -19,32 +19,23 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from .first_calls import compiles_only
+
 _MOST = 512  # launches remembered for dense attention, some KB each
 _dense: dict = {}
 
 
-def signature(*tensors: torch.Tensor) -> tuple:
-    """All that a launch's arguments depend on, but for addresses."""
-    return (tensors[0].device, tensors[0].dtype, *(t.shape for t in tensors), *(t.stride() for t in tensors))
+def known_call(mask, key: tuple) -> "Call | None":
+    """The launches that were remembered for this mask under this key."""
+    return None if compiles_only() else _memory(mask).get(key)
 
 
-def repeated(mask, key: tuple, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Makes a launch again that was remembered for this mask under this key; whether there was one."""
-    known = _memory(mask).get(key)
-    if known is None or _hooked():
-        return False
-    pointers = [t.data_ptr() for t in tensors]
-    if any(pointer % 16 for pointer in pointers):  # another kernel
-        return False
-    known.again(torch._C._cuda_getCurrentRawStream(tensors[0].device.index), pointers)
-    return True
+def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, facts) -> None:
+    """Remembers the launches of a call that is made for the second time, where that can be: many masks are used once.
 
-
-def remember(mask, key: tuple, tensors: tuple[torch.Tensor, ...], compiled, grid: tuple[int, int], arguments: list) -> None:
-    """Remembers a launch that was made for the second time, where that can be: many masks are used once.
-
-    arguments: all of them, compile-time ones too. tensors: those that differ from call to call, the bases of all
-    descriptors among them.
+    tensors: those that differ from call to call, the bases of all descriptors among them. rooms: those of them that descriptors
+    and pointers to their parts stand for. launches: (compiled, grid, all arguments, compile-time ones too) of each kernel.
+    facts: what the caller wants to know next time.
     """
     memory = _memory(mask)
     if key not in memory:
@@ -52,13 +43,13 @@ def remember(mask, key: tuple, tensors: tuple[torch.Tensor, ...], compiled, grid
             memory.clear()
         memory[key] = None
         return
-    if compiled is None or _hooked() or any(t.data_ptr() % 16 for t in tensors):
+    if _hooked() or any(t.data_ptr() % 16 for t in tensors) or any(compiled is None for compiled, *_ in launches):
         return
-    reason = refusal(compiled)
-    if reason is None:
-        memory[key] = Replay(compiled, grid, arguments, tensors)
-    else:
-        _say(reason)
+    for compiled, *_ in launches:
+        if reason := refusal(compiled):
+            _say(reason)
+            return
+    memory[key] = Call([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
 
 
 @cache
@@ -82,7 +73,9 @@ def refusal(compiled: CompiledKernel) -> str | None:
     return None if _driver() else "CUDA's driver library (libcuda.so.1) cannot be loaded"
 
 
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+(?:\.ptr\s+[^,\s]*\s*(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+(?:\.ptr\s+[^,\s]*\s*(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?"
+)
 _SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
@@ -136,7 +129,8 @@ def _memory(mask) -> dict:
 def _hooked() -> bool:
     """Whether a profiler has to see launches."""
     runtime = knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -151,61 +145,104 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-class Replay:
-    """A launch with all its parameters, made again by ``again`` with other addresses. Threads may share it."""
+class Call:
+    """The launches of one call, made again by ``again`` on other tensors. Threads may share it."""
 
-    def __init__(self, compiled: CompiledKernel, grid: tuple[int, int], arguments: list, tensors: tuple[torch.Tensor, ...]):
+    def __init__(self, replays: list["Replay"], tensors: tuple[torch.Tensor, ...], facts):
+        self.facts = facts
+        self.replays = replays
+        self.device = tensors[0].device.index
+        self.pointers = [t.data_ptr() for t in tensors]
+        self.stream: int | None = None
+        self.lock = threading.Lock()
+
+    def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """False, with nothing launched, where these tensors need another kernel or a profiler has to see the launches."""
+        if _hooked():
+            return False
+        pointers = [t.data_ptr() for t in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        with self.lock:
+            before = self.pointers
+            if pointers != before:
+                changed = [(i, p) for i, p in enumerate(pointers) if p != before[i]]
+                for _, pointer in changed:
+                    if pointer % 16:
+                        return False
+                for replay in self.replays:
+                    replay.move(changed)
+                self.pointers = pointers
+            if stream != self.stream:
+                for replay in self.replays:
+                    replay.config.stream = stream
+                self.stream = stream
+            for replay in self.replays:
+                replay.launch()
+        return True
+
+
+class Replay:
+    """One launch with all its parameters."""
+
+    def __init__(self, compiled: CompiledKernel, grid: tuple[int, int], arguments: list, tensors: tuple, rooms: tuple = ()):
         meta = compiled.metadata
         self.compiled = compiled  # which unloads its code when nobody holds it
         self.function = ctypes.c_void_p(compiled.function)
         self.config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
         self.config_reference = ctypes.byref(self.config)
-        self.lock = threading.Lock()
         self.device = tensors[0].device.index
-        self.pointers: list[int] = [t.data_ptr() for t in tensors]
+        self.enter = _driver().cuLaunchKernelEx
         values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
         types = parameter_types(compiled.src.signature, meta.tensordesc_meta, parameter_sizes(compiled.asm["ptx"]))
         if not meta.tensordesc_meta and len(types) - len(_SCRATCH) != len(values):
             values = list(_with_flags(values, types))
-        values += [None, None]
+        values += [None] * len(_SCRATCH)
         # 8 bytes for each; where a parameter is a tensor map, the driver is pointed at the map itself.
         self.storage = (ctypes.c_uint64 * len(values))()
         start = ctypes.addressof(self.storage)
         self.parameters = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
-        places: list[list] = [[] for _ in tensors]
+        # By tensor: (parameter, its tensor map or None, bytes from the tensor's address). A mask's tables stay where they are.
+        self.places: list[list] = [[] for _ in tensors]
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
             if isinstance(value, (torch.Tensor, _Map)):
-                base = value.base if isinstance(value, _Map) else value
-                for mine, one in zip(places, tensors, strict=True):
-                    if one is base:
-                        mine.append((index, value if isinstance(value, _Map) else None))
-                if isinstance(value, _Map):
-                    self.parameters[index] = value.at(base.data_ptr())
-                else:
-                    self.storage[index] = base.data_ptr()
+                tensor_map = value if isinstance(value, _Map) else None
+                base = value.base if tensor_map else value
+                for number, offset in _found(base, tensors, rooms):
+                    self.places[number].append((index, tensor_map, offset))
+                self._point(index, tensor_map, base.data_ptr())
             elif value is not None:
                 struct.pack_into(_FORMATS[kind], self.storage, 8 * index, value)
-        # Only addresses of tensors that differ from call to call; a mask's tables stay.
-        self.places = [tuple(mine) for mine in places]
 
-    def again(self, stream: int, pointers: list[int]) -> None:
-        with self.lock:
-            if pointers != self.pointers:
-                storage, parameters = self.storage, self.parameters
-                for places, before, pointer in zip(self.places, self.pointers, pointers, strict=True):
-                    if pointer != before:
-                        for place, tensor_map in places:
-                            if tensor_map is None:
-                                storage[place] = pointer
-                            else:
-                                parameters[place] = tensor_map.at(pointer)
-                self.pointers = pointers
-            self.config.stream = stream
-            status = _driver().cuLaunchKernelEx(self.config_reference, self.function, self.parameters, None)
-            if status in _NO_CONTEXT:  # a thread that has not used the GPU yet, as autograd's may be
-                _enter_context(self.device)
-                status = _driver().cuLaunchKernelEx(self.config_reference, self.function, self.parameters, None)
-        _check(status)
+    def _point(self, index: int, tensor_map: "_Map | None", address: int) -> None:
+        if tensor_map is None:
+            self.storage[index] = address
+        else:
+            self.parameters[index] = tensor_map.at(address)
+
+    def move(self, changed: list[tuple[int, int]]) -> None:
+        """changed: the numbers of tensors, and where they now are."""
+        for number, pointer in changed:
+            for index, tensor_map, offset in self.places[number]:
+                self._point(index, tensor_map, pointer + offset)
+
+    def launch(self) -> None:
+        status = self.enter(self.config_reference, self.function, self.parameters, None)
+        if status in _NO_CONTEXT:  # a thread that has not used the GPU yet, as autograd's may be
+            _enter_context(self.device)
+            status = self.enter(self.config_reference, self.function, self.parameters, None)
+        if status:
+            _check(status)
+
+
+def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[int, int]]:
+    """Which of the tensors this is, or is a part of if they are rooms, and how many bytes from their start."""
+    for number, tensor in enumerate(tensors):
+        if tensor is base:
+            yield number, 0
+        elif any(tensor is room for room in rooms):
+            offset = base.data_ptr() - tensor.data_ptr()
+            if 0 <= offset < tensor.nbytes:
+                yield number, offset
 
 
 def _values(kinds, arguments, metas) -> Iterator:

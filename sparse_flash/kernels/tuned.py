@@ -92,8 +92,18 @@ def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
     return cached
 
 
+_times_forgotten = 0
+
+
+def times_read() -> int:
+    """Another number once configs may be others: what remembers launches asks for it."""
+    return _times_forgotten
+
+
 def forget() -> None:
     """The next lookup reads the file again."""
+    global _times_forgotten
+    _times_forgotten += 1
     for cached in _remembering:
         cached.cache_clear()
 

@@ -11,6 +11,8 @@ for bit, tiles are added as integers, in units of a power of two for each query:
 Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .. import tuned
 from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..configs import padded_head_dim
 from ..launch import described as described_for_triton
-from ..launch import launch_or_repeat, multiprocessors, table_arguments
-from ..repeat import signature
+from ..launch import Recording, multiprocessors, table_arguments
+from ..repeat import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .dropout import kept_operand, line_stream, negate_dropped, score_gradients
 from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
@@ -730,133 +733,143 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, d
     The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     terms: of dropout, or None.
     """
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    if config is None and terms is not None:
-        config = BACKWARD_OF_DROPOUT[dim]
-    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
-    block_size = mask.block_size if mask else KEYS.value
-    # In whole blocks, so that none reaches into the next head's rows.
-    padded = triton.cdiv(q_len, block_size) * block_size
-    padded_kv = triton.cdiv(kv_len, block_size) * block_size
-    sum_dtype = torch.int32 if deterministic else torch.float32
-    sums = torch.empty((batch * heads * padded * dim // 256, 256), dtype=sum_dtype, device=q.device)
-    rows = torch.empty((3 if deterministic else 2, batch * heads * padded), dtype=torch.float32, device=q.device)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # Where several tiles make one of dK and dV, those are summed in fp32 as well: as they come, or one after the other.
-    added = group > 1 or (comes_in_parts(mask and mask.by_key) and not deterministic)
-    kv_sums, kv_lines = sums.view(torch.float32), batch * kv_heads * padded_kv
-    if added and deterministic:
-        kv_lines = batch * heads * padded_kv
-        kv_sums = torch.empty((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device)
-    elif added:
-        kv_sums = torch.zeros((2 * kv_lines * dim // 256, 256), dtype=torch.float32, device=q.device)
+    dropout_p = terms.dropout_p if terms else None
+    layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride(), q.dtype, q.device
     has_dlse = dlse is not None
+    key = (attention_backward_kernel.fn, tuned.times_read(), *layout, scale, config, has_dlse, deterministic, dropout_p)
+    known = known_call(mask, key)
+    room = known.facts if known else _room(q, k, mask, deterministic)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=q.device)
+    kv_sums = workspace
+    if room.kv_sums:
+        fill = torch.empty if deterministic else torch.zeros
+        kv_sums = fill(room.kv_sums, dtype=torch.float32, device=q.device)
+    bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=q.device) if deterministic else lse
     dlse = dlse.contiguous() if has_dlse else lse
-    seed, dropout_p = (terms.seed, terms.dropout_p) if terms else (lse, 0.0)
-    share = 1.0 - dropout_p
-    key = (*signature(q, k, v, out, dout), scale, config, has_dlse, deterministic, terms is not None, dropout_p)
-    row_lse, row_delta, *units = rows.unbind()
-    row_unit = units[0] if units else row_lse
-    bounds = _bounds(mask, key, k, v, dim) if deterministic else lse
-    queue = tile_queue(q.device)
-
-    def prepared_rows():
-        arguments = [
-            described_for_triton(out, ROWS, dim),
-            described_for_triton(dout, ROWS, dim),
-            lse,
-            dlse,
-            sums,
-            rows,
-            bounds,
-            heads,
-            group,
-            q_len,
-            padded,
-            share,
-        ]
-        constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": terms is not None}
-        return (padded // ROWS, batch * heads), arguments, constants, {"num_warps": 4}
-
-    def prepared():
-        work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
-        items = work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
-        tiles = items * (block_size // KEYS.value) * batch * heads
-        index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
-        arguments = [
-            described(q, [1, 1, config.queries, dim]),
-            described(k, [1, 1, KEYS.value, dim]),
-            described(v, [1, 1, KEYS.value, dim]),
-            described(dout, [1, 1, config.queries, dim]),
-            described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
-            described(dk, [1, 1, KEYS.value, dim]),
-            described(dv, [1, 1, KEYS.value, dim]),
-            described(kv_sums, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
-            described(row_lse, [config.queries], ROW_LAYOUT),
-            described(row_delta, [config.queries], ROW_LAYOUT),
-            described(row_unit, [config.queries], ROW_LAYOUT),
-            index,
-            work,
-            row_idx,
-            tile_idx,
-            tile_runs,
-            tile_bits,
-            *strides,
-            heads,
-            group,
-            q_len,
-            padded,
-            padded_kv,
-            kv_lines,
-            items,
-            tiles,
-            min(heads_together(4 * dim, q_len), batch * heads),
-            queue,
-            scale / share,
-            scale * LOG2_E.value,
-            seed,
-            dropout_p,
-        ]
-        constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": added, "FIXED": deterministic}
-        constants |= {"DROPOUT": terms is not None}
-        return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
-
-    launch_or_repeat(prepare_kernel, mask, key, (out, dout, lse, dlse, sums, rows, bounds), prepared_rows)
-    tensors = q, k, v, dout, sums, dk, dv, kv_sums, row_lse, row_delta, row_unit, lse, queue, seed
-    launch_or_repeat(attention_backward_kernel, mask, key, tensors, prepared)
-    _finish(mask, key, "dq", dq, sums, row_unit, 1, padded, scale / share, config.queries)
-    if added:
-        dk_sums, dv_sums = kv_sums.chunk(2)
-        members = group if deterministic else 1
-        _finish(mask, key, "dk", dk, dk_sums, row_unit, members, padded_kv, scale / share, KEYS.value)
-        _finish(mask, key, "dv", dv, dv_sums, row_unit, members, padded_kv, 1.0 / share, KEYS.value)
+    seed = terms.seed if terms else lse
+    tensors = q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(q.device), seed
+    if known is None or not known.again(tensors):
+        recording = Recording(mask, key, tensors, (workspace, kv_sums), room)
+        _launch(recording, tensors, room, mask, scale, has_dlse, deterministic, dropout_p, config)
+        recording.finish()
     return dq, dk, dv
 
 
-def _bounds(mask, key: tuple, k, v, dim: int) -> torch.Tensor:
-    """See ``bound_kernel``."""
-    batch, kv_heads, kv_len, _ = k.shape
-    bounds = torch.zeros((2, batch * kv_heads), dtype=torch.float32, device=k.device)
+class _Room(NamedTuple):
+    """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks, so that none reaches into the next
+    head's rows. dq_sums: numbers. rows: of lse, delta and, where sums are integers, units. kv_sums: of dK and dV, where several
+    tiles make one; else 0."""
 
-    def prepared():
-        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads]
-        return (triton.cdiv(kv_len, ROWS), batch * kv_heads), arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}
+    padded_q: int
+    padded_kv: int
+    dq_sums: int
+    rows: int
+    kv_sums: int
 
-    launch_or_repeat(bound_kernel, mask, key, (k, v, bounds), prepared)
-    return bounds
 
-
-def _finish(mask, key: tuple, name: str, grad, sums, unit, members: int, length: int, factor: float, tile: int) -> None:
-    """Fills a gradient from its sums: see ``finish_kernel``."""
-    batch, heads, _, head_dim = grad.shape
+def _room(q, k, mask, deterministic: bool) -> _Room:
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
     dim = padded_head_dim(head_dim)
+    block_size = mask.block_size if mask else KEYS.value
+    padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
+    lines = batch * heads * padded_q
+    # Where several tiles make one of dK and dV, those are summed in fp32 as well: as they come, or one after the other.
+    added = heads > kv_heads or (comes_in_parts(mask and mask.by_key) and not deterministic)
+    kv_lines = batch * (heads if deterministic else kv_heads) * padded_kv
+    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim if added else 0)
 
-    def prepared():
-        arguments = [described_for_triton(grad, tile, dim), sums, unit, heads, members, length, factor]
-        constants = {"DIM": dim, "TILE": tile, "FIXED": sums.dtype == torch.int32}
-        return (length // tile, batch * heads), arguments, constants, {"num_warps": 4}
 
-    launch_or_repeat(finish_kernel, mask, (name, *key), (grad, sums, unit), prepared)
+def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, dropout_p, config) -> None:
+    q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, queue, seed = tensors
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    group, dim = heads // kv_heads, padded_head_dim(head_dim)
+    block_size = mask.block_size if mask else KEYS.value
+    if config is None and dropout_p is not None:
+        config = BACKWARD_OF_DROPOUT[dim]
+    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+    sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
+    rows = workspace[room.dq_sums :].view(-1, batch * heads * room.padded_q)
+    row_lse, row_delta, row_unit = rows[0], rows[1], rows[2 if deterministic else 0]
+    share = 1.0 - (dropout_p or 0.0)
+    if deterministic:
+        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads]
+        grid = (triton.cdiv(kv_len, ROWS), batch * kv_heads)
+        recording.launch(bound_kernel, (grid, arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}))
+
+    arguments = [
+        described_for_triton(out, ROWS, dim),
+        described_for_triton(dout, ROWS, dim),
+        lse,
+        dlse,
+        sums,
+        rows,
+        bounds,
+        heads,
+        group,
+        q_len,
+        room.padded_q,
+        share,
+    ]
+    constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
+    recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, {"num_warps": 4}))
+
+    work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
+    items = work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
+    tiles = items * (block_size // KEYS.value) * batch * heads
+    index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
+    kv_rows = kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
+    arguments = [
+        described(q, [1, 1, config.queries, dim]),
+        described(k, [1, 1, KEYS.value, dim]),
+        described(v, [1, 1, KEYS.value, dim]),
+        described(dout, [1, 1, config.queries, dim]),
+        described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
+        described(dk, [1, 1, KEYS.value, dim]),
+        described(dv, [1, 1, KEYS.value, dim]),
+        described(kv_rows, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
+        described(row_lse, [config.queries], ROW_LAYOUT),
+        described(row_delta, [config.queries], ROW_LAYOUT),
+        described(row_unit, [config.queries], ROW_LAYOUT),
+        index,
+        work,
+        row_idx,
+        tile_idx,
+        tile_runs,
+        tile_bits,
+        *strides,
+        heads,
+        group,
+        q_len,
+        room.padded_q,
+        room.padded_kv,
+        # As many as there are heads of keys, or of queries where each has sums of its own.
+        room.kv_sums // (2 * dim) or batch * kv_heads * room.padded_kv,
+        items,
+        tiles,
+        min(heads_together(4 * dim, q_len), batch * heads),
+        queue,
+        scale / share,
+        scale * LOG2_E.value,
+        seed,
+        dropout_p or 0.0,
+    ]
+    constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.kv_sums > 0, "FIXED": deterministic}
+    constants |= {"DROPOUT": dropout_p is not None}
+    grid = (min(tiles, multiprocessors(q.device)), 1)
+    recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options))
+
+    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries)]
+    if room.kv_sums:
+        dk_sums, dv_sums = kv_sums.chunk(2)
+        members = group if deterministic else 1
+        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, KEYS.value)]
+        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, KEYS.value)]
+    for grad, added, members, length, factor, tile in finished:
+        batch, heads = grad.shape[:2]
+        arguments = [described_for_triton(grad, tile, dim), added, row_unit, heads, members, length, factor]
+        constants = {"DIM": dim, "TILE": tile, "FIXED": added.dtype == torch.int32}
+        recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, {"num_warps": 4}))

@@ -22,12 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .. import tuned
 from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import described as described_for_triton
-from ..launch import launch, launch_or_repeat, multiprocessors, table_arguments
-from ..repeat import signature
+from ..launch import Recording, multiprocessors, table_arguments
+from ..repeat import known_call
 from .configs import forward_config
 from .dropout import line_stream, zero_dropped
 from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
@@ -564,64 +565,83 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None
     q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     terms: of dropout, or None. beside: see ``launch``.
     """
+    dropout_p = terms.dropout_p if terms else None
+    layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device
+    key = (attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, dropout_p)
+    known = known_call(mask, key)
+    parts, dim = known.facts if known else (_parts(mask), padded_head_dim(q.shape[3]))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    part_out = part_lse = lse
+    if parts:
+        part_lse = torch.empty((q.shape[0] * q.shape[1] * parts, TILE.value), dtype=torch.float32, device=q.device)
+        part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device)
+    tensors = q, k, v, out, lse, part_out, part_lse, tile_queue(q.device), terms.seed if terms else lse
+    if known is None or not known.again(tensors):
+        recording = Recording(mask, key, tensors, facts=(parts, dim))
+        recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, parts, dropout_p, config), beside=beside)
+        if parts:
+            recording.launch(join_kernel, _join_launch(out, lse, part_out, part_lse, mask, dim))
+        recording.finish()
+    return out, lse
+
+
+def _parts(mask) -> int:
+    """How many tiles of 128 queries, of all rows that come in parts, write parts."""
+    split = comes_in_parts(mask and mask.by_query)
+    return mask.by_query.parts.shape[1] * (mask.block_size // TILE.value) if split else 0
+
+
+def _forward_launch(q, k, v, out, lse, part_out, part_lse, queue, seed, mask, scale, parts, dropout_p, config):
+    """(grid, arguments, constants, options)"""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    out = torch.empty_like(q)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     block_size = mask.block_size if mask else TILE.value
-    parts = mask.by_query.parts.shape[1] * (block_size // TILE.value) if comes_in_parts(mask and mask.by_query) else 0
-    part_lse = torch.empty((batch * heads * parts, TILE.value), dtype=torch.float32, device=q.device) if parts else lse
-    part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device) if parts else lse
-    queue = tile_queue(q.device)
-    seed, dropout_p = (terms.seed, terms.dropout_p) if terms else (lse, 0.0)
+    config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
+    tiles = items * (block_size // TILE.value) * batch * heads
+    index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
+    arguments = [
+        described(q, [1, 1, HALF.value, dim]),
+        described(k, [1, 1, TILE.value, dim]),
+        described(v, [1, 1, TILE.value, dim]),
+        described(out, [1, 1, HALF.value, dim]),
+        lse,
+        part_out,
+        part_lse,
+        parts,
+        index,
+        mask.by_query.work if mask else lse,
+        col_idx,
+        tile_idx,
+        tile_runs,
+        tile_bits,
+        *strides,
+        heads,
+        group,
+        q_len,
+        kv_len,
+        items,
+        tiles,
+        min(heads_together(2 * dim, kv_len) * group, batch * heads),
+        queue,
+        scale * LOG2_E.value,
+        seed,
+        dropout_p or 0.0,
+    ]
+    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
+    constants |= {"DROPOUT": dropout_p is not None}
+    return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
-    def prepared():
-        items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
-        tiles = items * (block_size // TILE.value) * batch * heads
-        index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
-        arguments = [
-            described(q, [1, 1, HALF.value, dim]),
-            described(k, [1, 1, TILE.value, dim]),
-            described(v, [1, 1, TILE.value, dim]),
-            described(out, [1, 1, HALF.value, dim]),
-            lse,
-            part_out,
-            part_lse,
-            parts,
-            index,
-            mask.by_query.work if mask else lse,
-            col_idx,
-            tile_idx,
-            tile_runs,
-            tile_bits,
-            *strides,
-            heads,
-            group,
-            q_len,
-            kv_len,
-            items,
-            tiles,
-            min(heads_together(2 * dim, kv_len) * group, batch * heads),
-            queue,
-            scale * LOG2_E.value,
-            seed,
-            dropout_p,
-        ]
-        constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
-        constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": parts > 0}
-        constants |= {"DROPOUT": terms is not None}
-        return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
-    key = (*signature(q, k, v), scale, config, terms is not None, dropout_p)
-    tensors = q, k, v, out, lse, part_out, part_lse, queue, seed
-    launch_or_repeat(attention_forward_kernel, mask, key, tensors, prepared, beside=beside)
-    if parts:
-        table = mask.by_query.parts
-        index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
-        arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index]
-        arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
-        grid = (table.shape[1] * (block_size // JOINED.value), batch * heads)
-        launch(join_kernel, grid, arguments, {"DIM": dim, "TABLE_BLOCK": block_size}, {"num_warps": 4})
-    return out, lse
+def _join_launch(out, lse, part_out, part_lse, mask, dim: int):
+    """(grid, arguments, constants, options)"""
+    batch, heads, q_len = lse.shape
+    table = mask.by_query.parts
+    index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
+    arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index]
+    arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
+    grid = (table.shape[1] * (mask.block_size // JOINED.value), batch * heads)
+    return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}
