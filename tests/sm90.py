@@ -188,7 +188,7 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
     row |= {"warps": result.metadata.num_warps, "products": len(re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx))}
     row |= {"async": ptx.count("cp.async.cg.shared.global"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
-    types = parameter_types(result.src.signature, result.metadata.tensordesc_meta, parameter_sizes(ptx))
+    types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)

@@ -186,24 +186,3 @@ def test_what_cannot_be_launched_again_says_why_in_a_sentence(driver, monkeypatc
     assert "not those that it was tested with" in repeat.refusal(compiled(ptx=changed))
     monkeypatch.setattr(repeat, "_driver", lambda: None)
     assert "libcuda" in repeat.refusal(compiled())
-
-
-@pytest.mark.parametrize("flags", [1, 2])
-def test_descriptors_of_chips_without_tensor_maps_are_addresses_shapes_and_flags(driver, flags):
-    # Triton 3.6 passes one flag, later releases two.
-    lines = [".param .u64 .ptr .global .align 1 p,", *[".param .u64 p,"] * 8, *[".param .u8 p,"] * flags]
-    lines += [*[".param .u32 p,"] * 4, *[".param .u64 p,"] * 4]
-    ptx = PTX[: PTX.index(".param .align 128")] + "\n".join(lines) + PTX[PTX.index("some_kernel_param_8,") + 20 :]
-    kernel = compiled(ptx, tensordesc_meta=[])
-    assert repeat.refusal(kernel) is None
-    tensors, arguments = inputs()
-    launch = call(kernel, arguments, tensors)
-    moved = [t.clone() for t in tensors]
-    sizes = repeat.parameter_sizes(ptx)
-    driver.cuLaunchKernelEx = lambda config, function, parameters, extra: driver.launches.append(
-        [int.from_bytes(ctypes.string_at(place, size), "little") for place, size in zip(parameters, sizes, strict=True)]
-    )
-    launch.again(moved)
-    shape, strides = [1, 2, 100, 16], [3200, 1600, 16, 1]
-    expected = [moved[0].data_ptr(), *shape, *strides, *[0] * flags, *shape, *strides, moved[1].data_ptr(), 2]
-    assert driver.launches[-1][: len(expected)] == expected

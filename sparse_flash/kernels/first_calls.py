@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -112,27 +112,12 @@ def _say(what: str) -> None:
 def _one_process(key: tuple) -> Iterator[None]:
     """Waits for another process that compiles the same into the same cache, whose result Triton then reads. Where files cannot be
     locked, each process compiles for itself."""
-    file = _lock_file(key)
-    try:
-        yield
-    finally:
-        if file is not None:
-            file.close()  # which unlocks it, as the end of the process does
-
-
-def _lock_file(key: tuple):
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-    with suppress(OSError):
-        os.makedirs(knobs.cache.dir, exist_ok=True)
-        file = open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            file.close()
-            raise
-        return file
-    return None
+    with ExitStack() as locked:
+        with suppress(ImportError, OSError):  # ImportError: Windows
+            import fcntl
+
+            os.makedirs(knobs.cache.dir, exist_ok=True)
+            file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, as it is when the process ends
+        yield

@@ -68,7 +68,7 @@ def refusal(compiled: CompiledKernel) -> str | None:
     if meta.global_scratch_size or meta.profile_scratch_size:
         return "the kernel asks for scratch memory"
     sizes = parameter_sizes(compiled.asm["ptx"])
-    if parameter_types(compiled.src.signature, meta.tensordesc_meta, sizes) is None:
+    if parameter_types(compiled.src.signature, sizes) is None:
         return f"the parameters of kernels that Triton {triton.__version__} compiles are not those that it was tested with"
     return None if _driver() else "CUDA's driver library (libcuda.so.1) cannot be loaded"
 
@@ -88,19 +88,15 @@ def parameter_sizes(ptx: str) -> list[int]:
     return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(ptx[start : ptx.index(")", start)])]
 
 
-def parameter_types(of_arguments: dict, described: list | None, sizes: list[int]) -> list[str] | None:
+def parameter_types(of_arguments: dict, sizes: list[int]) -> list[str] | None:
     """The type of each parameter: Triton's names, and "map" for a tensor map; None where they are not of these sizes.
 
-    of_arguments: the signature that a kernel was compiled for. described: Triton's ``tensordesc_meta``, empty for chips without
-    tensor maps, where a descriptor comes as an address, shape, strides and flags, whose number differs between releases.
+    of_arguments: the signature that a kernel was compiled for.
     """
     plain = [kind for kind in _flat_types(tuple(of_arguments.values())) if kind != "constexpr"]
-    for flags in (0,) if described else (1, 2):
-        types = [part for kind in plain for part in _parts(kind, bool(described), flags)]
-        types += _SCRATCH
-        if [_size(kind) for kind in types] == sizes:
-            return types
-    return None
+    types = [part for kind in plain for part in _parts(kind)]
+    types += _SCRATCH
+    return types if [_size(kind) for kind in types] == sizes else None
 
 
 def _flat_types(of_arguments) -> Iterator[str]:
@@ -108,13 +104,12 @@ def _flat_types(of_arguments) -> Iterator[str]:
         yield from _flat_types(kind) if isinstance(kind, tuple) else (kind,)
 
 
-def _parts(kind: str, mapped: bool, flags: int) -> list[str]:
-    """What one argument becomes."""
+def _parts(kind: str) -> list[str]:
+    """What one argument becomes: a descriptor, for chips that address tiles by themselves, a map, shape and strides."""
     if not kind.startswith("tensordesc"):
         return [kind]
     rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-    address = ["map"] if mapped else ["*i8", *["i64"] * (2 * rank), *["i1"] * flags]
-    return [*address, *["i32"] * rank, *["i64"] * rank]
+    return ["map", *["i32"] * rank, *["i64"] * rank]
 
 
 def _size(kind: str) -> int:
@@ -193,9 +188,7 @@ class Replay:
         self.device = tensors[0].device.index
         self.enter = _driver().cuLaunchKernelEx
         values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
-        types = parameter_types(compiled.src.signature, meta.tensordesc_meta, parameter_sizes(compiled.asm["ptx"]))
-        if not meta.tensordesc_meta and len(types) - len(_SCRATCH) != len(values):
-            values = list(_with_flags(values, types))
+        types = parameter_types(compiled.src.signature, parameter_sizes(compiled.asm["ptx"]))
         values += [None] * len(_SCRATCH)
         # 8 bytes for each; where a parameter is a tensor map, the driver is pointed at the map itself.
         self.storage = (ctypes.c_uint64 * len(values))()
@@ -246,33 +239,23 @@ def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[i
 
 
 def _values(kinds, arguments, metas) -> Iterator:
-    """The value of each parameter, but for scratch memory and the flags of descriptors on chips without tensor maps."""
+    """The value of each parameter, but for scratch memory."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from _values(kind, argument, metas)
         elif kind.startswith("tensordesc"):
-            meta = next(metas, None)
-            if meta is None:
-                yield from (argument.base, *argument.shape, *argument.strides)
-            else:
-                yield _Map(argument, meta)
+            yield _Map(argument, next(metas))
             yield from (*argument.shape, *argument.strides)
         elif kind != "constexpr":
             yield argument
 
 
-def _with_flags(values: list, types: list[str]) -> Iterator:
-    """The values with 0 for each flag of a descriptor: pads with zeros, rounds nothing."""
-    given = iter(values)
-    for kind in types[: -len(_SCRATCH)]:
-        yield False if kind == "i1" else next(given)
+# Triton's numbers of element types on the device are not the driver's for these three.
+_HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 class _Map:
     """Tensor maps of a tensor at any address. (CUDA's driver interface, cuTensorMapEncodeTiled.)"""
-
-    # Triton's numbers of element types on the device are not the driver's for these three.
-    _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
     def __init__(self, descriptor, meta: dict):
         self.base = descriptor.base
@@ -285,7 +268,7 @@ class _Map:
             (ctypes.c_uint32 * rank)(*[1] * rank),
         )
         element = meta["elem_type"]
-        self.kind = self._HOST_TYPES.get(element, element), rank
+        self.kind = _HOST_TYPES.get(element, element), rank
         self.swizzle = meta["swizzle"]
         steps = [size, *strides]
         self.is_short = sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1 < 128 * 1024

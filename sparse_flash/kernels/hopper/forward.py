@@ -26,8 +26,8 @@ from .. import tuned
 from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
-from ..launch import described as described_for_triton
 from ..launch import Recording, multiprocessors, table_arguments
+from ..launch import described as described_for_triton
 from ..repeat import known_call
 from .configs import forward_config
 from .dropout import line_stream, zero_dropped
