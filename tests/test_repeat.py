@@ -99,6 +99,7 @@ def call(kernel, arguments, tensors, rooms=()):
 def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # as the index of a CPU
     monkeypatch.setattr(repeat, "_driver", lambda: stand_in)
     repeat._driver_version.cache_clear()
     yield stand_in

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -70,23 +72,39 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, terms):
     if terms is None and portable.few_queries(q, k):
         return portable.forward(q, k, v, mask, scale, terms)
-    from ..kernels.hopper.forward import attention_forward
-
+    if done := _kernels().repeated_forward(q, k, v, mask, scale, terms):
+        return done
     ready = [portable.addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
     beside = partial(portable.compile_backward, backward, *ready, mask, scale, terms) if trains else None
     with portable.current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale, terms, beside=beside)
+        out, lse = _kernels().attention_forward(*ready, mask, scale, terms, beside=beside)
     return portable.restored_out(out, ready[0], q, v), lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
-    from ..kernels.hopper.backward import attention_backward
-
+    if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms, deterministic):
+        return done
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms, deterministic)
+        grads = _kernels().attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms, deterministic)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))
+
+
+class _Kernels(NamedTuple):
+    attention_forward: Callable
+    repeated_forward: Callable
+    attention_backward: Callable
+    repeated_backward: Callable
+
+
+@cache
+def _kernels() -> _Kernels:
+    """Not imported before they are needed, as they import triton."""
+    from ..kernels.hopper.backward import attention_backward, repeated_backward
+    from ..kernels.hopper.forward import attention_forward, repeated_forward
+
+    return _Kernels(attention_forward, repeated_forward, attention_backward, repeated_backward)
 
 
 decode = portable.decode

@@ -3,10 +3,13 @@ it, and kernels that will be needed together are compiled side by side."""
 
 import hashlib
 import os
+import signal
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -45,27 +48,63 @@ def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterato
     their names. workers: kernels compiled at a time; by default as many as there are cores, 8 at most. Raises what the
     compiler raises."""
     asked = _Ahead([], [])
-    with _Pool(workers or min(8, os.cpu_count() or 1)) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True):  # which, in Triton 3.6, would stay active after an error
+    workers = workers or min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        compilers = _Forking(pool, workers)
+        with AsyncCompileMode(compilers, ignore_errors=True):  # which, in Triton 3.6, would stay active after an error
             token = _ahead.set(asked)
             try:
                 yield asked.names
             finally:
                 _ahead.reset(token)
-        for future in pool.futures:
+        for future in compilers.futures:
             future.result()
-        for loaded in [pool.submit(_load, kernel, device) for kernel in asked.kernels]:
-            loaded.result()
+        list(pool.map(lambda kernel: _load(kernel, device), asked.kernels))
 
 
-class _Pool(ThreadPoolExecutor):
-    def __init__(self, workers: int):
-        super().__init__(workers)
-        self.futures: list = []
+class _Forking:
+    """What Triton asks to compile, in forked processes, as most of a compilation holds Python's lock; what they leave in Triton's
+    cache on disk is then read by a thread of this one."""
 
-    def submit(self, *call):
-        self.futures.append(super().submit(*call))
+    def __init__(self, pool: ThreadPoolExecutor, workers: int):
+        self.pool, self.workers, self.futures = pool, workers, []
+
+    def submit(self, call) -> Future:
+        at_work = [future for future in self.futures if not future.done()]
+        if len(at_work) >= self.workers:
+            wait(at_work, return_when=FIRST_COMPLETED)
+        child = _forked(call) if hasattr(os, "fork") else None
+        self.futures.append(self.pool.submit(_after, child, call))
         return self.futures[-1]
+
+
+def _forked(call) -> int:
+    """A process that makes the call and ends. It takes no locks of other threads but those that forks know of; where it hangs all
+    the same, ``_after`` ends it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a program of several threads
+        child = os.fork()
+    if child == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    return child
+
+
+_LONGEST = 120.0  # seconds that a process may take
+
+
+def _after(child: int | None, call):
+    """What ``call`` gives, made when the process has ended."""
+    ends = time.monotonic() + _LONGEST
+    while child is not None and os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > ends:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(0.005)
+    return call()
 
 
 def _load(kernel, device: torch.device) -> None:

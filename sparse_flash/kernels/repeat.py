@@ -152,8 +152,9 @@ class Call:
         self.lock = threading.Lock()
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """False, with nothing launched, where these tensors need another kernel or a profiler has to see the launches."""
-        if _hooked():
+        """False, with nothing launched, where these tensors need another kernel, another GPU is the current one, or a profiler
+        has to see the launches."""
+        if _hooked() or torch._C._cuda_getDevice() != self.device:
             return False
         pointers = [t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(self.device)

@@ -733,27 +733,47 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, d
     The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     terms: of dropout, or None.
     """
-    dropout_p = terms.dropout_p if terms else None
+    room = _room(q, k, mask, deterministic)
+    dlse = None if dlse is None else dlse.contiguous()
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic, room)
+    key = _key(dout, dlse, q, k, v, out, scale, terms, deterministic, config)
+    recording = Recording(mask, key, tensors, tensors[_ROOMS], room)
+    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, terms.dropout_p if terms else None, config)
+    recording.finish()
+    return tensors[_GRADIENTS]
+
+
+def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, deterministic=False):
+    """The same by launches that were made before, or None; any tensors."""
+    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, terms, deterministic))
+    if known is None:
+        return None
+    dlse = None if dlse is None else dlse.contiguous()
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic, known.facts)
+    return tensors[_GRADIENTS] if known.again(tensors) else None
+
+
+def _key(dout, dlse, q, k, v, out, scale, terms, deterministic: bool, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    has_dlse = dlse is not None
-    key = (attention_backward_kernel.fn, tuned.times_read(), *layout, scale, config, has_dlse, deterministic, dropout_p)
-    known = known_call(mask, key)
-    room = known.facts if known else _room(q, k, mask, deterministic)
+    more = scale, config, dlse is None, deterministic, terms.dropout_p if terms else None
+    return attention_backward_kernel.fn, tuned.times_read(), *layout, *more
+
+
+_GRADIENTS, _ROOMS = slice(7, 10), slice(10, 12)
+
+
+def _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic: bool, room: "_Room") -> tuple[torch.Tensor, ...]:
+    device = q.device
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=q.device)
+    workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
     kv_sums = workspace
     if room.kv_sums:
         fill = torch.empty if deterministic else torch.zeros
-        kv_sums = fill(room.kv_sums, dtype=torch.float32, device=q.device)
-    bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=q.device) if deterministic else lse
-    dlse = dlse.contiguous() if has_dlse else lse
+        kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
+    bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
+    dlse = lse if dlse is None else dlse
     seed = terms.seed if terms else lse
-    tensors = q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(q.device), seed
-    if known is None or not known.again(tensors):
-        recording = Recording(mask, key, tensors, (workspace, kv_sums), room)
-        _launch(recording, tensors, room, mask, scale, has_dlse, deterministic, dropout_p, config)
-        recording.finish()
-    return dq, dk, dv
+    return q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(device), seed
 
 
 class _Room(NamedTuple):

@@ -565,25 +565,39 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None
     q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
     terms: of dropout, or None. beside: see ``launch``.
     """
-    dropout_p = terms.dropout_p if terms else None
+    parts, dropout_p = _parts(mask), terms.dropout_p if terms else None
+    tensors = _tensors(q, k, v, terms, parts)
+    recording = Recording(mask, _key(q, k, v, scale, terms, config), tensors, facts=parts)
+    recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, parts, dropout_p, config), beside=beside)
+    _, _, _, out, lse, part_out, part_lse, *_ = tensors
+    if parts:
+        recording.launch(join_kernel, _join_launch(out, lse, part_out, part_lse, mask))
+    recording.finish()
+    return out, lse
+
+
+def repeated_forward(q, k, v, mask, scale, terms=None):
+    """The same by launches that were made before, or None; any q, k and v."""
+    known = known_call(mask, _key(q, k, v, scale, terms))
+    if known is None:
+        return None
+    tensors = _tensors(q, k, v, terms, known.facts)
+    return tensors[3:5] if known.again(tensors) else None
+
+
+def _key(q, k, v, scale, terms, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device
-    key = (attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, dropout_p)
-    known = known_call(mask, key)
-    parts, dim = known.facts if known else (_parts(mask), padded_head_dim(q.shape[3]))
+    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, terms.dropout_p if terms else None
+
+
+def _tensors(q, k, v, terms, parts: int) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     part_out = part_lse = lse
     if parts:
         part_lse = torch.empty((q.shape[0] * q.shape[1] * parts, TILE.value), dtype=torch.float32, device=q.device)
-        part_out = torch.empty((*part_lse.shape, dim), dtype=torch.float32, device=q.device)
-    tensors = q, k, v, out, lse, part_out, part_lse, tile_queue(q.device), terms.seed if terms else lse
-    if known is None or not known.again(tensors):
-        recording = Recording(mask, key, tensors, facts=(parts, dim))
-        recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, parts, dropout_p, config), beside=beside)
-        if parts:
-            recording.launch(join_kernel, _join_launch(out, lse, part_out, part_lse, mask, dim))
-        recording.finish()
-    return out, lse
+        part_out = torch.empty((*part_lse.shape, padded_head_dim(q.shape[3])), dtype=torch.float32, device=q.device)
+    return q, k, v, out, lse, part_out, part_lse, tile_queue(q.device), terms.seed if terms else lse
 
 
 def _parts(mask) -> int:
@@ -636,9 +650,10 @@ def _forward_launch(q, k, v, out, lse, part_out, part_lse, queue, seed, mask, sc
     return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
 
 
-def _join_launch(out, lse, part_out, part_lse, mask, dim: int):
+def _join_launch(out, lse, part_out, part_lse, mask):
     """(grid, arguments, constants, options)"""
     batch, heads, q_len = lse.shape
+    dim = part_out.shape[-1]
     table = mask.by_query.parts
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, JOINED.value, dim), lse, part_out, part_lse, table, index]
