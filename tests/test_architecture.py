@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
     "tools": {"backends", "block_mask", "grid", "pattern", "tiles"},
     "tuning": {"backends", "compiler", "kernels"},
+    "warming": {"backends", "compiler", "kernels"},
     "integrations": {"attention", "block_mask", "decode", "moves", "pattern", "patterns", "scores", "terms", "varlen"},
     "layer": {"attention", "block_mask", "decode", "pattern", "terms"},
     "selection": {"attention", "block_mask", "grid", "pattern"},
@@ -63,7 +64,7 @@ MAY_IMPORT = {
         "tools",
     },  # sparse_flash/__init__.py: the public names
     "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
-    "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "grid", "pattern", "patterns", "tools", "tuning"},
+    "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "grid", "pattern", "patterns", "tools", "tuning", "warming"},
 }
 
 

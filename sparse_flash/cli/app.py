@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, doctor, masks, tune
+from . import bench, doctor, masks, tune, warm
 
 app = typer.Typer(
     help="Block-sparse attention whose cost is proportional to what the mask keeps.",
@@ -21,6 +21,7 @@ app.command("gallery")(masks.gallery)
 app.command("explain")(masks.explain)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.command("warm")(warm.warm)
 app.command("doctor")(doctor.doctor)
 
 

@@ -21,14 +21,17 @@ from triton.runtime._async_compile import AsyncCompileMode
 _PATIENCE = 1.0  # seconds; what takes less came from Triton's cache on disk, and is not worth a line
 
 
-class _Ahead(NamedTuple):
-    """What a thread that only compiles has asked for: names, and kernels that may still be at work."""
+class Ahead(NamedTuple):
+    """What a thread that only compiles has asked for: kernels by their names, as Triton's ``warmup`` gives them."""
 
-    names: list[str]
-    kernels: list
+    kernels: list[tuple[str, object]]
+
+    def names(self) -> list[str]:
+        """Of the kernels, each once."""
+        return [name for _, name in {id(kernel): name for name, kernel in self.kernels}.items()]
 
 
-_ahead: ContextVar[_Ahead | None] = ContextVar("sparse_flash_ahead", default=None)
+_ahead: ContextVar[Ahead | None] = ContextVar("sparse_flash_ahead", default=None)
 
 
 def compiles_only() -> bool:
@@ -38,28 +41,27 @@ def compiles_only() -> bool:
 
 def compile_only(name: str, kernel) -> None:
     """Notes a kernel that this thread has asked for. kernel: what Triton's ``warmup`` gives."""
-    _ahead.get().names.append(name)
-    _ahead.get().kernels.append(kernel)
+    _ahead.get().kernels.append((name, kernel))
 
 
 @contextmanager
-def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[list[str]]:
+def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[Ahead]:
     """Launches of this thread compile their kernels and launch nothing; all are compiled and loaded when the block ends. Gives
-    their names. workers: kernels compiled at a time; by default as many as there are cores, 8 at most. Raises what the
+    what was asked for. workers: kernels compiled at a time; by default as many as there are cores, 8 at most. Raises what the
     compiler raises."""
-    asked = _Ahead([], [])
+    asked = Ahead([])
     workers = workers or min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         compilers = _Forking(pool, workers)
         with AsyncCompileMode(compilers, ignore_errors=True):  # which, in Triton 3.6, would stay active after an error
             token = _ahead.set(asked)
             try:
-                yield asked.names
+                yield asked
             finally:
                 _ahead.reset(token)
         for future in compilers.futures:
             future.result()
-        list(pool.map(lambda kernel: _load(kernel, device), asked.kernels))
+        list(pool.map(lambda kernel: _load(kernel[1], device), asked.kernels))
 
 
 class _Forking:

@@ -1,0 +1,46 @@
+"""``warm``: compiles what training will need, before it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .console import errors, output, user_errors
+
+
+def warm(
+    head_dim: Annotated[list[int], typer.Option(min=1, help="Of queries and keys; may be given several times.")],
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bf16, fp16 or fp32; may be given several times. bf16 by default.")
+    ] = None,
+    v_head_dim: Annotated[int | None, typer.Option(min=1, help="Of values, where it is another.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens on a side of a mask's block.")] = 128,
+    deterministic: Annotated[bool, typer.Option(help="The kernels of gradients that repeat bit for bit.")] = False,
+    backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
+    workers: Annotated[int | None, typer.Option(min=1, help="Kernels at a time; as many as cores, 8 at most, by default.")] = None,
+) -> None:
+    """Compiles the kernels of training, forward and backward, side by side: once on a machine."""
+    import torch
+
+    from sparse_flash import warming
+
+    with user_errors():
+        if reason := warming.unavailable():
+            raise ValueError(f"nothing to compile: {reason}")
+        names = dtype or ["bf16"]
+        if unknown := [name for name in names if name not in warming.DTYPES]:
+            raise ValueError(f"dtype must be one of bf16, fp16, fp32; got {unknown[0]!r}")
+        head_dims = [(dim, v_head_dim or dim) for dim in head_dim]
+        calls = warming.variants(head_dims, [warming.DTYPES[name] for name in names], block_size, deterministic)
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+            bar.add_task(f"compiling the kernels of {len(calls)} variants of a call", total=None)
+            done = warming.warm(calls, torch.device("cuda", torch.cuda.current_device()), backend, workers)
+    console = output()
+    for name in sorted(set(done.kernels)):
+        count = done.kernels.count(name)
+        console.print(f"  {name}" + (f", {count} variants" if count > 1 else ""))
+    console.print(f"{len(done.kernels)} kernels of {done.variants} variants of a call are compiled; it took {done.seconds:.1f} s")

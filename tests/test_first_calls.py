@@ -1,0 +1,146 @@
+"""What is done around compiling a kernel, with stand-ins for compilers."""
+
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+
+import itertools
+
+from triton import knobs
+
+from sparse_flash.cli.app import app
+from sparse_flash.kernels import first_calls
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert knobs.cache.dir == str(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_what_is_compiled_where_that_takes_long(cache, monkeypatch, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(first_calls, "_PATIENCE", 0.01)
+    with first_calls.first_call("attention forward for Hopper, head_dim 128", ("kernel",)):
+        time.sleep(0.2)
+    expected = "sparse_flash: compiling attention forward for Hopper, head_dim 128: once on this machine\n"
+    assert capsys.readouterr().err == (expected if terminal else "")
+
+
+def test_nothing_is_said_of_what_takes_no_time(cache, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with first_calls.first_call("a kernel", ("kernel",)):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def _compile(folder: str, key: str, barrier) -> None:
+    """Compiles unless the cache has it, as Triton does, and notes that it did."""
+    barrier.wait()
+    with first_calls.first_call("a kernel", (key,)):
+        if not os.path.exists(f"{folder}/{key}.compiled"):
+            time.sleep(0.2)
+            with open(f"{folder}/{key}.log", "a") as log:
+                log.write("compiled\n")
+            open(f"{folder}/{key}.compiled", "w").close()
+
+
+@forks
+def test_eight_ranks_compile_a_kernel_once(cache):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(8)
+    ranks = [context.Process(target=_compile, args=(str(cache), "kernel", barrier)) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0] * 8
+    assert (cache / "kernel.log").read_text() == "compiled\n"
+
+
+def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
+    ran = []
+    with first_calls.first_call("a kernel", ("kernel",)):
+        ran.append(True)
+    assert ran
+
+
+@forks
+def test_kernels_are_compiled_in_processes_of_their_own_side_by_side(tmp_path):
+    def compile_one(number: int):
+        def call():
+            place = tmp_path / str(number)
+            if not place.exists():  # as Triton's cache
+                time.sleep(0.3)
+                place.write_text(str(os.getpid()))
+            return place.read_text()
+
+        return call
+
+    with ThreadPoolExecutor(4) as pool:
+        begin = time.monotonic()
+        results = [first_calls._Forking(pool, 4).submit(compile_one(number)) for number in range(4)]
+        makers = [result.result() for result in results]
+        assert time.monotonic() - begin < 4 * 0.3
+    assert len(set(makers)) == 4 and str(os.getpid()) not in makers
+
+
+@forks
+def test_no_more_processes_compile_than_there_are_workers(tmp_path):
+    def call(number):
+        def noted():
+            (tmp_path / f"{number}.{os.getpid()}").write_text(f"{time.monotonic()}")
+            time.sleep(0.1)
+
+        return noted
+
+    with ThreadPoolExecutor(2) as pool:
+        compilers = first_calls._Forking(pool, 1)
+        for number in range(3):
+            compilers.submit(call(number))
+    begun = sorted(float(path.read_text()) for path in tmp_path.iterdir())
+    assert all(later - earlier > 0.09 for earlier, later in itertools.pairwise(begun))
+
+
+@forks
+def test_a_process_that_hangs_is_ended_and_its_work_done_here(monkeypatch):
+    monkeypatch.setattr(first_calls, "_LONGEST", 0.2)
+    here = os.getpid()
+    with ThreadPoolExecutor(1) as pool:
+        result = first_calls._Forking(pool, 1).submit(lambda: time.sleep(60) if os.getpid() != here else "done")
+        assert result.result(timeout=10) == "done"
+
+
+@forks
+def test_what_a_compiler_raises_is_raised_here(capfd):
+    def fails():
+        raise RuntimeError("no such instruction")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="no such instruction"):
+        first_calls._Forking(pool, 1).submit(fails).result()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_warm_says_why_there_is_nothing_to_compile(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = CliRunner().invoke(app, ["warm", "--head-dim", "128"])
+    assert result.exit_code == 2 and "there is no GPU to compile for" in result.output
+
+
+def test_warm_refuses_a_dtype_that_it_does_not_know(monkeypatch):
+    monkeypatch.setattr("sparse_flash.warming.unavailable", lambda: None)
+    result = CliRunner().invoke(app, ["warm", "--head-dim", "128", "--dtype", "fp8"])
+    assert result.exit_code == 2 and "got 'fp8'" in result.output
