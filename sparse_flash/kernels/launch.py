@@ -187,7 +187,6 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
             return
 
 
-def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared, variant: tuple = ()) -> None:
 def _described(kernel, constants: dict) -> str:
     """In words: attention forward for Hopper, head_dim 128."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
