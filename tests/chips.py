@@ -26,14 +26,14 @@ from sparse_flash.kernels import configs
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
-# By name: what Triton calls it, threads of a warp, bytes of shared memory that a program may take, whether it addresses tiles.
+# By name: what Triton calls it, threads of a warp, bytes of shared memory that a program may take, whether it gets descriptors.
 CHIPS = {
     "8.0": (("cuda", 80, 32), (8, 0), 166912, False),
     "8.6": (("cuda", 86, 32), (8, 6), 101376, False),
     "8.9": (("cuda", 89, 32), (8, 9), 101376, False),
     "9.0": (("cuda", 90, 32), (9, 0), 232448, True),
     "10.0": (("cuda", 100, 32), (10, 0), 232448, True),
-    "12.0": (("cuda", 120, 32), (12, 0), 101376, True),
+    "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
 COMMON = ("common", "dropout", "lengths", "scores", "terms")
@@ -90,34 +90,34 @@ REPRESENTATIVES += [Variant("decode", dim=128, page=128), Variant("packed", term
 
 
 def variants() -> list[Variant]:
-    """A subset, chosen to have each limit in it: the three head dimensions whose tiles differ most; float32, whose numbers take
-    twice the room; tables of small blocks; dropout, whose draws take registers; all terms of scores at once with a function that
-    loads a number for each pair, and lengths, which take the most shared memory. float16 compiles like bfloat16."""
+    """A subset, chosen to have each limit in it: head dimensions whose tiles differ most; float32, whose numbers take twice the
+    room; dropout, whose draws take registers; all terms of scores at once with a function that loads a number for each pair, and
+    lengths, which take the most shared memory. float16 compiles like bfloat16, tables of small blocks take less."""
     found = list(REPRESENTATIVES)
     for kernel in configs.KERNELS:
-        found += [Variant(kernel, dim=dim) for dim in (64, 128, 256)]
-        found += [Variant(kernel, "fp32", block=0), Variant(kernel, "fp32", 256, 0), Variant(kernel, block=16)]
-        found += [Variant(kernel, block=0, terms=terms) for terms in ("dropout", "terms")]
-        found += [Variant(kernel, dim=dim, terms="lengths") for dim in (64, 128)]
-    found += [Variant("decode", dim=64), Variant("decode", dim=256), Variant("decode", "fp32", page=16)]
-    return found + [Variant("packed", terms=name) for name in ("take_rows_kernel", "fill_spans_kernel")]
+        found += [Variant(kernel, dim=64), Variant(kernel, dim=256), Variant(kernel, "fp32", 256, 0)]
+        found += [Variant(kernel, block=0, terms="dropout"), Variant(kernel, terms="terms"), Variant(kernel, terms="lengths")]
+    return [*found, Variant("decode", dim=256)]
 
 
 def config_of(variant: Variant, chip: str) -> configs.Config:
     family = configs.family_of_chip(*CHIPS[chip][1:3])
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[variant.dtype]
     if variant.kernel == "decode":
-        return configs.decode_config(dtype, variant.dim, variant.block or None, 32, None, family)
+        return configs.decode_config(dtype, variant.dim, variant.block or None, 32, None, family, True)
     if variant.kernel == "packed":
         return configs.Config(0, 0, 1 if variant.terms == "fill_rows_kernel" else 4, 0)
     return configs.fitted(family, variant.kernel, dtype, variant.dim, variant.block or None)
 
 
 def hash_of(kernel: str) -> str:
-    """Of the sources of a kernel, without comments and docstrings."""
+    """Of the sources of a kernel, without comments, docstrings, and the launchers beside it."""
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
-        _update(digest, ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()))
+        for node in ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()).body:
+            launcher = isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "launch_options"
+            if not launcher and not isinstance(node, ast.Import | ast.ImportFrom):
+                _update(digest, [node])
     return digest.hexdigest()[:12]
 
 

@@ -110,6 +110,8 @@ def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monke
     try:
         assert "NVIDIA" in hopper.available() and not hopper._is_hopper(torch.device("cuda", 0))
         assert not launch.addresses_tiles.__wrapped__(torch.device("cuda", 0))
+        monkeypatch.setattr(torch.version, "hip", None)
+        assert launch.addresses_tiles.__wrapped__(torch.device("cuda", 0))
     finally:
         hopper._available.cache_clear()
         hopper._capability.cache_clear()

@@ -299,11 +299,15 @@ def decode_config(
     rows: int,
     v_head_dim: int | None = None,
     family: Family = HOPPER,
+    several: bool = False,
 ) -> Config:
     """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
-    block."""
+    block. several: more than one query of a head."""
     config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
+    if family.amd and several and block_size is not None:
+        # Triton 3.9 does not compile masks that branches change in a loop that loads ahead, where they differ between queries.
+        config = replace(config, num_stages=1)
     return replace(
         config,
         tile_m=tile_m,

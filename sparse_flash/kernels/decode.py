@@ -451,7 +451,7 @@ def _plan(
     group = heads // k_shape[1]
     members = 1 if apart else group
     rows = members * q_len
-    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device))
+    config = config or decode_config(dtype, head_dim, table and table[0], rows, v_head_dim, family_of(device), q_len > 1)
     tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
     row_tiles = -(-rows // tile_m)
     tiles = batch * (heads // members) * row_tiles
