@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 
@@ -379,3 +380,42 @@ def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
     after, expected = model.state_dict(), dense.state_dict()
     assert any(not torch.equal(after[name], before[name]) for name in after if "self_attn" in name)
     torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing):
+    torch._dynamo.reset()
+    model, _ = twins("llama")
+    use_sparse_flash(model, PATTERN).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+
+    def gradient(call, x):
+        model.zero_grad()
+        call(x, labels=x, attention_mask=torch.ones_like(x), use_cache=False).loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    for tokens in (30, 41, 150):
+        x = words(tokens=tokens)
+        torch.testing.assert_close(gradient(compiled, x), gradient(model, x), atol=1e-6, rtol=1e-3)
+    assert counter.frame_count <= 3
+
+
+def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
+    torch._dynamo.reset()
+    model, _ = twins("mistral, window")
+    compiled = torch.compile(use_sparse_flash(model, PATTERN).eval(), fullgraph=True, backend="eager")
+    x = words(tokens=60)
+    padded, holes = torch.ones_like(x), torch.ones_like(x)
+    padded[0, :5], holes[0, 5:9] = 0, 0
+    with torch.no_grad():
+        for options in ({}, {"attention_mask": padded}):
+            torch.testing.assert_close(
+                compiled(x, **options).logits[:, 5:], model(x, **options).logits[:, 5:], atol=1e-5, rtol=1e-4
+            )
+        with pytest.raises(RuntimeError, match="zeros between its ones"):
+            compiled(x, attention_mask=holes)
+        with pytest.raises(RuntimeError, match="packed sequences"):
+            compiled(x, position_ids=torch.arange(60)[None].remainder(25), use_cache=False)

@@ -95,6 +95,10 @@ def use_sparse_flash(
     look ahead must say so: "causal & ...".
     backend, deterministic: as for ``sparse_flash.attention``.
 
+    The model may be compiled, before or after, with fullgraph=True too, for all lengths. Compiled code looks at no values: what is
+    carried by them elsewhere, zeros between ones in attention_mask and packed sequences by position_ids, fails there when it runs
+    (on a GPU as a device-side assertion), but for packed sequences in layers of chunks, which count as single ones.
+
     The choice lies on the model's layers and is not saved with it. Raises ValueError for a model that has no such layers, and
     for masks that do not fit them; the model is then as before.
     """

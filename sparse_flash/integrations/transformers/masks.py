@@ -147,7 +147,9 @@ def model_mask(**arguments) -> ModelMask:
         mask.limits = () if limit is None else ((limit,),)
         _check_place(mask)
         if arguments.get("attention_mask") is not None:
-            _set_tokens(mask, arguments["attention_mask"])
+            _set_tokens(mask, arguments["attention_mask"].bool())
+        else:
+            _assert_single(arguments, q_length)
         return mask
     read = _Reading(arguments["batch_size"])
     read.function(arguments["mask_function"])
@@ -208,7 +210,11 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
     count = exist.sum(1, keepdim=True)
     first = exist.int().argmax(1, keepdim=True)
     token = torch.arange(exist.shape[1], device=exist.device)
-    if check and not torch.equal(exist, (token >= first) & (token < first + count)):
+    run = (token >= first) & (token < first + count)
+    if torch.compiler.is_compiling():
+        # Compiled code looks at no values, but can fail where it runs.
+        torch._assert_async((exist == run).all(), f"attention_mask has zeros between its ones; {_UNCOMPILED}")
+    elif check and not torch.equal(exist, run):
         mask.dense = exist[:, None, None, mask.kv_offset :]
         return
     starts, stops = (t.squeeze(1) - mask.kv_offset for t in (first, first + count))
@@ -216,10 +222,27 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
     mask.starts, mask.stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
 
 
+_UNCOMPILED = "sparse_flash carries that in a model that is not compiled"
+
+
+def _assert_single(arguments, q_length) -> None:
+    """Has compiled code fail where it is given packed sequences: there a token does not see the one before it."""
+    if arguments["mask_function"].__name__ != "and_mask" or q_length != arguments["kv_length"] or q_length < 2:
+        return
+    size = arguments.get("local_size")
+    if size is not None and size == getattr(arguments.get("config"), "attention_chunk_size", None):
+        return  # nor does it where a chunk begins
+    device = arguments.get("device", "cpu")
+    token = torch.arange(1, q_length, device=device)
+    batch = torch.arange(arguments["batch_size"], device=device)[:, None]
+    seen = arguments["mask_function"](batch, torch.zeros_like(batch), token, token - 1)
+    torch._assert_async(seen.all(), f"position_ids are of packed sequences; {_UNCOMPILED}")
+
+
 def _said(arguments) -> tuple[str, str | None]:
     """(base, limit) of a mask within torch.compile, which cannot look into functions: from what Transformers says beside them.
 
-    Packed sequences cannot be told from single ones there, and count as single ones.
+    Packed sequences cannot be told from single ones there: see ``_assert_single``.
     """
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
