@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,14 @@ def test_the_public_names_are_those_that_programs_outside_call():
     assert promised <= set(sf.__all__)
     assert all(hasattr(sf, name) for name in sf.__all__)
     assert {"causal", "local", "butterfly"} <= set(sf.__all__)
+
+
+@pytest.mark.parametrize("library", ["fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"])
+def test_no_module_imports_what_windows_lacks(library):
+    assert not importers(library)
+
+
+def test_triton_is_asked_for_on_linux_alone():
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (triton,) = (line for line in asked if line.startswith("triton"))
+    assert triton.endswith("sys_platform == 'linux'")

@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import LAYOUTS, check, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparse_flash as sf
+from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.backends import torch as torch_backend
 from sparse_flash.benchmarks import busy
-from sparse_flash.terms import NO_TERMS
+from sparse_flash.terms import NO_TERMS, terms_of
 
 parametrize = pytest.mark.parametrize
 
@@ -219,3 +222,49 @@ def test_the_benchmark_of_a_busy_machine_measures_every_call_and_leaves_no_proce
 def test_a_slow_down_is_the_usual_time_beside_others_by_the_least_alone():
     one = busy.Slowdown(alone=4.0, beside=10.0)
     assert "       2.50       1.00" in busy.table({busy.PEER: one}) and one.ratio == 2.5
+
+
+# Other systems. No such machine was at hand: what follows proves what is chosen, and what its operations are made of.
+
+
+class DataTypes(TorchDispatchMode):
+    """The dtypes of what operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@parametrize("interpreted", [False, True])
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    for block_size in (None, 128):
+        call = backends.Call(torch.device("mps"), dtype, 1, 4, 2, 256, 256, 64, block_size)
+        assert backends.choose("auto", call) == "torch"
+        with pytest.raises(ValueError, match="float64, which devices of type mps do not have"):
+            backends.choose("reference", call)
+    with torch.autocast("mps", enabled=False):  # as the back end enters it
+        pass
+
+
+@parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkeypatch, dtype):
+    monkeypatch.setattr(torch_backend, "_by_pytorchs", lambda *_: False)  # PyTorch's kernel is for CPUs alone
+    q, k, v = (t.detach() for t in leaves(70, kv_heads=2, dtype=dtype))
+    slopes, bias = torch.ones(4), torch.zeros(4, 9, requires_grad=True)
+    options = {"dropout_p": 0.3, "softcap": 5.0, "alibi_slopes": slopes, "rel_bias": bias, "kv_lens": torch.tensor([70, 9])}
+    with torch.no_grad(), DataTypes() as types:
+        for mask in (None, "causal", "causal & strided(7, block=1)"):
+            mask = mask and sf.compile_mask(mask, 70, block_size=32)
+            for terms in (None, terms_of(q, k, **options)):
+                out, lse = torch_backend.forward(q, k, v, mask, 0.2, terms)
+                for dlse in (None, lse):
+                    torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, terms)
+            torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2)
+    assert torch.float32 in types.seen and torch.float64 not in types.seen

@@ -100,7 +100,7 @@ def choose(name: str, call: Call) -> str:
     reasons = {}
     for candidate in AUTOMATIC:
         reasons[candidate] = backend(candidate).supports(call)
-        if reasons[candidate] is None and candidate == "triton" and call.device.type == "cpu":
+        if reasons[candidate] is None and candidate == "triton" and call.device.type != "cuda":
             # Its interpreter is thousands of times slower: for tests, which ask for it by name.
             reasons[candidate] = "it runs on a GPU"
         if reasons[candidate] is None:

@@ -13,7 +13,7 @@ from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing
 
 
 def supports(call) -> str | None:
-    return None
+    return "it computes in float64, which devices of type mps do not have" if call.device.type == "mps" else None
 
 
 def available() -> str | None:
