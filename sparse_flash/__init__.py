@@ -12,6 +12,7 @@ from .patterns import __all__ as _patterns
 from .selection import topk_blocks
 from .terms import ScoreFunction
 from .tools.draw import draw
+from .tools.explain import explain
 from .varlen import attention_varlen
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "compile_mask",
     "draw",
+    "explain",
     "list_patterns",
     "parse",
     "register_pattern",

@@ -196,7 +196,7 @@ def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():
     import sparse_flash.tools.draw
     import sparse_flash.tools.explain  # noqa: F401
 
-    assert callable(sf.draw)
+    assert callable(sf.draw) and callable(sf.explain)
 
 
 class Allocations(TorchDispatchMode):
@@ -299,3 +299,15 @@ def test_back_ends_that_do_not_run_a_call_have_no_memory():
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float64).memory.work) == set()
     with pytest.raises(ValueError, match="multiple of kv_heads; got 4 and 3"):
         explain(mask, heads=4, kv_heads=3)
+
+
+def test_an_explanation_reads_as_sentences_and_has_them_as_fields():
+    e = sf.explain("causal & local(1024)", 8, 128)
+    text = str(e)
+    assert text.startswith(
+        "causal & local(1024)\n65,536 queries x 65,536 keys in blocks of 128; batch 1, 8 heads of 128, bfloat16\n"
+    )
+    assert e.kept_blocks == 4572 and "visited blocks" in text and "4,572 of 262,144" in text and "predicted speed-up" in text
+    assert "hint: " in str(sf.explain(sf.compile_mask("causal", 256)))
+    with pytest.raises(ValueError, match="the mask given has 256 x 256 tokens"):
+        sf.explain(sf.compile_mask("causal", 256), q_len=512)

@@ -50,12 +50,3 @@ def stages(*names: str):
             bar.update(task, description=left.pop(0), refresh=True)
 
         yield begin
-
-
-def size_text(count: float) -> str:
-    """Bytes in the unit that reads best."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

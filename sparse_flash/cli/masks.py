@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .console import output, size_text, stages, user_errors
+from .console import output, stages, user_errors
 
 Spec = Annotated[str, typer.Argument(help="A pattern, such as 'causal & (local(1024) | butterfly(block=128))'.")]
 KvLen = Annotated[int | None, typer.Option("--kv-len", help="Keys, in tokens; as many as queries by default.")]
@@ -145,6 +145,7 @@ def explain(
     import torch
 
     from sparse_flash.tools.explain import explain as numbers_of
+    from sparse_flash.tools.figures import size_text
 
     with user_errors(), stages("compiling", "counting") as begin:
         if dtype not in _DTYPES:
@@ -156,87 +157,12 @@ def explain(
         e = numbers_of(mask, heads, head_dim, getattr(torch, dtype), **options)
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
-    shared = "" if kv_heads in (None, heads) else f" on {kv_heads} of keys and values"
-    dims = f"{head_dim}" if v_head_dim in (None, head_dim) else f"{head_dim}, v of {v_head_dim}"
-    console.print(
-        f"{e.q_len:,} queries x {e.kv_len:,} keys in blocks of {e.block_size}; batch {batch}, {heads} heads{shared} of {dims}, "
-        f"{dtype}\n"
-    )
+    console.print(f"{e.call}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-
-    of_causal = f", {e.causal_density:.3%} of the causal ones" if e.causal_density is not None else ""
-    table.add_row("kept pairs", f"{e.kept_pairs:,}, {e.density:.3%} of all{of_causal}")
-    table.add_row("visited blocks", f"{e.kept_blocks:,} of {e.blocks:,}, {e.block_density:.3%}")
-    table.add_row(
-        "partial blocks",
-        f"{e.partial_blocks:,}, {e.partial_share:.1%} of the visited; {e.wasted_share:.1%} of visited pairs dropped",
-    )
-    table.add_row("table", f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s")
-    kinds = (("rows", e.rows, e.empty_queries, "queries keep"), ("columns", e.columns, e.empty_keys, "keys are kept by"))
-    for name, load, empty, what in kinds:
-        table.add_row(
-            f"load over {name}",
-            f"{load.mean:.1f} blocks on average, {load.max:,} at most: {load.imbalance:.2f}x; "
-            f"the heaviest has {load.share:.2%} of the work; {empty:,} {what} nothing",
-        )
-    table.add_row("forward FLOPs", f"{_flops(e.flops)} kept, {_flops(e.visited_flops)} visited, {_flops(e.dense_flops)} dense")
-    table.add_row(
-        "forward traffic", f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)"
-    )
-    for name, line in _memory(e.memory):
+    for name, line in (e.lines() | {"table": f"{size_text(e.table_bytes)}, compiled in {seconds:.3f} s"}).items():
         table.add_row(name, line)
-    rival = f"; {_times(e.rival_speedup)} over dense causal attention" if e.causal else ""
-    if e.kept_blocks:
-        table.add_row(
-            "predicted speed-up", f"{_times(e.speedup)} over dense by visited blocks{rival}; {_times(e.bytes_speedup)} by traffic"
-        )
-    else:
-        table.add_row("predicted speed-up", "not defined, as no block is visited")
-    if not e.kept_blocks:
-        table.add_row("causal pairs in reach", "none, but for each token's own by the residual connection")
-    elif e.reach:
-        shares = ", ".join(f"{layers}: {_share(share)}" for layers, share in e.reach.shares.items())
-        exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
-        table.add_row("causal pairs in reach", f"after layers {shares} ({exact})")
-    else:
-        table.add_row("causal pairs in reach", "not defined where q_len and kv_len differ, as layers are stacked")
     console.print(table)
     for hint in e.hints:
         console.print(Text("hint: ", "bold yellow") + Text(hint, "default"))
-
-
-def _memory(m):
-    """(what, memory) of a call and of its backward pass."""
-    parts = f"q, k and v {size_text(m.inputs)}, out and lse {size_text(m.outputs)}, the table"
-    grads = f"as above, and gradients of out {size_text(m.out)}, of q, k and v {size_text(m.gradients)}"
-    for number, (name, most, made_of) in enumerate(
-        (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
-    ):
-        work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
-        yield name, f"{_by_backend({b: most(b) for b in m.work})}: {made_of}" + (f", scratch {work}" if work else "")
-
-
-def _by_backend(counts: dict[str, int]) -> str:
-    """Bytes of each back end; of both in one where they read the same."""
-    texts = {name: size_text(count) for name, count in counts.items()}
-    together = len(set(texts.values())) == 1 < len(texts)
-    return next(iter(texts.values())) if together else ", ".join(f"{text} on {name}" for name, text in texts.items())
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def _share(share: float) -> str:
-    # 99.99 % must not read as all.
-    return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
-
-
-def _flops(count: float) -> str:
-    for unit in ("", "K", "M", "G", "T", "P"):
-        if count < 1000 or unit == "P":
-            return f"{count:.3g} {unit}FLOP"
-        count /= 1000
-    raise AssertionError

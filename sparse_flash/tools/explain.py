@@ -5,6 +5,7 @@ Nothing here prints, times or looks at a device other than the one the table is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,10 @@ import torch
 from ..backends import hopper, triton
 from ..block_mask import BlockMask
 from ..grid import BlockGrid
+from ..pattern import Pattern
 from ..tiles import unpack_bits, unpack_runs
+from .figures import flops_text, share_text, size_text, times
+from .subject import subject
 
 # Reachability multiplies boolean matrices with this many units on a side; longer masks are looked at in coarser units.
 MOST_UNITS = 1024
@@ -21,6 +25,7 @@ MOST_UNITS = 1024
 # block that a table names takes 1.06 times as long as one of dense attention forward and 1.07 backward where rows keep 30
 # blocks, 1.13 and 1.39 where they keep 8; masks near this gain have long rows.
 LEAST_GAIN = 1.1
+DEFAULT_LEN = 65536
 _CHUNK = 1 << 14  # partial blocks looked at at a time
 
 
@@ -101,8 +106,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Numbers of one mask; pairs and tokens are of one head. See ``explain``.
+    """Numbers of one mask; pairs and tokens are of one head. See ``explain``. Printed, it is a table of sentences.
 
+    pattern: its spec text, "" for a table. call: lengths, heads and dtype in words.
     flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim (2 x pairs x
     (head_dim + v_head_dim)) for the pairs kept, all pairs, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
@@ -111,6 +117,8 @@ class Explanation:
     memory: see ``Memory``.
     """
 
+    pattern: str
+    call: str
     q_len: int
     kv_len: int
     block_size: int
@@ -185,9 +193,18 @@ class Explanation:
             hints.append(f"{self.empty_queries:,} queries keep nothing: their outputs are 0.")
         return hints
 
+    def lines(self) -> dict[str, str]:
+        """What is known, as sentences by their names."""
+        return dict(_lines(self))
+
+    def __str__(self):
+        width = max(map(len, self.lines()))
+        table = [f"{name:<{width}}  {line}" for name, line in self.lines().items()]
+        return "\n".join([*([self.pattern] if self.pattern else []), self.call, "", *table, *(f"hint: {h}" for h in self.hints)])
+
 
 def explain(
-    mask: BlockMask,
+    mask: BlockMask | Pattern | str,
     heads: int = 1,
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
@@ -196,16 +213,22 @@ def explain(
     kv_heads: int | None = None,
     v_head_dim: int | None = None,
     deterministic: bool = False,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int | None = None,
 ) -> Explanation:
-    """The numbers of a mask of one stored mask (of the first batch entry and head).
+    """What a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. q_len, kv_len, block_size: tokens,
+    for which a pattern is compiled; 65,536, q_len and 128 by default. A BlockMask has its own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None
     for as many as of queries. v_head_dim: of v and out, None for head_dim. deterministic: whether the gradients repeat bit by
     bit, which takes memory on Hopper.
     Raises ValueError for a mask that differs over batch or heads.
     """
+    mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     if mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain the masks of the heads one by one")
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -224,7 +247,12 @@ def explain(
     causal = _is_causal(mask, rows, cols, kind, tile)
     rival_blocks = int(_causal_blocks(grid)) if causal else grid.q_blocks * grid.kv_blocks
     empty_queries, empty_keys = _empty_tokens(mask, rows, cols, kind, tile)
+    shared = "" if kv_heads == heads else f" on {kv_heads} of keys and values"
+    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}, v of {v_head_dim}"
+    lengths = f"{grid.q_len:,} queries x {grid.kv_len:,} keys in blocks of {grid.block_size}"
     return Explanation(
+        pattern=pattern,
+        call=f"{lengths}; batch {batch}, {heads} heads{shared} of {dims}, {str(dtype).removeprefix('torch.')}",
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
@@ -419,3 +447,68 @@ def _decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512):
             yield part, (column >= first[:, :, None]) & (column < stop[:, :, None])
         else:
             yield part, unpack_bits(tiles[part], size)
+
+
+def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
+    of_causal = f", {e.causal_density:.3%} of the causal ones" if e.causal_density is not None else ""
+    yield ("kept pairs", f"{e.kept_pairs:,}, {e.density:.3%} of all{of_causal}")
+    yield ("visited blocks", f"{e.kept_blocks:,} of {e.blocks:,}, {e.block_density:.3%}")
+    yield (
+        "partial blocks",
+        f"{e.partial_blocks:,}, {e.partial_share:.1%} of the visited; {e.wasted_share:.1%} of visited pairs dropped",
+    )
+    yield ("table", size_text(e.table_bytes))
+    kinds = (
+        ("rows", e.rows, e.empty_queries, "queries keep"),
+        ("columns", e.columns, e.empty_keys, "keys are kept by"),
+    )
+    for name, load, empty, what in kinds:
+        yield (
+            f"load over {name}",
+            f"{load.mean:.1f} blocks on average, {load.max:,} at most: {load.imbalance:.2f}x; "
+            f"the heaviest has {load.share:.2%} of the work; {empty:,} {what} nothing",
+        )
+    yield (
+        "forward FLOPs",
+        f"{flops_text(e.flops)} kept, {flops_text(e.visited_flops)} visited, {flops_text(e.dense_flops)} dense",
+    )
+    yield (
+        "forward traffic",
+        f"{size_text(e.bytes_moved)}, {size_text(e.dense_bytes_moved)} dense (arXiv:2205.14135, Prop. 4)",
+    )
+    for name, line in _memory_lines(e.memory):
+        yield (name, line)
+    rival = f"; {times(e.rival_speedup)} over dense causal attention" if e.causal else ""
+    if e.kept_blocks:
+        yield (
+            "predicted speed-up",
+            f"{times(e.speedup)} over dense by visited blocks{rival}; {times(e.bytes_speedup)} by traffic",
+        )
+    else:
+        yield ("predicted speed-up", "not defined, as no block is visited")
+    if not e.kept_blocks:
+        yield ("causal pairs in reach", "none, but for each token's own by the residual connection")
+    elif e.reach:
+        shares = ", ".join(f"{layers}: {share_text(share)}" for layers, share in e.reach.shares.items())
+        exact = "exact" if e.reach.unit == 1 else f"seen in units of {e.reach.unit} tokens, so at most"
+        yield ("causal pairs in reach", f"after layers {shares} ({exact})")
+    else:
+        yield ("causal pairs in reach", "not defined where q_len and kv_len differ, as layers are stacked")
+
+
+def _memory_lines(m: Memory):
+    """(what, memory) of a call and of its backward pass."""
+    parts = f"q, k and v {size_text(m.inputs)}, out and lse {size_text(m.outputs)}, the table"
+    grads = f"as above, and gradients of out {size_text(m.out)}, of q, k and v {size_text(m.gradients)}"
+    for number, (name, most, made_of) in enumerate(
+        (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
+    ):
+        work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
+        yield name, f"{_by_backend({b: most(b) for b in m.work})}: {made_of}" + (f", scratch {work}" if work else "")
+
+
+def _by_backend(counts: dict[str, int]) -> str:
+    """Bytes of each back end; of both in one where they read the same."""
+    texts = {name: size_text(count) for name, count in counts.items()}
+    together = len(set(texts.values())) == 1 < len(texts)
+    return next(iter(texts.values())) if together else ", ".join(f"{text} on {name}" for name, text in texts.items())

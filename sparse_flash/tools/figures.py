@@ -1,0 +1,29 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def size_text(count: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def share_text(share: float) -> str:
+    # 99.99 % must not read as all.
+    return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
+
+
+def flops_text(count: float) -> str:
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if count < 1000 or unit == "P":
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    raise AssertionError
