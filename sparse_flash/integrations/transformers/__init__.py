@@ -36,13 +36,8 @@ from ...terms import check_deterministic
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
 
-# Before 5.4 masks are asked for in another way, and before 5.8 some models are built otherwise: nothing there was tested.
-OLDEST = (5, 8)
-if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-    raise ImportError(
-        f"transformers {OLDEST[0]}.{OLDEST[1]} or newer is needed; got {transformers.__version__}: "
-        f"pip install 'transformers[torch]>={OLDEST[0]}.{OLDEST[1]}'"
-    )
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(f"transformers 5 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5'")
 
 NAME = "block_sparse"  # not "sparse_flash": where a name holds "flash", Transformers looks for a FlashAttention kernel
 OWN = "own"
