@@ -1,5 +1,7 @@
 """The portable kernels on chips other than Hopper: how they address tiles, their configs, and what they compile to."""
 
+import dataclasses
+
 import pytest
 import torch
 from oracle import LAYOUTS, check
@@ -100,6 +102,20 @@ def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, rea
         triton_backend._refusal.cache_clear()
 
 
+def test_dropout_is_refused_where_the_compiler_does_not_survive_it(monkeypatch):
+    monkeypatch.setattr(triton_backend, "_available", lambda: None)
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, features=("dropout_p",))
+    for chip, shared, refused in (("gfx942", 65536, True), ((8, 6), 101376, False)):
+        monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: (chip, shared))
+        triton_backend._refusal.cache_clear()
+        reason = triton_backend.supports(call)
+        triton_backend._refusal.cache_clear()
+        assert ("forward kernel with dropout" in reason) if refused else reason is None
+        assert triton_backend.supports(dataclasses.replace(call, features=())) is None
+    triton_backend._refusal.cache_clear()
+
+
 def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -122,11 +138,11 @@ def limited(monkeypatch):
     """Forward launches in which a tile's keys times stages pass this number fail as Triton's do; the configs that ran."""
     ran, of_forward = [], forward.launch
 
-    def launched(kernel, grid, arguments, constants, options, variant=()):
+    def launched(kernel, grid, arguments, constants, options, *more):
         if constants["TILE_N"] * options["num_stages"] > limit:
             raise OutOfResources(constants["TILE_N"] * options["num_stages"], limit, "shared memory")
         ran.append((constants["TILE_M"], constants["TILE_N"], options["num_stages"]))
-        return of_forward(kernel, grid, arguments, constants, options, variant)
+        return of_forward(kernel, grid, arguments, constants, options, *more)
 
     limit = 32
     monkeypatch.setattr(forward, "launch", launched)
@@ -151,6 +167,42 @@ def test_what_fits_in_no_tiles_says_so_and_what_else_to_do():
 
     with pytest.raises(ValueError, match=r"70000 bytes of shared memory .* this GPU has 65536; pass backend='torch'"):
         launch.run_within_memory(never, configs.Config(128, 64, 8, 3), lambda: ("never",))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return chips.read()
+
+
+def test_the_table_of_chips_is_of_these_kernels_and_configs_and_has_each_kernel_for_each_chip(table):
+    stale = [row for row in table if row.key not in chips.wanted()]
+    assert not stale, f"run 'make chips', which compiles {len(stale)} kernels anew"
+    assert chips.wanted(chips.REPRESENTATIVES).keys() <= {row.key for row in table}, "run 'make chips'"
+
+
+def test_every_compiled_kernel_fits_its_chip(table):
+    assert {row.chip for row in table} == set(chips.CHIPS)
+    assert [row for row in table if int(row.shared) > chips.CHIPS[row.chip][2]] == []
+
+
+def test_products_run_on_the_matrix_units_of_each_chip(table):
+    units = {"8.0": "mma.sync", "8.6": "mma.sync", "8.9": "mma.sync", "9.0": "wgmma.mma_async", "10.0": "tcgen05.mma"}
+    units |= {"12.0": "mma.sync", "gfx942": "v_mfma"}
+    for row in table:
+        if row.kernel in configs.KERNELS and row.dtype == "bf16" and row.table_block != "16":
+            assert row.products == units[row.chip], row
+
+
+def test_tune_leaves_out_no_candidate_that_fits(table):
+    rows = [row for row in table if row.kernel in configs.KERNELS]
+    assert rows
+    for row in rows:
+        config = configs.Config(*map(int, row[7:11]))
+        dims = int(row.head_dim), int(row.head_dim)
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[row.dtype]
+        stages = config.num_stages - (row.terms == "terms")  # see launch_options
+        config = dataclasses.replace(config, num_stages=stages)
+        assert not configs.cannot_fit(config, row.kernel, dtype, dims, int(row.shared)), row
 
 
 def test_tune_tries_no_candidate_that_cannot_fit():

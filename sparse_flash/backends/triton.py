@@ -49,11 +49,11 @@ def interpreted() -> bool:
 
 
 @cache
-def _refusal(device: torch.device) -> str | None:
-    """Why no table of tile sizes is for this GPU, or None."""
+def _refusal(device: torch.device, dropout: bool) -> str | None:
+    """Why no table of tile sizes is for this GPU, or not with dropout, or None."""
     from ..kernels.configs import refusal
 
-    return refusal(device)
+    return refusal(device, dropout)
 
 
 # For torch.compile, which cannot trace an import; see block_mask.py.
@@ -78,7 +78,7 @@ def supports(call: Call) -> str | None:
         return f"it runs up to {MAX_BATCH_HEADS:,} heads over the batch; got {call.batch} x {call.heads}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
-    if not interpreted() and (reason := _refusal(call.device)):
+    if not interpreted() and (reason := _refusal(call.device, "dropout_p" in call.features)):
         return reason
     if interpreted() and call.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"

@@ -194,10 +194,13 @@ def family_of(device: torch.device) -> Family:
     return family
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why the kernels do not run on this GPU, or None."""
+def refusal(device: torch.device, dropout: bool = False) -> str | None:
+    """Why the kernels do not run on this GPU, or None. dropout: whether they are to draw."""
     chip, shared = chip_of(device)
     if family_of_chip(chip, shared) is not None:
+        if dropout and isinstance(chip, str):
+            # An assertion of GCNRewritePartialRegUses, in tiles of 64 x 64 and of 128 x 64.
+            return "the AMD compiler of Triton 3.9 ends the process on the forward kernel with dropout"
         return None
     if not isinstance(chip, str) and chip < OLDEST:
         return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {chip[0]}.{chip[1]}"
