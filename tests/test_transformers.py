@@ -419,3 +419,12 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
             compiled(x, attention_mask=holes)
         with pytest.raises(RuntimeError, match="packed sequences"):
             compiled(x, position_ids=torch.arange(60)[None].remainder(25), use_cache=False)
+
+
+def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():
+    model, _ = twins("llama")
+    use_sparse_flash(model, PATTERN)
+    adds = lambda module, args, kwargs: (args, kwargs | {"attention_mask": torch.zeros(1) + kwargs["attention_mask"]})  # noqa: E731
+    model.model.layers[0].self_attn.register_forward_pre_hook(adds, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"computes with its attention mask.*set_attn_implementation"):
+        model(words())

@@ -126,12 +126,6 @@ def decoder_of(name: str):
     return made(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
-def needs(model, name: str) -> None:
-    """Skips where the model's own file does not import that of Transformers, as some of 5.0 do not."""
-    if name not in inspect.unwrap(type(model).forward).__globals__:
-        pytest.skip(f"{type(model).__name__} has no {name} in transformers {transformers.__version__}")
-
-
 def as_oracle(model, *parts) -> None:
     for module in (model, *parts):
         module.set_attn_implementation("oracle")
@@ -160,7 +154,6 @@ def close(ours, theirs) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_give_what_their_own_attention_gives_of_the_pairs_that_both_keep(name):
     model, x = decoder_of(name), words()
-    needs(model, "create_causal_mask")
     for pattern in ("own", PATTERNS["place"]):
         for side in (None, "left", "right"):
             exist = None if side is None else padded(x, side)
@@ -250,7 +243,6 @@ def encoder_of(name: str):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_see_both_ways_within_their_own_windows(name):
     model, x = encoder_of(name), words()
-    needs(model, "ALL_ATTENTION_FUNCTIONS")
     for pattern in ("own", "local(4) | sinks(2)"):
         for side in (None, "right", "holes"):
             exist = padded(x, side or "none")
@@ -342,6 +334,26 @@ def test_of_images_and_text_the_text_is_switched():
     theirs = model(**inputs).logits
     close(ours[inputs["attention_mask"].bool()], theirs[inputs["attention_mask"].bool()])
     assert torch.equal(made_of_it, model.generate(**inputs, max_new_tokens=6, do_sample=False))
+
+
+@torch.no_grad()
+def test_a_prompt_that_the_model_sees_both_ways_is_kept_pair_by_pair():
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.PaliGemmaConfig(vision_config=vision, text_config=config_of("gemma"), image_token_index=80)
+    model, x = made(transformers.PaliGemmaForConditionalGeneration, config), words().clamp(max=79)
+    inputs = {
+        "input_ids": x,
+        "attention_mask": padded(x, "right"),
+        "token_type_ids": (torch.arange(TOKENS) >= 10).long().expand(2, -1),
+    }
+    exist = inputs["attention_mask"].bool()
+    ours = [use_sparse_flash(model, mask)(**inputs).logits[exist] for mask in ("own", "local(5)")]
+    as_oracle(model.get_decoder(), model)
+    close(ours[0], model(**inputs).logits[exist])
+    keep("local(5)")
+    close(ours[1], model(**inputs).logits[exist])
 
 
 REFUSED = {

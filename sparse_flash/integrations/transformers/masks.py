@@ -139,9 +139,9 @@ class ModelMask(FlexBlockMask):
 
 def model_mask(**arguments) -> ModelMask:
     """What Transformers calls for a mask."""
-    q_length, kv_length, kv_offset = _q_length(arguments), arguments["kv_length"], arguments.get("kv_offset", 0)
+    q_length, kv_length, kv_offset = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
     mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
-    _set_end(mask, _q_offset(arguments, q_length))
+    _set_end(mask, arguments["q_offset"])
     if torch.compiler.is_compiling():
         mask.base, limit = _said(arguments)
         mask.limits = () if limit is None else ((limit,),)
@@ -170,21 +170,8 @@ def model_mask(**arguments) -> ModelMask:
     return mask
 
 
-def _q_length(arguments) -> int:
-    # Transformers before 5.3 or so says where queries are by a tensor.
-    position = arguments.get("cache_position")
-    return arguments["q_length"] if position is None else position.shape[0]
-
-
-def _q_offset(arguments, q_length):
-    """The position of the first query, an int, or a tensor where the cache's length is one."""
-    position = arguments.get("cache_position")
-    if position is None:
-        return arguments.get("q_offset", 0)
-    return arguments.get("kv_offset", 0) if q_length == arguments["kv_length"] else position[0]
-
-
 def _set_end(mask: ModelMask, q_offset) -> None:
+    """q_offset: the position of the first query, an int, or a tensor where the cache's length is one."""
     if isinstance(q_offset, torch.Tensor):
         mask.end_tensor = q_offset + (mask.q_length - mask.kv_offset)
         if not torch.compiler.is_compiling():
@@ -192,9 +179,7 @@ def _set_end(mask: ModelMask, q_offset) -> None:
     else:
         mask.end = q_offset + mask.q_length - mask.kv_offset
         if mask.end != mask.kv_length:
-            position = mask.arguments.get("cache_position")
-            device = mask.arguments["device"] if position is None else position.device
-            mask.end_tensor = torch.full((), mask.end, device=device)
+            mask.end_tensor = torch.full((), mask.end, device=mask.arguments["device"])
     if mask.end is not None and not 0 < mask.end <= mask.kv_length:
         mask.refusal = f"the cache holds {mask.kv_length} keys from position {mask.kv_offset} on, and the last query is beyond them"
 
