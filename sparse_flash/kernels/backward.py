@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import tuned
 from .common import (
     BITS,
     CUT,
@@ -28,8 +29,9 @@ from .common import (
 )
 from .configs import grad_kv_config, grad_q_config, padded_head_dim
 from .dropout import dropout_stream, kept_by_dropout
-from .launch import NOT_SPECIALIZED, described, launch, length_variant, row_count, run_within_memory, table_arguments
+from .launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
 from .lengths import cut_entry, existing_entries, existing_tokens
+from .repeat import known_call
 from .scores import (
     add_bias_gradient,
     scored,
@@ -481,8 +483,10 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     block_size = mask.block_size if mask else None
 
-    delta = torch.empty_like(lse)
-    dq = torch.empty_like(q)
+    has_dlse = dlse is not None
+    tensors = _tensors(dout, dlse, q, k, v, out, lse)
+    *_, dlse, delta, dq, dk, dv = tensors
+    recording = Recording(mask, _key(dout, has_dlse, q, k, v, out, scale), tensors)
     given, switches, kinds = kernel_terms(terms, drel_bias)
 
     def run_grad_q(config):
@@ -495,7 +499,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
             described(dout, m, dim_v),
             described(dq, m, dim),
             lse,
-            lse if dlse is None else dlse.contiguous(),
+            dlse,
             delta,
             *table_arguments(mask, mask and mask.by_query, lse),
             heads,
@@ -508,20 +512,19 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
             given,
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": dlse is not None}
+        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": has_dlse}
         grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
         options = launch_options(config, given, switches, m)
-        launch(grad_q_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kinds))
+        recording.launch(grad_q_kernel, (grid, arguments, constants, options), (*length_variant(q_len), *kinds))
 
     shape = q.device, q.dtype, dim, dim_v, block_size
     if q_config is not None:
         run_grad_q(q_config)
     else:
         config = grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-        more = drel_bias is not None, dlse is not None
+        more = drel_bias is not None, has_dlse
         run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
 
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
     kv_given, kv_switches, kv_kinds = kernel_terms(terms)
 
     def run_grad_kv(config):
@@ -549,11 +552,32 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         constants |= {"SPARSE": mask is not None, **kv_switches}
         grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
         options = launch_options(config, kv_given, kv_switches, n)
-        launch(grad_kv_kernel, grid, arguments, constants, options, (*length_variant(q_len), *kv_kinds))
+        recording.launch(grad_kv_kernel, (grid, arguments, constants, options), (*length_variant(q_len), *kv_kinds))
 
     if kv_config is not None:
         run_grad_kv(kv_config)
     else:
         config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
         run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
+    if terms is None and q_config is None and kv_config is None:
+        recording.finish()
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)
+
+
+def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
+    """The same without terms by launches that were made before, or None; any tensors."""
+    known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
+    if known is None:
+        return None
+    tensors = _tensors(dout, dlse, q, k, v, out, lse)
+    return tensors[-3:] if known.again(tensors) else None
+
+
+def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
+    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), dout.stride(), q.dtype, q.device
+    return grad_q_kernel.fn, tuned.times_read(), *layout, has_dlse, scale
+
+
+def _tensors(dout, dlse, q, k, v, out, lse) -> tuple[torch.Tensor, ...]:
+    dlse = lse if dlse is None else dlse.contiguous()
+    return q, k, v, out, dout, lse, dlse, torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
