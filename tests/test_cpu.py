@@ -51,7 +51,7 @@ def test_a_causal_mask_is_known_by_its_table_within_the_operator_too(monkeypatch
         monkeypatch.setattr(aten_cpu, name, lambda *args, f=original, n=name, **kwargs: calls.append(n) or f(*args, **kwargs))
     inputs = leaves()
     for mask in (sf.compile_mask("causal", 200, block_size=64), sf.compile_mask("causal & local(200)", 200)):
-        call = mask.tensors(), mask.block_size, 0.3, False, "torch", *NO_TERMS
+        call = mask.tensors(), mask.block_size, "", 0.3, False, "torch", *NO_TERMS
         torch.ops.sparse_flash.attention(*inputs, *call)[0].sum().backward()
         assert calls == ["forward", "backward"]
         calls.clear()
