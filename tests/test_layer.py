@@ -152,7 +152,7 @@ def test_a_mask_that_is_set_later_is_that_of_every_use(name):
 def test_a_mask_of_a_wrong_type_is_refused_when_it_is_set():
     attn = layer()
     before = attn.mask
-    with pytest.raises(TypeError, match="BlockMask or None; got int"):
+    with pytest.raises(TypeError, match="or a BlockMask; got int"):
         attn.mask = 3
     with pytest.raises(ValueError, match="did you mean 'causal'"):
         attn.mask = "causl"
