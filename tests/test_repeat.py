@@ -44,7 +44,7 @@ class Driver:
     """Notes what is launched; statuses are returned one after the other, then 0."""
 
     def __init__(self, *statuses):
-        self.statuses, self.launches, self.encoded, self.contexts = list(statuses), [], 0, 0
+        self.statuses, self.launches, self.encoded, self.context = list(statuses), [], 0, None
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         config = config._obj
@@ -64,11 +64,16 @@ class Driver:
         version._obj.value = 13020
         return 0
 
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.context
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context, device):
-        self.contexts += 1
+        context._obj.value = 1234 + device
         return 0
 
     def cuCtxSetCurrent(self, context):
+        self.context = context.value
         return 0
 
     def cuGetErrorString(self, status, text):
@@ -149,11 +154,13 @@ def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
         assert seen in [[t.data_ptr() for t in given] for given in sets]
 
 
-def test_a_thread_without_a_context_enters_pytorchs_and_launches(driver):
-    tensors, arguments = inputs()
-    driver.statuses = [201]
-    call(compiled(), arguments, tensors).again(tensors)
-    assert driver.contexts == 1 and len(driver.launches) == 2
+@pytest.mark.parametrize("current", [None, 99])
+def test_a_thread_without_a_context_gets_pytorchs(driver, current):
+    driver.context = current
+    thread = threading.Thread(target=repeat.enter_context, args=(1,))
+    thread.start()
+    thread.join()
+    assert driver.context == (1235 if current is None else 99)
 
 
 def test_parts_of_a_room_move_with_it(driver):

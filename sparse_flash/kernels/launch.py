@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .common import Rows
 from .configs import Config, smaller
 from .first_calls import compile_only, compiles_only, first_call, together
-from .repeat import known_call, remember
+from .repeat import enter_context, known_call, remember
 from .terms import KernelTerms
 
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
@@ -140,6 +140,7 @@ def launch(
         variant = (*variant, *(rows_variant(a) for a in arguments if isinstance(a, Rows)))
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
+    enter_context(first.device.index)
     if aligned and key in _launched:
         if not compiles_only():
             _launched[key][(*grid, 1)](*arguments, *constants.values())

@@ -156,6 +156,8 @@ class Call:
         has to see the launches."""
         if _hooked() or torch._C._cuda_getDevice() != self.device:
             return False
+        if not hasattr(_this_thread, "entered"):
+            enter_context(self.device)
         pointers = [t.data_ptr() for t in tensors]
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self.lock:
@@ -186,7 +188,6 @@ class Replay:
         self.function = ctypes.c_void_p(compiled.function)
         self.config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
         self.config_reference = ctypes.byref(self.config)
-        self.device = tensors[0].device.index
         self.enter = _driver().cuLaunchKernelEx
         values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
         types = parameter_types(compiled.src.signature, parameter_sizes(compiled.asm["ptx"]))
@@ -221,9 +222,6 @@ class Replay:
 
     def launch(self) -> None:
         status = self.enter(self.config_reference, self.function, self.parameters, None)
-        if status in _NO_CONTEXT:  # a thread that has not used the GPU yet, as autograd's may be
-            _enter_context(self.device)
-            status = self.enter(self.config_reference, self.function, self.parameters, None)
         if status:
             _check(status)
 
@@ -308,7 +306,7 @@ class _Map:
         return memory, place
 
 
-_NO_CONTEXT = (201, 709)  # invalid, destroyed
+_this_thread = threading.local()
 
 
 @cache
@@ -327,11 +325,17 @@ def _driver_version() -> int:
     return version.value
 
 
-def _enter_context(device: int) -> None:
-    """Makes PyTorch's context of a device this thread's own."""
+def enter_context(device: int | None) -> None:
+    """Gives a thread that has not used the GPU yet, as autograd's may be, PyTorch's context: Triton asks for tensor maps before it
+    does so. device: its index; None, a CPU's, has none."""
+    if device is None or torch.version.hip or hasattr(_this_thread, "entered") or not _driver():
+        return
     context = ctypes.c_void_p()
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    _check(_driver().cuCtxSetCurrent(context))
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _check(_driver().cuCtxSetCurrent(context))
+    _this_thread.entered = True
 
 
 def _check(status: int) -> None:
