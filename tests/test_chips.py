@@ -31,13 +31,13 @@ def pointers(monkeypatch, poison):
 @parametrize("layout", LAYOUTS)
 def test_tiles_by_pointers_are_right_in_every_memory_order(pointers, layout):
     check("triton", "causal & local(20)", 40, 50, dtype=torch.float16, layout=layout, kv_heads=1, head_dim=40, block_size=32)
-    assert len(pointers) == 16  # four of the forward pass, six of each backward one
+    assert len(pointers) >= 16  # four of the forward pass, six of each backward one; on a GPU, more that are only compiled
 
 
 @parametrize("dtype, head_dim", [(torch.float16, 16), (torch.bfloat16, 72), (torch.float32, 20), (torch.float32, 32)], ids=str)
 def test_tiles_by_pointers_are_right_in_every_dtype(pointers, dtype, head_dim):
     check("triton", None, 33, 33, dtype=dtype, head_dim=head_dim)
-    assert len(pointers) == 16
+    assert len(pointers) >= 16
 
 
 def test_tiles_by_pointers_are_right_where_v_has_a_head_dim_of_its_own(pointers):
