@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .compat import is_rows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -36,11 +38,6 @@ class Rows(NamedTuple):
     pieces: Any
 
 
-@triton.constexpr_function
-def _is_rows(tensor):
-    return hasattr(tensor, "token_stride")
-
-
 @triton.jit
 def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
     """Of a (TILE, DIM) tile, and which of them lie in the tensor."""
@@ -62,7 +59,7 @@ def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.conste
     tensor: descriptor of a (batch, heads, tokens, head_dim) tensor, whose addresses and bounds the hardware works out; or
     ``Rows``.
     """
-    if _is_rows(tensor):
+    if is_rows(tensor):
         pointers, exists = _pointers(tensor, batch, head, first_row, TILE, DIM)
         tile = tl.load(pointers, mask=exists, other=0.0)
     else:
@@ -73,7 +70,7 @@ def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.conste
 @triton.jit
 def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
     """The reverse of ``load_tile``; what lies outside the tensor is not stored."""
-    if _is_rows(tensor):
+    if is_rows(tensor):
         pointers, exists = _pointers(tensor, batch, head, first_row, TILE, DIM)
         tl.store(pointers, tile.to(tensor.base.dtype.element_ty), mask=exists)
     else:

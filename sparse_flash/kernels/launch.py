@@ -1,6 +1,7 @@
 """What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -84,6 +85,20 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) int32 zeros that stay: made in a thread of its own, which torch.compile's pool of CUDA graphs does not reach."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
+
+
 _ARRIVALS_OF_GRAPHS = 1 << 16
 _arrivals: dict[tuple, torch.Tensor] = {}
 _arrivals_taken: dict[torch.device, int] = {}
@@ -104,8 +119,9 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
         return _arrivals[for_graphs][taken : taken + count]
     stream = device, torch._C._cuda_getCurrentRawStream(device.index)
     if stream not in _arrivals or _arrivals[stream].shape[0] < count:
-        _arrivals[stream] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
-        _arrivals.setdefault(for_graphs, torch.zeros(_ARRIVALS_OF_GRAPHS, dtype=torch.int32, device=device))
+        _arrivals[stream] = lasting_zeros(max(count, 1024), device)
+        if for_graphs not in _arrivals:
+            _arrivals[for_graphs] = lasting_zeros(_ARRIVALS_OF_GRAPHS, device)
     return _arrivals[stream]
 
 

@@ -4,6 +4,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..launch import lasting_zeros
+
 # Bytes of keys and values that stay in the L2 cache while programs walk them, with room left for all else.
 L2_BYTES = 16 << 20
 
@@ -46,5 +48,5 @@ def tile_queue(device: torch.device) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     if key not in _queues:
-        _queues[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        _queues[key] = lasting_zeros(2, device)
     return _queues[key]
