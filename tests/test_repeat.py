@@ -4,6 +4,7 @@ import ctypes
 import struct
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -161,6 +162,19 @@ def test_a_thread_without_a_context_gets_pytorchs(driver, current):
     thread.start()
     thread.join()
     assert driver.context == (1235 if current is None else 99)
+
+
+def test_a_remembered_launch_keeps_no_tensor(driver):
+    tensors, arguments = inputs()
+    seen = [weakref.ref(t) for t in tensors]
+    launch = call(compiled(), arguments, tensors)
+    del tensors, arguments
+    assert [ref() for ref in seen] == [None] * 3
+    tensors = inputs()[0]
+    assert launch.again(tensors)
+    seen = [weakref.ref(t) for t in tensors]
+    del tensors
+    assert [ref() for ref in seen] == [None] * 3
 
 
 def test_parts_of_a_room_move_with_it(driver):

@@ -199,9 +199,9 @@ class Replay:
         # By tensor: (parameter, its tensor map or None, bytes from the tensor's address). A mask's tables stay where they are.
         self.places: list[list] = [[] for _ in tensors]
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
-            if isinstance(value, (torch.Tensor, _Map)):
-                tensor_map = value if isinstance(value, _Map) else None
-                base = value.base if tensor_map else value
+            if isinstance(value, torch.Tensor) or kind == "map":
+                # Kept are addresses, never a tensor: a remembered launch outlives the call that it was made for.
+                base, tensor_map = value if kind == "map" else (value, None)
                 for number, offset in _found(base, tensors, rooms):
                     self.places[number].append((index, tensor_map, offset))
                 self._point(index, tensor_map, base.data_ptr())
@@ -238,12 +238,12 @@ def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[i
 
 
 def _values(kinds, arguments, metas) -> Iterator:
-    """The value of each parameter, but for scratch memory."""
+    """The value of each parameter, but for scratch memory; for a tensor map the tensor and the map."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from _values(kind, argument, metas)
         elif kind.startswith("tensordesc"):
-            yield _Map(argument, next(metas))
+            yield argument.base, _Map(argument, next(metas))
             yield from (*argument.shape, *argument.strides)
         elif kind != "constexpr":
             yield argument
@@ -257,7 +257,6 @@ class _Map:
     """Tensor maps of a tensor at any address. (CUDA's driver interface, cuTensorMapEncodeTiled.)"""
 
     def __init__(self, descriptor, meta: dict):
-        self.base = descriptor.base
         rank, size = len(descriptor.shape), meta["elem_size"]
         shape, strides = descriptor.shape[::-1], [size * stride for stride in descriptor.strides[-2::-1]]
         self.given = (
