@@ -24,6 +24,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.launch import FUSED
 from sparse_flash.kernels.repeat import parameter_sizes, parameter_types
 from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
 
@@ -97,7 +98,7 @@ def compiled(
     source = ASTSource(kernel, signature, constants, attributes)
     rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
     options = launch_options(config, terms, switches, rows)
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=options | FUSED)
 
 
 def compiled_for_hopper(
@@ -116,7 +117,7 @@ def compiled_for_hopper(
         if name.endswith("_tensor"):
             tensors[name] = f"tensordesc<bf16[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
-    return triton.compile(source, target=TARGET, options=config.options)
+    return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
 
 def compiled_for_decoding(
@@ -139,7 +140,7 @@ def compiled_for_decoding(
     constants |= {"AT_END": True, "HAS_LENS": True, "PAGE": page}
     constants["VECTOR"] = 4 if dtype == "fp32" else 8
     source = ASTSource(decode.decode_kernel, *arguments(decode.decode_kernel, dict.fromkeys(HALF_POINTERS, f"*{dtype}"), constants))
-    return triton.compile(source, target=target, options=config.options)
+    return triton.compile(source, target=target, options=config.options | FUSED)
 
 
 def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[dict, dict, dict]:

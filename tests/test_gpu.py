@@ -67,6 +67,22 @@ def test_hopper_leaves_v_of_another_head_dim_to_the_portable_kernels():
     assert all(map(torch.equal, *(torch.autograd.grad(out.square().sum(), (q, v)) for out in (ours, named))))
 
 
+@parametrize("mask", [None, "causal & local(90)"])
+@parametrize("backend", BACKENDS)
+def test_what_a_call_took_is_free_once_its_results_are_gone(backend, mask):
+    def call():
+        q, k, v = (torch.randn(2, 2, 300, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+        sf.attention(q, k, v, mask, backend=backend).sum().backward()
+        with torch.no_grad():
+            sf.attention_decode(q[:, :, :1], k, v, mask)
+
+    call()
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):
+        call()
+    assert torch.cuda.memory_allocated() == before
+
+
 @parametrize("backend", BACKENDS)
 def test_a_slice_of_wider_rows_has_results_that_the_copy_engine_can_address(backend):
     wide = [torch.randn(1, 2, 300, 128, device="cuda", dtype=torch.float16) for _ in range(3)]

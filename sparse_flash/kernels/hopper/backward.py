@@ -34,7 +34,7 @@ from ..launch import described as described_for_triton
 from ..repeat import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .dropout import kept_operand, line_stream, negate_dropped, score_gradients
-from .gluon import async_add, async_load, async_store, barrier, fresh_zero, record, store_wait, view
+from .gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
 from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
 from .masks import ZERO, column_bits, where_column_bits, where_run
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
@@ -223,7 +223,7 @@ def _load_keys(p, turn, batch, kv_head, first_key):
     place = turn % 2
     mbarrier.wait(p.k_empty.index(place), ((turn // 2) & 1) ^ 1)
     mbarrier.expect(p.k_full.index(place), KEYS * p.DIM * 2)
-    async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), p.k.index(place))
+    async_load(p.k_tensor, [batch, kv_head, first_key, 0], p.k_full.index(place), of_tensor(p.k.index(place), p.k_tensor))
 
 
 @gluon.jit
@@ -235,7 +235,7 @@ def _load_queries(p, step, batch, head, line, position):
     if p.FIXED:
         async_load(p.unit_rows, [line + position], p.q_full.index(stage), p.unit.index(stage))
     async_load(p.lse_rows, [line + position], p.q_full.index(stage), p.lse.index(stage))
-    async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), p.q.index(stage))
+    async_load(p.q_tensor, [batch, head, position, 0], p.q_full.index(stage), of_tensor(p.q.index(stage), p.q_tensor))
 
 
 @gluon.jit
@@ -262,14 +262,16 @@ def _load(p):
             if step == first:
                 mbarrier.wait(p.v_empty, (turn & 1) ^ 1)
                 mbarrier.expect(p.v_full, KEYS * p.DIM * 2)
-                async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, p.v.index(0))
+                async_load(p.v_tensor, [batch, kv_head, first_key, 0], p.v_full, of_tensor(p.v.index(0), p.v_tensor))
             stage = step % p.DOUT_STAGES
             # Free once the step that held this stage is done; of all steps, its flag is that of Q's ring.
             held = step + p.Q_STAGES - p.DOUT_STAGES
             mbarrier.wait(p.step_done.index(held % p.Q_STAGES), ((held // p.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(p.dout_full.index(stage), SIZE)
             async_load(p.delta_rows, [line + position], p.dout_full.index(stage), p.delta.index(stage))
-            async_load(p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), p.dout.index(stage))
+            async_load(
+                p.dout_tensor, [batch, head, position, 0], p.dout_full.index(stage), of_tensor(p.dout.index(stage), p.dout_tensor)
+            )
             position = upcoming
             step += 1
         turn += 1
@@ -286,7 +288,6 @@ def _send(p):
     to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
     HALF: gl.constexpr = KEYS * p.DIM // 512
-    deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     step = 0
     sent = 0
     turn = 0
@@ -329,8 +330,9 @@ def _send(p):
                 sent += 1
         else:
             mbarrier.wait(p.dq_full, sent & 1)
-            async_store(p.dk_tensor, [batch, kv_head, first_key, 0], place)
-            async_store(p.dv_tensor, [batch, kv_head, first_key, 0], view(p.dq, p.q_tensor.dtype, [1, 1, KEYS, p.DIM], deep))
+            async_store(p.dk_tensor, [batch, kv_head, first_key, 0], of_tensor(place, p.dk_tensor))
+            values = view(p.dq, p.q_tensor.dtype, [1, 1, KEYS, p.DIM], p.dv_tensor.layout)
+            async_store(p.dv_tensor, [batch, kv_head, first_key, 0], values)
             store_wait(0)
             mbarrier.arrive(p.dq_empty, count=1)
             sent += 1
@@ -391,7 +393,6 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zer
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q_tensor.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     SENT: gl.constexpr = 2 if p.ADDED else 1  # times that a tile's end goes through the place of dQ
@@ -400,9 +401,9 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zer
     for entry in range(begin, end):
         stage = step % p.Q_STAGES
         dout_stage = step % p.DOUT_STAGES
-        q = view(p.q.index(stage), dtype, [p.QUERIES, p.DIM], flat)
-        dout = view(p.dout.index(dout_stage), dtype, [p.QUERIES, p.DIM], flat)
-        values = view(p.v.index(fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
+        q = p.q.index(stage)
+        dout = p.dout.index(dout_stage)
+        values = p.v.index(fresh_zero(step))
         if KIND != FULL:
             words = _mask_words(p, entry, exists, first_key, KIND, score_layout)
         if p.DROPOUT:
@@ -434,7 +435,7 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zer
         started_dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         fence_async_shared()
         barrier()
-        keys = view(p.k.index(turn % 2 + fresh_zero(step)), dtype, [KEYS, p.DIM], flat)
+        keys = p.k.index(turn % 2 + fresh_zero(step))
         stored = p.dscores.index(fresh_zero(step))
         started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(
@@ -448,8 +449,8 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zer
         upcoming_turn = turn + (step == last).to(gl.int32)
         mbarrier.wait(p.q_full.index(upcoming_stage), ((step + 1) // p.Q_STAGES) & 1)
         mbarrier.wait(p.k_full.index(upcoming_turn % 2), (upcoming_turn // 2) & 1)
-        upcoming_q = view(p.q.index(upcoming_stage), dtype, [p.QUERIES, p.DIM], flat)
-        upcoming_keys = view(p.k.index(upcoming_turn % 2), dtype, [KEYS, p.DIM], flat)
+        upcoming_q = p.q.index(upcoming_stage)
+        upcoming_keys = p.k.index(upcoming_turn % 2)
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(started_dq,))
         mbarrier.wait(p.dq_empty, ((step + turn * SENT) & 1) ^ 1)
@@ -482,8 +483,8 @@ def _compute(p):
 
     mbarrier.wait(p.k_full.index(0), 0)
     mbarrier.wait(p.q_full.index(0), 0)
-    q = view(p.q.index(0), dtype, [p.QUERIES, p.DIM], flat)
-    keys = view(p.k.index(0), dtype, [KEYS, p.DIM], flat)
+    q = p.q.index(0)
+    keys = p.k.index(0)
     started = warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started,))
     step = 0
@@ -510,7 +511,7 @@ def _compute(p):
             _hand_over_halves(p, dk, step + 2 * turn, place)
             _hand_over_halves(p, dv, step + 2 * turn + 1, place)
         else:
-            view(place, dtype, [KEYS, p.DIM], flat).store((dk * p.scale).to(dtype))
+            place.store((dk * p.scale).to(dtype))
             if p.DROPOUT:
                 dv = dv * (1.0 / (1.0 - p.dropout_p))
             mbarrier.wait(p.dq_empty, ((step + turn) & 1) ^ 1)
@@ -580,10 +581,10 @@ def attention_backward_kernel(
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, DIM], k_tensor.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DIM], v_tensor.layout)
-    q = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, QUERIES, DIM], q_tensor.layout)
-    dout = gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, QUERIES, DIM], dout_tensor.layout)
+    k = gl.allocate_shared_memory(dtype, [2, KEYS, DIM], flat)
+    v = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat)
+    q = gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat)
+    dout = gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM], flat)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
     unit = lse

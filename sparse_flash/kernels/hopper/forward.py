@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .. import tuned
-from ..common import BITS, FULL, LN_2, LOG2_E, RUNS, store_tile
+from ..common import LN_2, LOG2_E, store_tile
 from ..configs import padded_head_dim
 from ..forward import FLOOR
 from ..launch import Recording, multiprocessors, table_arguments
@@ -31,7 +31,7 @@ from ..launch import described as described_for_triton
 from ..repeat import known_call
 from .configs import forward_config
 from .dropout import line_stream, zero_dropped
-from .gluon import async_load, async_store, fresh_zero, record, store_wait, view
+from .gluon import async_load, async_store, fresh_zero, of_tensor, record, store_wait
 from .launch import comes_in_parts, described, heads_together, tile_queue
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
@@ -168,7 +168,7 @@ def _load_queries(p, turn, batch, head, first_query):
     mbarrier.expect(p.q_full.index(slot), TILE * p.DIM * 2)
     for half in gl.static_range(2):
         source = [batch, head, first_query + half * HALF, 0]
-        async_load(p.q_tensor, source, p.q_full.index(slot), p.q.index(slot * 2 + half))
+        async_load(p.q_tensor, source, p.q_full.index(slot), of_tensor(p.q.index(slot * 2 + half), p.q_tensor))
 
 
 @gluon.jit
@@ -177,11 +177,13 @@ def _load_step(p, batch, kv_head, position, step, VALUES: gl.constexpr):
     stage = step % p.STAGES
     mbarrier.wait(p.k_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
     mbarrier.expect(p.k_full.index(stage), BYTES)
-    async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), p.k.index(stage))
+    keys = of_tensor(p.k.index(stage), p.k_tensor)
+    async_load(p.k_tensor, [batch, kv_head, position, 0], p.k_full.index(stage), keys)
     if VALUES:
         mbarrier.wait(p.v_empty.index(stage), ((step // p.STAGES) & 1) ^ 1)
         mbarrier.expect(p.v_full.index(stage), BYTES)
-        async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), p.v.index(stage))
+        values = of_tensor(p.v.index(stage), p.v_tensor)
+        async_load(p.v_tensor, [batch, kv_head, position, 0], p.v_full.index(stage), values)
 
 
 @gluon.jit
@@ -219,15 +221,16 @@ def _load(p):
 
 
 @gluon.jit
-def _mask_words(p, entry, first_query, HALF_INDEX: gl.constexpr, KIND: gl.constexpr, layout: gl.constexpr):
-    """What the mask tile of a step, which counts from the table's start, keeps of this half's queries; for ``where_bits``."""
+def _mask_words(p, entry, bits, first_query, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
+    """What the mask tile of a step, which counts from the table's start, keeps of this half's queries; for ``where_bits``. bits:
+    the first step of bit entries."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
     if not p.SPARSE:
         words = all_below(p.kv_len - entry * TILE, HALF, TILE, layout)
     else:
         tile = gl.load(p.tile_idx + entry // T)
         row = first_query % p.TABLE_BLOCK + HALF_INDEX * HALF
-        if KIND == RUNS:
+        if entry < bits:
             words = row_run(p.tile_runs + tile * p.TABLE_BLOCK + row, entry % T * TILE, HALF, TILE, layout)
         else:
             WORDS: gl.constexpr = p.TABLE_BLOCK // 32
@@ -273,12 +276,11 @@ def _operand(p, kept, layout: gl.constexpr):
 
 
 @gluon.jit
-def _walk(p, state, place, step, begin, end, first_query, stream, zeros, HALF_INDEX: gl.constexpr, KIND: gl.constexpr):
-    """Folds steps begin .. end - 1, all of one kind, into the softmax state of a tile: each turn issues the scores of its
-    own step and the weighted values of the step before."""
+def _walk(p, state, place, step, begin, end, first_query, bits, stream, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each turn issues the
+    scores of its own step and the weighted values of the step before. Runs and bits have one walk: each copy of it takes the
+    compiler a second."""
     accumulator, kept, running_max, running_sum = state
-    dtype: gl.constexpr = p.q_tensor.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     score_layout: gl.constexpr = zeros.type.layout
     out_layout: gl.constexpr = accumulator.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -288,11 +290,11 @@ def _walk(p, state, place, step, begin, end, first_query, stream, zeros, HALF_IN
         step += 1
         stage = step % p.STAGES
         phase = (step // p.STAGES) & 1
-        q = view(p.q.index(place * 2 + HALF_INDEX + fresh_zero(step)), dtype, [HALF, p.DIM], flat)
-        keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
-        values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
-        if KIND != FULL:
-            words = _mask_words(p, entry, first_query, HALF_INDEX, KIND, score_layout)
+        q = p.q.index(place * 2 + HALF_INDEX + fresh_zero(step))
+        keys = p.k.index(stage)
+        values = p.v.index(v_stage)
+        if MASKED:
+            words = _mask_words(p, entry, bits, first_query, HALF_INDEX, score_layout)
         if p.DROPOUT:
             position = _position(p, entry, end)
         mbarrier.wait(p.k_full.index(stage), phase)
@@ -302,7 +304,7 @@ def _walk(p, state, place, step, begin, end, first_query, stream, zeros, HALF_IN
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(started_scores,))
         mbarrier.arrive(p.k_empty.index(stage), count=1)
-        if KIND != FULL:
+        if MASKED:
             scores = where_bits(scores, words, LOWEST)
         weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
         if p.DROPOUT:
@@ -319,7 +321,6 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     """A warp group: half the queries of each tile."""
     T: gl.constexpr = p.TABLE_BLOCK // TILE
     dtype: gl.constexpr = p.q_tensor.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -329,8 +330,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     mbarrier.wait(p.noted.index(0), 0)
     mbarrier.wait(p.q_full.index(0), 0)
     mbarrier.wait(p.k_full.index(0), 0)
-    q = view(p.q.index(HALF_INDEX), dtype, [HALF, p.DIM], flat)
-    keys = view(p.k.index(0), dtype, [TILE, p.DIM], flat)
+    q = p.q.index(HALF_INDEX)
+    keys = p.k.index(0)
     started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     mbarrier.arrive(p.k_empty.index(0), count=1)
@@ -346,15 +347,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         runs = told(p.notes, place, 3, FIELDS) * T
         bits = told(p.notes, place, 4, FIELDS) * T
         end = told(p.notes, place, 5, FIELDS) * T
-        if p.SPARSE:
-            if bits > runs:
-                scores = where_bits(scores, _mask_words(p, runs, first_query, HALF_INDEX, RUNS, score_layout), LOWEST)
-            elif end > bits:
-                scores = where_bits(scores, _mask_words(p, bits, first_query, HALF_INDEX, BITS, score_layout), LOWEST)
-            elif begin == end:
-                scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
-        elif bits > runs:
-            scores = where_bits(scores, _mask_words(p, runs, first_query, HALF_INDEX, RUNS, score_layout), LOWEST)
+        if end > runs:
+            scores = where_bits(scores, _mask_words(p, runs, bits, first_query, HALF_INDEX, score_layout), LOWEST)
+        elif begin == end:
+            scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
         weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
         if p.DROPOUT:
@@ -366,13 +362,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             mbarrier.arrive(p.q_empty.index(1 - place), count=1)
         accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
         state = (accumulator, _kept(p, weights, operand_layout), running_max, running_sum)
-        # The first step, done above, is of the first kind that the row has.
+        # The first step, done above, is of a partial block where the row has one.
         if p.SPARSE:
-            state, step = _walk(p, state, place, step, runs + 1, bits, first_query, stream, zeros, HALF_INDEX, RUNS)
-            first = bits + (bits == runs).to(gl.int32)
-            state, step = _walk(p, state, place, step, first, end, first_query, stream, zeros, HALF_INDEX, BITS)
+            state, step = _walk(p, state, place, step, runs + 1, end, first_query, bits, stream, zeros, HALF_INDEX, True)
         first = begin + (end == runs).to(gl.int32)
-        state, step = _walk(p, state, place, step, first, runs, first_query, stream, zeros, HALF_INDEX, FULL)
+        state, step = _walk(p, state, place, step, first, runs, first_query, bits, stream, zeros, HALF_INDEX, False)
         accumulator, kept, running_max, running_sum = state
 
         v_stage = step % p.STAGES
@@ -381,9 +375,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         turn += 1
         stage = step % p.STAGES
         upcoming = turn % 2
-        values = view(p.v.index(v_stage), dtype, [TILE, p.DIM], flat)
-        q = view(p.q.index(upcoming * 2 + HALF_INDEX), dtype, [HALF, p.DIM], flat)
-        keys = view(p.k.index(stage), dtype, [TILE, p.DIM], flat)
+        values = p.v.index(v_stage)
+        q = p.q.index(upcoming * 2 + HALF_INDEX)
+        keys = p.k.index(stage)
         mbarrier.wait(p.v_full.index(v_stage), v_phase)
         operand = _operand(p, kept, operand_layout)
         started_values = warpgroup_mma(operand, values, accumulator, is_async=True)
@@ -414,9 +408,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             gl.store(p.part_lse + line + rows, lse, mask=(part > 0) & (rows >= 0))
             first_row = gl.where(part > 0, p.q_len, first_row)
         out = p.q.index(place * 2 + HALF_INDEX)
-        view(out, dtype, [HALF, p.DIM], flat).store(result.to(dtype))
+        out.store(result.to(dtype))
         fence_async_shared()
-        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], out)
+        async_store(p.out_tensor, [flat_head // p.heads, flat_head % p.heads, first_row, 0], of_tensor(out, p.out_tensor))
         query = first_row + rows
         gl.store(p.lse_ptr + flat_head.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
@@ -473,9 +467,11 @@ def attention_forward_kernel(
     SPLIT: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):
-    q = gl.allocate_shared_memory(q_tensor.dtype, [4, 1, 1, HALF, DIM], q_tensor.layout)
-    k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, 1, 1, TILE, DIM], k_tensor.layout)
-    v = gl.allocate_shared_memory(v_tensor.dtype, [STAGES, 1, 1, TILE, DIM], v_tensor.layout)
+    # Of two dimensions, as products take them. Of every view Triton 3.9 follows each byte: views in the walks take it seconds.
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q = gl.allocate_shared_memory(q_tensor.dtype, [4, HALF, DIM], flat)
+    k = gl.allocate_shared_memory(k_tensor.dtype, [STAGES, TILE, DIM], flat)
+    v = gl.allocate_shared_memory(v_tensor.dtype, [STAGES, TILE, DIM], flat)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)

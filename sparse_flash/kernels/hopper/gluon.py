@@ -33,6 +33,12 @@ def view(buffer, dtype, shape, layout, _semantic=None):
 
 
 @gluon.jit
+def of_tensor(tile, tensor):
+    """A tile in shared memory with the four dimensions of the tensor that the copy engine fills it from."""
+    return view(tile, tensor.dtype, [1, 1, tile.shape[0], tile.shape[1]], tensor.layout)
+
+
+@gluon.jit
 def fresh_zero(near):
     """0, but to the compiler a number of its own each time. An address with it is worked out where it is used: left to
     itself, the compiler works out all addresses of a loop before it, and spills them. near: any int32 scalar."""
