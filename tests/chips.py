@@ -25,6 +25,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sparse_flash.kernels import configs
+from sparse_flash.kernels.terms import within_memory
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
@@ -109,7 +110,8 @@ def config_of(variant: Variant, chip: str) -> configs.Config:
         return configs.decode_config(dtype, variant.dim, variant.block or None, 32, None, family, True)
     if variant.kernel == "packed":
         return configs.Config(0, 0, 1 if variant.terms == "fill_rows_kernel" else 4, 0)
-    return configs.fitted(family, variant.kernel, dtype, variant.dim, variant.block or None)
+    config = configs.fitted(family, variant.kernel, dtype, variant.dim, variant.block or None)
+    return within_memory(config, *_terms(variant), variant.dim) if variant.kernel == "grad_q" else config
 
 
 def hash_of(kernel: str) -> str:

@@ -39,7 +39,7 @@ from .scores import (
     times_derivative_of_cap,
     times_derivative_of_function,
 )
-from .terms import kernel_terms, launch_options
+from .terms import kernel_terms, launch_options, within_memory
 
 
 @triton.jit
@@ -522,6 +522,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         run_grad_q(q_config)
     else:
         config = grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+        config = within_memory(config, given, switches, max(dim, dim_v))
         more = drel_bias is not None, has_dlse
         run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
 

@@ -1,6 +1,7 @@
 """Terms as the portable kernels take them: one tuple of pointers and numbers, None where there is nothing, and the switches
 that they are compiled for."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,15 @@ def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[
     }
     kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in terms.score_params))
     return given, switches, kinds
+
+
+def within_memory(config: Config, given: KernelTerms, switches: dict, dim: int) -> Config:
+    """The config of dQ for these terms. dim: padded. A bias beside a user's function takes 262 KB for 128 queries at head_dim 128,
+    more than any chip has: half the queries take 164 to 172, and of as many warps spill half of what four do."""
+    biased = given.rel_bias is not None and switches["SCORE"] is not None
+    if biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
+        return replace(config, tile_m=config.tile_m // 2)
+    return config
 
 
 def launch_options(config: Config, given: KernelTerms, switches: dict, rows: int) -> dict[str, int]:
