@@ -56,13 +56,15 @@ class Call:
     scale: float | None
     lse_gradient: bool
     deterministic: bool
+    score_shift: float
 
     def __str__(self):
         drawn, size = self.drawn, "" if self.drawn.mask is None else f" in blocks of {self.drawn.mask.block_size}"
         return (
             f"seed {self.seed}: {self.backend}, {str(self.dtype).removeprefix('torch.')}, batch {self.batch}, heads "
             f"{self.heads} over {self.kv_heads}, {drawn.q_len} x {drawn.kv_len} tokens, head_dim {self.head_dim}, of v "
-            f"{self.v_head_dim}, q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, lse "
+            f"{self.v_head_dim}, q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, "
+            f"scores shifted by {self.score_shift}, lse "
             f"{'' if self.lse_gradient else 'not '}differentiated, {'' if self.deterministic else 'not '}deterministic, "
             f"mask {drawn.text}{size}"
         )
@@ -78,6 +80,7 @@ def draw(seed: int, backend: str) -> Call:
     lse_gradient, deterministic = rng.random() < 0.5, rng.random() < 0.3
     layouts = tuple(rng.choice(oracle.LAYOUTS) for _ in range(4))
     scale = None if rng.random() < 0.6 else round(10 ** rng.uniform(-2.5, -0.5), 4)
+    score_shift = 0.0 if rng.random() < 0.8 else rng.choice((-200.0, -30.0, 30.0))
 
     def fitting() -> tuple[torch.dtype, int]:
         dtype, head_dim = rng.choice(DTYPES), rng.choice(HEAD_DIMS) if rng.random() < 0.7 else rng.randint(1, 256)
@@ -92,7 +95,7 @@ def draw(seed: int, backend: str) -> Call:
         return v_head_dim if backends.backend(backend).supports(asked) is None else None
 
     sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
-    return Call(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic)
+    return Call(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift)
 
 
 def failure(call: Call) -> str | None:
@@ -108,6 +111,7 @@ def failure(call: Call) -> str | None:
             for size, layout in zip(sizes, call.layouts, strict=True)
         )
         dlse = torch.randn(q.shape[:3], generator=generator) if call.lse_gradient else None
+    oracle.shifted(q, k, call.scale, call.score_shift)
     try:
         errors = oracle.measure(
             call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic

@@ -6,6 +6,7 @@ inputs, plus rounding, for out, lse, dq, dk and dv.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -42,6 +43,13 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
         case "head_dim first":
             return normal(batch, heads, dim, tokens).mT
     raise ValueError(f"layout must be one of {LAYOUTS}; got {layout!r}")
+
+
+def shifted(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) -> None:
+    """Adds to q and k, in place, what moves all scores by about so much."""
+    step = (abs(by) / q.shape[3] / (q.shape[3] ** -0.5 if scale is None else scale)) ** 0.5
+    q += step
+    k += math.copysign(step, by)
 
 
 @contextmanager
@@ -154,13 +162,14 @@ def check(
     lse_gradient: bool = True,
     device: str = DEVICE,
     seed: int = 0,
+    score_shift: float = 0.0,
     **options,
 ) -> dict[str, tuple[float, float]]:
     """Asserts that a back end is right, by the rule above.
 
     pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
-    incoming gradient. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. options: passed to
-    ``sf.attention``.
+    incoming gradient. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift: see ``shifted``.
+    options: passed to ``sf.attention``.
 
     Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
@@ -176,6 +185,7 @@ def check(
     q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
     dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
     skip_if_it_cannot(backend, make_call(q, k, mask, v=v))
+    shifted(q, k, scale, score_shift)
 
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
     errors = measure(backend, (q, k, v), dout, dlse, mask, kept, scale, **options)

@@ -102,13 +102,21 @@ def compiled(
 
 
 def compiled_for_hopper(
-    kernel, config, dim: int, sparse: bool, block: int = 128, split: bool = False, fixed: bool = False, dropout: bool = False
+    kernel,
+    config,
+    dim: int,
+    sparse: bool,
+    block: int = 128,
+    split: bool = False,
+    fixed: bool = False,
+    dropout: bool = False,
+    ragged: bool = False,
 ):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
     else:
         queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": split, "FIXED": fixed}
+        constants |= {"ADDED": split, "FIXED": fixed, "RAGGED": ragged}
     constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
@@ -209,17 +217,17 @@ if __name__ == "__main__":
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
             for split, fixed in ((False, False), (True, False), (False, True)):
-                details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128, split, fixed
-                report("hopper_backward", dim, sparse, compiled_for_hopper, *details)
+                report("hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
+            if not sparse:
+                report("hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
     for dim in (64, 128):
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
         report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
-        for fixed in (False, True):
-            kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim]
-            report(
-                "hopper_backward_of_dropout", dim, False, compiled_for_hopper, kernel, config, dim, False, 128, False, fixed, True
-            )
+        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
+        for fixed, ragged in ((False, False), (True, False), (False, True)):
+            report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 of v
         report(f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_TERMS, NO_SWITCHES, 128)
         report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)

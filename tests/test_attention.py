@@ -43,6 +43,17 @@ def budget(backend):
 # Correctness.
 
 
+@parametrize("length", [2, 33, 130])
+@parametrize("shift", [-200.0, -30.0])
+@parametrize("pattern", [None, "causal & local(20)"])
+@parametrize("backend", BACKENDS)
+def test_scores_far_below_zero_give_no_weight_to_keys_that_do_not_exist(backend, pattern, shift, length):
+    # exp(0 - lse) of a tile's empty rows is infinite in float16 from a shift of 12 on, in float32 from 90.
+    dtype = torch.float32 if backend == "reference" else torch.float16
+    for options in ({}, {"deterministic": True}) if DEVICE == "cuda" else ({},):
+        check(backend, pattern, length, dtype=dtype, head_dim=64, block_size=128, score_shift=shift, **options)
+
+
 @parametrize("backend", BACKENDS)
 def test_drawn_patterns_shapes_and_layouts_are_right(backend):
     reason = backends.backend(backend).available()

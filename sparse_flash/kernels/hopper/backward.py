@@ -124,6 +124,7 @@ class Problem:
     ADDED: gl.constexpr  # whether several tiles make one of dK and dV
     FIXED: gl.constexpr  # whether gradients do not depend on the order in which tiles are added
     DROPOUT: gl.constexpr
+    RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
 
 
 # What the planning warp tells of a tile: its first key, or -1 after the last tile; its query head, counted over the batch;
@@ -414,6 +415,10 @@ def _walk(p, state, step, last, turn, begin, end, exists, first_key, stream, zer
         weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
             weights = _masked(p, weights, words, first_key, KIND)
+        if p.RAGGED:
+            # Keys that do not exist have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN, finite ones
+            # meet rows of zeros. No weight of a key that exists is more than 1.
+            weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
         if p.DROPOUT:
             # What is dropped goes as the sign, so that neither words nor truth values have to be kept beside the sums.
             weights = negate_dropped(p, weights, stream, position, first_key)
@@ -577,6 +582,7 @@ def attention_backward_kernel(
     ADDED: gl.constexpr,
     FIXED: gl.constexpr,
     DROPOUT: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1
     dtype: gl.constexpr = q_tensor.dtype
@@ -625,7 +631,7 @@ def attention_backward_kernel(
                 group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, seed,
                 dropout_p, k, v, q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full,
                 step_done, dq_full, dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED, FIXED,
-                DROPOUT)
+                DROPOUT, RAGGED)
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 
@@ -879,7 +885,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     ]
     constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.kv_sums > 0, "FIXED": deterministic}
-    constants |= {"DROPOUT": dropout_p is not None}
+    constants |= {"DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % KEYS.value > 0}
     grid = (min(tiles, multiprocessors(q.device)), 1)
     recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options))
 
