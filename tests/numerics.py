@@ -45,8 +45,9 @@ def _error(name: str, got: torch.Tensor, wanted: torch.Tensor) -> float:
 def table(backend: str = "auto") -> list[str]:
     """Lines of Markdown."""
     lines = ["| mask | dtype | out | lse, absolute | dQ | dK | dV |", "|---|---|---|---|---|---|---|"]
+    hopper = backend == "hopper"
     for spec in SPECS:
-        for dtype in DTYPES:
+        for dtype in DTYPES[1:] if hopper else DTYPES:  # which has no float32
             found = errors(spec, dtype, backend)
             cells = [f"{ours:.1e}" if name == "lse" else f"{ours:.1e} / {theirs:.1e}" for name, (ours, theirs) in found.items()]
             lines.append(f"| `{spec.replace('|', chr(92) + '|')}` | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |")
