@@ -130,12 +130,12 @@ def test_the_extra_for_transformers_brings_what_its_trainer_needs():
 
 def test_an_older_transformers_is_refused_with_the_way_out():
     program = (
-        "import transformers; transformers.__version__ = '4.57.6'\n"
+        "import transformers; transformers.__version__ = '5.7.1'\n"
         "try: import sparse_flash.integrations.transformers\n"
         "except ImportError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"pip install 'transformers[torch]>={bounds()['transformers'][0]}'" in said and "got 4.57.6" in said
+    assert f"pip install 'transformers[torch]>={bounds()['transformers'][0]}'" in said and "got 5.7.1" in said
 
 
 def test_the_command_line_says_its_version():

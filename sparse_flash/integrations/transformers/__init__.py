@@ -36,8 +36,10 @@ from ...terms import check_deterministic
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
 
-if int(transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(f"transformers 5 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5'")
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
+    raise ImportError(
+        f"transformers 5.8 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'"
+    )
 
 NAME = "block_sparse"  # not "sparse_flash": where a name holds "flash", Transformers looks for a FlashAttention kernel
 OWN = "own"
