@@ -398,7 +398,7 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
 @parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
 def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
     from sparse_flash.kernels.backward import attention_backward
-    from sparse_flash.kernels.configs import Config
+    from sparse_flash.kernels.config import Config
     from sparse_flash.kernels.forward import attention_forward
 
     q, k, v, dout = inputs(torch.float32, 64, 64, 64)

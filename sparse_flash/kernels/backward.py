@@ -27,7 +27,8 @@ from .common import (
     step_position,
     store_tile,
 )
-from .configs import grad_kv_config, grad_q_config, padded_head_dim
+from .config import padded_head_dim
+from .configs import grad_kv_config, grad_q_config
 from .dropout import dropout_stream, kept_by_dropout
 from .launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
 from .lengths import cut_entry, existing_entries, existing_tokens

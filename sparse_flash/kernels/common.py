@@ -13,6 +13,8 @@ from .compat import is_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
+FLOOR = tl.constexpr(-3.0e38)
 
 # Kinds of walks, in the order of a table's row. A dense walk has no tiles: its ragged end is a walk of kind RUNS.
 FULL = tl.constexpr(0)

@@ -11,22 +11,8 @@ from math import log2
 
 import torch
 
+from .config import Config, padded_head_dim
 from .tuned import choose, key_of, remembered
-
-
-@dataclass(frozen=True)
-class Config:
-    """tile_m, tile_n: queries and keys of one step. num_warps, num_stages: Triton's launch options."""
-
-    tile_m: int
-    tile_n: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
 
 # By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly
 # masks of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps
@@ -215,22 +201,6 @@ def provenance(chip: tuple[int, int] | str, family: Family) -> str:
     if family.measured is None:
         return f"of {family.name}: compiled for it only, not measured on such a chip ('sparse-flash tune' measures)"
     return f"of {family.name}: measured on {family.measured}"
-
-
-def smaller(config: Config) -> Config | None:
-    """What takes less shared memory: a stage less, then the longer side of the tile halved; None for the smallest."""
-    if config.num_stages > 1:
-        return replace(config, num_stages=config.num_stages - 1)
-    tile_m, tile_n = config.tile_m, config.tile_n
-    if tile_m == tile_n == 16:
-        return None
-    tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
-    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=max(1, min(config.num_warps, tile_m * tile_n // 512)))
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def fitted(

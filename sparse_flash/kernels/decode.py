@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import BITS, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_position
-from .configs import decode_config, family_of, padded_head_dim
-from .forward import FLOOR
+from .common import BITS, FLOOR, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_position
+from .config import padded_head_dim
+from .configs import decode_config, family_of
 from .launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from .layout import empty_out
 

@@ -11,6 +11,7 @@ from . import tuned
 from .common import (
     BITS,
     CUT,
+    FLOOR,
     FULL,
     LN_2,
     LOG2_E,
@@ -24,7 +25,8 @@ from .common import (
     step_position,
     store_tile,
 )
-from .configs import forward_config, padded_head_dim
+from .config import padded_head_dim
+from .configs import forward_config
 from .dropout import dropout_stream, kept_by_dropout
 from .launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
 from .layout import empty_out
@@ -32,9 +34,6 @@ from .lengths import cut_entry, existing_entries, existing_tokens
 from .repeat import known_call
 from .scores import scored
 from .terms import kernel_terms, launch_options
-
-# Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
-FLOOR = tl.constexpr(-3.0e38)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import Rows
-from .configs import Config, smaller
+from .config import Config, smaller
 from .first_calls import compile_only, compiles_only, first_call, together
 from .repeat import enter_context, known_call, remember
 from .terms import KernelTerms

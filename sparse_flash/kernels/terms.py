@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .configs import Config
+from .config import Config
 
 
 class KernelTerms(NamedTuple):

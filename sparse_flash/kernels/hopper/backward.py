@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .. import tuned
 from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
-from ..configs import padded_head_dim
+from ..config import padded_head_dim
 from ..launch import Recording, multiprocessors, table_arguments
 from ..launch import described as described_for_triton
 from ..repeat import known_call

@@ -7,7 +7,7 @@ would all be made before the numbers are there, and kept as truth values.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..dropout import stream_of_line, words_of_pairs
+from ..philox import stream_of_line, words_of_pairs
 
 # $1: a number, $2: the word of its pair, $3: how far left the pair's half has to go, $4: what it must reach.
 _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp.lt.u32 p, t, $4; ")

@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .. import tuned
-from ..common import LN_2, LOG2_E, store_tile
-from ..configs import padded_head_dim
-from ..forward import FLOOR
+from ..common import FLOOR, LN_2, LOG2_E, store_tile
+from ..config import padded_head_dim
 from ..launch import Recording, multiprocessors, table_arguments
 from ..launch import described as described_for_triton
 from ..repeat import known_call

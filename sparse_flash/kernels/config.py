@@ -1,0 +1,33 @@
+"""A kernel's tile and launch options, and how a head dimension is padded."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Config:
+    """tile_m, tile_n: queries and keys of one step. num_warps, num_stages: Triton's launch options."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def smaller(config: Config) -> Config | None:
+    """What takes less shared memory: a stage less, then the longer side of the tile halved; None for the smallest."""
+    if config.num_stages > 1:
+        return replace(config, num_stages=config.num_stages - 1)
+    tile_m, tile_n = config.tile_m, config.tile_n
+    if tile_m == tile_n == 16:
+        return None
+    tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
+    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=max(1, min(config.num_warps, tile_m * tile_n // 512)))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
+    return max(16, 1 << (head_dim - 1).bit_length())

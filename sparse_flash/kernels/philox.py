@@ -1,0 +1,61 @@
+"""The random numbers of dropout, drawn anew wherever they are needed. Source: Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3" (SC 2011)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stream_of_line(seed, line):
+    """What tells a line's draws from others', three scalars. line: batch * heads + head. seed: where it lies."""
+    word = line.to(tl.uint32)
+    key, q_mask, k_mask, _ = _philox_4x32(tl.load(seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
+    return key, q_mask, k_mask
+
+
+@triton.jit
+def words_of_pairs(stream, query, token, first_query, first_key):
+    """The words that pairs of a tile are drawn from: of query // 8 % 2 = 0 the lower half counts, else the upper one.
+
+    query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: as above.
+
+    Written for each pair by itself, so that nothing changes layout. The four pairs of a draw lie in one thread, and the
+    compiler, which knows in which bits of the tokens they differ, draws once for them.
+    """
+    key, q_mask, k_mask = stream
+    q_group = _group(query) ^ (first_query.to(tl.uint32) // 2) ^ q_mask
+    k_group = _group(token) ^ (first_key.to(tl.uint32) // 2) ^ k_mask
+    # Queries come first: the first round's product is of them alone.
+    even, odd = _philox_2x32(key, q_group, k_group)
+    return tl.where(token // 8 % 2 == 0, even, odd)
+
+
+@triton.jit
+def _group(token):
+    """token // 16 * 8 + token % 8. Of the last bits one alone, as an odd token's are else not seen to be those of the token 8
+    before."""
+    return token // 16 * 8 + (token & 6) + (token & 1)
+
+
+@triton.jit
+def _philox_2x32(key, c0, c1):
+    """Philox-2x32-7."""
+    for _ in tl.static_range(7):
+        product = c0.to(tl.uint64) * 0xD256D193
+        c0, c1 = (product >> 32).to(tl.uint32) ^ c1 ^ key, product.to(tl.uint32)
+        key += 0x9E3779B9
+    return c0, c1
+
+
+@triton.jit
+def _philox_4x32(seed, c0, c1, c2, c3):
+    """Philox-4x32-10, as ``tl.philox``, which multiplies twice for the halves of each product."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = second.to(tl.uint32), first.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
