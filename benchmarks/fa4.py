@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from sparse_flash.pattern import And, Pattern
+from sparse_flash.masks.pattern import And, Pattern
 
 from .peer import Peer
 from .problem import Problem

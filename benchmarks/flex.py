@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 import sparse_flash
-from sparse_flash.block_mask import BlockMask
-from sparse_flash.pattern import And, Not, Or, Pattern
-from sparse_flash.tiles import unpack_bits, unpack_runs
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.pattern import And, Not, Or, Pattern
+from sparse_flash.masks.tiles import unpack_bits, unpack_runs
 
 from .peer import Peer
 from .problem import Problem

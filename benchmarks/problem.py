@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import sparse_flash
-from sparse_flash.block_mask import BlockMask
-from sparse_flash.pattern import Pattern
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.pattern import Pattern
 
 from .cases import Case, PaperCase, Shape
 

@@ -15,8 +15,8 @@ source: arXiv:2007.14062, sec. 2 and app. D
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import DerivedPattern, register_pattern
-from sparse_flash.rules import positive_int
+from sparse_flash.masks.pattern import DerivedPattern, register_pattern
+from sparse_flash.masks.rules import positive_int
 
 from .dilated import Dilated
 from .global_tokens import GlobalTokens

@@ -10,8 +10,8 @@ formula: q // block == kv // block          source: arXiv:1904.10509, sec. 4.3 (
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import RunPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import RunPattern, positive_int
 
 
 @register_pattern("block_diagonal")

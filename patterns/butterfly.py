@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import UnitPattern, optional_factors, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import UnitPattern, optional_factors, positive_int
 
 
 @register_pattern("butterfly")

@@ -15,8 +15,8 @@ source: arXiv:2004.05150, sec. 3.1
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import DistancePattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import DistancePattern, positive_int
 
 
 @register_pattern("dilated")

@@ -14,8 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import RunPattern, int_tuple
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import RunPattern, int_tuple
 
 
 @register_pattern("documents")

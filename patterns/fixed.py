@@ -16,8 +16,8 @@ source: arXiv:1904.10509, sec. 4.3 (stride is its l, summary its c; there with c
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import UnitPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import UnitPattern, positive_int
 
 
 @register_pattern("fixed")

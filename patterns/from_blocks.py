@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import UnitPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import UnitPattern, positive_int
 
 
 @register_pattern("from_blocks")

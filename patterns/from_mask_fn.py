@@ -11,7 +11,7 @@ formula: fn(q, kv)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparse_flash.pattern import Pattern, register_pattern
+from sparse_flash.masks.pattern import Pattern, register_pattern
 
 
 @register_pattern("from_mask_fn")

@@ -10,8 +10,8 @@ formula: |q - kv| < window          source: arXiv:2004.05150, sec. 3.1
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import RunPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import RunPattern, positive_int
 
 
 @register_pattern("local")

@@ -12,8 +12,8 @@ formula: local(window) | global_tokens(tokens)          source: arXiv:2004.05150
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import DerivedPattern, register_pattern
-from sparse_flash.rules import positive_int
+from sparse_flash.masks.pattern import DerivedPattern, register_pattern
+from sparse_flash.masks.rules import positive_int
 
 from .global_tokens import GlobalTokens
 from .local import Local

@@ -15,8 +15,8 @@ source: arXiv:1907.00235, sec. 4.2 (LogSparse); the differences in place of the 
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import DistancePattern, optional_factors, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import DistancePattern, optional_factors, positive_int
 
 
 @register_pattern("power_of_two")

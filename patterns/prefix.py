@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import RunPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import RunPattern, positive_int
 
 
 @register_pattern("prefix")

@@ -18,8 +18,8 @@ from numbers import Real
 
 import numpy as np
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import UnitPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import UnitPattern, positive_int
 
 _GOLDEN = 0x9E3779B97F4A7C15
 

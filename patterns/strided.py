@@ -15,8 +15,8 @@ source: arXiv:1904.10509, sec. 4.3 (there with causal: 0 <= i - j)
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import DistancePattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import DistancePattern, positive_int
 
 
 @register_pattern("strided")

@@ -10,8 +10,8 @@ formula: -right <= q - kv <= left          source: FlashAttention's window_size=
 
 from dataclasses import dataclass
 
-from sparse_flash.pattern import register_pattern
-from sparse_flash.rules import BEYOND, RunPattern, positive_int
+from sparse_flash.masks.pattern import register_pattern
+from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 
 
 @register_pattern("window")

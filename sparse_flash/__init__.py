@@ -1,28 +1,33 @@
 """sparse_flash: block-sparse attention whose cost is proportional to what the mask keeps."""
 
-from .attention import attention
-from .block_mask import BlockMask
-from .check import CheckError, check
-from .compiler import compile_mask
-from .decode import attention_decode
-from .layer import KeyValueCache, SparseAttention
-from .pattern import Pattern, list_patterns, parse, register_pattern
+from .api.attention import attention
+from .api.decode import attention_decode
+from .api.layer import KeyValueCache, SparseAttention
+from .api.topk import topk_blocks
+from .api.varlen import attention_varlen
+from .masks.block_mask import BlockMask
+from .masks.compiler import compile_mask
+from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
+from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
-from .selection import topk_blocks
-from .terms import ScoreFunction
 from .tools.draw import draw
 from .tools.explain import explain
-from .varlen import attention_varlen
+from .tools.shadow_check import CheckError, check
+from .variant.variant import ScoreFunction
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "CheckError",
+    "DerivedPattern",
+    "DistancePattern",
     "KeyValueCache",
     "Pattern",
+    "RunPattern",
     "ScoreFunction",
     "SparseAttention",
+    "UnitPattern",
     "attention",
     "attention_decode",
     "attention_varlen",
@@ -32,6 +37,7 @@ __all__ = [
     "explain",
     "list_patterns",
     "parse",
+    "positive_int",
     "register_pattern",
     "topk_blocks",
     *_patterns,

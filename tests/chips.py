@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparse_flash.kernels import configs
-from sparse_flash.kernels.terms import within_memory
+from sparse_flash.kernels.common.variant import within_memory
+from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
@@ -39,13 +39,13 @@ CHIPS = {
     "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
-COMMON = ("common", "dropout", "lengths", "scores", "terms")
+COMMON = ("common/tiles", "common/philox", "portable/dropout", "portable/lengths", "portable/scores", "common/variant")
 SOURCES = {
-    "forward": ("forward", *COMMON),
-    "grad_q": ("backward", *COMMON),
-    "grad_kv": ("backward", *COMMON),
-    "decode": ("decode", "common"),
-    "packed": ("packed", "runs"),
+    "forward": ("portable/forward", *COMMON),
+    "grad_q": ("portable/backward", *COMMON),
+    "grad_kv": ("portable/backward", *COMMON),
+    "decode": ("portable/decode", "common/tiles"),
+    "packed": ("packed/repack", "packed/spans"),
 }
 
 
@@ -200,7 +200,7 @@ def compiled(variant: Variant, chip: str) -> Row:
 def _terms(variant: Variant):
     from sm90 import DROPOUT, EVERY_SWITCH, EVERY_TERM, by_pair, derivative_of_by_pair
 
-    from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms
+    from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_TERMS, KernelTerms
 
     if variant.terms == "dropout":
         return DROPOUT, NO_SWITCHES
@@ -215,13 +215,13 @@ def _terms(variant: Variant):
 def _compiled_packed(name: str, target):
     from sm90_packed import compiled
 
-    from sparse_flash.kernels import packed, runs
+    from sparse_flash.kernels.packed import repack, spans
 
     if name == "fill_rows_kernel":
-        return compiled(packed.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
+        return compiled(repack.fill_rows_kernel, 1, target, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=True)
     if name == "fill_spans_kernel":
-        return compiled(runs.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512)
-    return compiled(packed.take_rows_kernel, 4, target, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
+        return compiled(spans.fill_spans_kernel, 4, target, BLOCK=128, TILES=16, ROWS=512)
+    return compiled(repack.take_rows_kernel, 4, target, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
 
 
 def _resources(result, backend: str) -> tuple[str, str, str]:

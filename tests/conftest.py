@@ -1,7 +1,6 @@
 """Settings of all tests. Property tests draw anew each time; a failure prints the lines that repeat it."""
 
 import os
-import sys
 
 # One thread for each test process, unless asked for more: tests are small, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,9 +24,9 @@ settings.load_profile("sparse_flash")
 @pytest.fixture(autouse=True)
 def unsettled():
     """A test that changes what back ends there are, or what they can do, is asked about no call before it."""
-    call = sys.modules.get("sparse_flash.attention")
-    if call is not None:
-        call._already_settled.clear()
+    from sparse_flash.api import attention
+
+    attention._already_settled.clear()
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ import pytest
 import torch
 
 from sparse_flash.integrations import flash_attn as ours
-from sparse_flash.scores import Pairs, kept_by_dropout, scored
-from sparse_flash.terms import terms_of
+from sparse_flash.variant.definition import Pairs, kept_by_dropout, scored
+from sparse_flash.variant.variant import terms_of
 
 NOT_OURS = {
     "test_flash_attn_generator_arg_must_be_none": "tests an argument of the package's C++ entry points",

@@ -18,7 +18,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.grid import BLOCK_SIZES, BlockGrid
+from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
 
 CALLS_PER_MASK = 8
 LONGEST = 700  # tokens

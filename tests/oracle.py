@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import sparse_flash as sf
-from sparse_flash import backends, table
+from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
-from sparse_flash.grid import BlockGrid
-from sparse_flash.kernels.layout import empty_out
+from sparse_flash.kernels.common.layout import empty_out
+from sparse_flash.masks import table
+from sparse_flash.masks.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,15 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparse_flash.kernels import backward, configs, decode, forward
-from sparse_flash.kernels.common import Rows
+from sparse_flash.kernels.common.tiles import Rows
+from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
-from sparse_flash.kernels.hopper.launch import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
-from sparse_flash.kernels.launch import FUSED
-from sparse_flash.kernels.repeat import parameter_sizes, parameter_types
-from sparse_flash.kernels.terms import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
+from sparse_flash.kernels.hopper.descriptors import FLOAT_LAYOUT, ROW_LAYOUT, TILE_LAYOUT
+from sparse_flash.kernels.launch.launch import FUSED
+from sparse_flash.kernels.launch.replay import parameter_sizes, parameter_types
+from sparse_flash.kernels.portable import backward, configs, decode, forward
 
 KERNELS = {
     "forward": (forward.attention_forward_kernel, configs._FORWARD),

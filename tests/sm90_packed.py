@@ -6,7 +6,7 @@ import triton
 from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
-from sparse_flash.kernels import packed, runs
+from sparse_flash.kernels.packed import repack, spans
 
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
 SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
@@ -33,13 +33,13 @@ def report(kernel, warps: int, **constants) -> None:
 
 if __name__ == "__main__":
     for same in (True, False):
-        report(packed.lay_out_kernel, 4, BLOCK=128, CHUNK=32, SAME=same)
+        report(repack.lay_out_kernel, 4, BLOCK=128, CHUNK=32, SAME=same)
         for queries in (True, False):
-            report(packed.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
+            report(repack.find_rows_kernel, 1, BLOCK=128, QUERIES=queries, SAME=same)
     for queries in (True, False):
-        report(packed.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
-    report(packed.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
-    report(packed.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
-    report(runs.find_spans_kernel, 4, BLOCK=128)
-    report(runs.count_spans_kernel, 4, ROWS=512)
-    report(runs.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512)
+        report(repack.fill_rows_kernel, 1, BLOCK=128, CHUNK=128, ROWS=512, QUERIES=queries)
+    report(repack.take_rows_kernel, 4, ROWS=32, DIM=128, FILL=0.0, source_dim=1)
+    report(repack.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
+    report(spans.find_spans_kernel, 4, BLOCK=128)
+    report(spans.count_spans_kernel, 4, ROWS=512)
+    report(spans.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.grid import BLOCK_SIZES
+from sparse_flash.masks.grid import BLOCK_SIZES
 
 # Smaller than, equal to and larger than the table's blocks; powers of two and not.
 units = st.sampled_from([1, 2, 7, 16, 24, 32, 64, 100, 128, 300])

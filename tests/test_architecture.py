@@ -1,6 +1,7 @@
 """Who may import whom: docs/architecture.md, held to."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,58 +16,15 @@ PACKAGES = {
     "sparse_flash.benchmarks": ROOT / "benchmarks",
 }
 
-# From the ground up: each part, and the parts of sparse_flash that it may import. A part is a module or a package.
-MAY_IMPORT = {
-    "grid": set(),
-    "spec": set(),
-    "tiles": set(),
-    "kernels": set(),
-    "terms": set(),
-    "scores": {"terms"},
-    "pattern": {"grid", "spec"},
-    "rules": {"grid", "pattern"},
-    "patterns": {"grid", "pattern", "rules"},
-    "progress": set(),
-    "flex": {"grid", "progress", "tiles"},
-    "regroup": {"grid", "tiles"},
-    "table": set(),
-    "listing": {"table"},
-    "block_mask": {"flex", "grid", "listing", "regroup", "table", "tiles"},
-    "compiler": {"block_mask", "grid", "pattern", "progress", "rules", "table", "tiles"},
-    "backends": {"block_mask", "kernels", "scores", "terms", "tiles"},
-    "ops": {"backends", "block_mask", "terms"},
-    "watch": set(),
-    "keywords": set(),
-    "attention": {"backends", "block_mask", "keywords", "ops", "pattern", "scores", "terms", "watch"},
-    "moves": {"backends", "kernels", "ops"},
-    "packing": {"backends", "block_mask", "grid", "kernels", "moves", "ops", "table", "tiles"},
-    "runs": {"backends", "block_mask", "grid", "kernels", "moves", "ops", "packing", "table", "tiles"},
-    "varlen": {"attention", "block_mask", "keywords", "moves", "packing", "pattern", "runs"},
-    "decode": {"attention", "backends", "block_mask", "keywords", "ops", "pattern", "patterns", "terms", "watch"},
-    "check": {"block_mask", "grid", "pattern", "scores", "terms", "watch"},
-    "tools": {"backends", "block_mask", "grid", "pattern", "tiles"},
-    "tuning": {"backends", "compiler", "kernels"},
-    "warming": {"backends", "compiler", "kernels"},
-    "integrations": {"attention", "block_mask", "decode", "moves", "pattern", "patterns", "scores", "terms", "varlen"},
-    "layer": {"attention", "block_mask", "decode", "pattern", "terms"},
-    "selection": {"attention", "block_mask", "grid", "pattern"},
-    "": {
-        "attention",
-        "block_mask",
-        "check",
-        "compiler",
-        "decode",
-        "layer",
-        "pattern",
-        "patterns",
-        "selection",
-        "varlen",
-        "terms",
-        "tools",
-    },  # sparse_flash/__init__.py: the public names
-    "benchmarks": {"", "backends", "block_mask", "compiler", "grid", "pattern", "patterns", "tiles"},
-    "cli": {"", "backends", "benchmarks", "block_mask", "compiler", "grid", "pattern", "patterns", "tools", "tuning", "warming"},
-}
+
+def floors() -> dict[str, int]:
+    """The rooms of docs/architecture.md's table, and the floor of each, counted from the roof."""
+    lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
+    rows = [re.match(r"\| (\d+) \| (.*?) \|", line) for line in lines]
+    return {room: int(row[1]) for row in rows if row for room in re.findall(r"`([^`]+)`", row[2])}
+
+
+FLOORS = floors()
 
 
 def modules() -> dict[str, Path]:
@@ -96,45 +54,61 @@ def imports(name: str, path: Path) -> set[str]:
     return found
 
 
-def part(name: str) -> str | None:
-    """The part that a module belongs to, or None for one that is not of this package."""
-    root, _, rest = name.partition(".")
-    return rest.partition(".")[0] if root == "sparse_flash" else None
+def room(name: str) -> str | None:
+    """The room of a module, or None for one that is not of this package."""
+    root, *inner = name.split(".")
+    if root != "sparse_flash":
+        return None
+    return "/".join(inner[:2]) if inner[:1] == ["kernels"] and len(inner) > 1 else inner[0] if inner else root
 
 
 IMPORTS = {name: imports(name, path) for name, path in modules().items()}
 
 
-def test_arrows_only_go_down():
-    order = list(MAY_IMPORT)
-    for name, allowed in MAY_IMPORT.items():
-        assert all(order.index(below) < order.index(name) for below in allowed), name
+def test_the_table_names_every_room_and_no_other():
+    # sparse_flash.kernels itself says what its rooms have in common, and holds no code.
+    assert not IMPORTS["sparse_flash.kernels"]
+    assert {room(name) for name in IMPORTS if name != "sparse_flash.kernels"} == FLOORS.keys()
+    assert len(FLOORS) <= 1 + 16  # beside the public names
 
 
-@pytest.mark.parametrize("name", sorted(IMPORTS))
-def test_a_module_imports_only_what_its_part_may(name):
-    mine = part(name)
-    assert mine in MAY_IMPORT, f"{name} is in no part: give it a place in MAY_IMPORT and in docs/architecture.md"
-    theirs = {part(other) for other in IMPORTS[name]} - {None, mine}
-    assert theirs <= MAY_IMPORT[mine]
+@pytest.mark.parametrize("name", sorted(IMPORTS.keys() - {"sparse_flash.kernels"}))
+def test_a_module_imports_only_rooms_of_floors_below(name):
+    theirs = {room(other) for other in IMPORTS[name]} - {None, room(name)}
+    assert all(FLOORS[room(name)] < FLOORS[other] for other in theirs), theirs
+
+
+def test_every_room_says_what_lives_there():
+    for name in FLOORS:
+        module = "sparse_flash" if name == "sparse_flash" else f"sparse_flash.{name.replace('/', '.')}"
+        assert ast.get_docstring(ast.parse(modules()[module].read_text())), f"{module} has no docstring"
 
 
 def importers(library: str) -> set[str]:
-    return {part(name) for name, found in IMPORTS.items() if any(other.split(".")[0] == library for other in found)}
+    return {room(name) for name, found in IMPORTS.items() if any(other.split(".")[0] == library for other in found)}
 
 
 def test_triton_is_known_to_kernels_and_to_those_that_ask_whether_it_is_there():
-    assert importers("triton") <= {"kernels", "backends", "benchmarks", "cli"}
-    outside_kernels = {name for name in IMPORTS if part(name) == "backends" and "triton" in IMPORTS[name]}
+    kernels = {name for name in FLOORS if name.startswith("kernels/")}
+    assert importers("triton") <= {*kernels, "backends", "benchmarks", "cli"}
+    outside_kernels = {name for name in IMPORTS if room(name) == "backends" and "triton" in IMPORTS[name]}
     assert outside_kernels <= {"sparse_flash.backends.triton"}
 
 
 def test_patterns_and_the_algebra_know_no_devices():
-    assert importers("torch").isdisjoint({"spec", "grid", "tiles", "pattern", "rules", "patterns", "compiler"})
+    of_tables = {f"sparse_flash.masks.{name}" for name in ("block_mask", "from_flex", "select_blocks", "table")}
+    knowing = {name for name in IMPORTS if any(other.split(".")[0] == "torch" for other in IMPORTS[name])}
+    assert {name for name in knowing if room(name) in ("masks", "patterns")} == of_tables
 
 
 def test_kernels_know_arrays_and_nothing_else_of_the_package():
-    assert {part(other) for name in IMPORTS if part(name) == "kernels" for other in IMPORTS[name]} <= {None, "kernels"}
+    theirs = {room(other) for name in IMPORTS if "kernels" in room(name) for other in IMPORTS[name]} - {None}
+    assert theirs and all(name.startswith("kernels/") for name in theirs)
+
+
+def test_no_test_skips_a_module_of_this_package_that_it_does_not_find():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"(importorskip|sys\.modules\.get)\(.sparse_flash", path.read_text()), path.name
 
 
 def test_importing_and_compiling_load_neither_triton_nor_what_only_the_command_line_needs():

@@ -321,7 +321,7 @@ def test_what_is_no_list_of_masks_is_one_clear_error():
         sf.BlockMask.per_head([None, "causal"], 32)
     with pytest.raises(TypeError, match=r"blocks must be a bool tensor; got list"):
         sf.BlockMask.from_blocks([[True]], 16)
-    with pytest.raises(TypeError, match=r"got sparse_flash.block_mask.BlockMask"):
+    with pytest.raises(TypeError, match=r"got sparse_flash.masks.block_mask.BlockMask"):
         sf.BlockMask.from_flex(sf.compile_mask("causal", 20))
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sparse_flash as sf
-from sparse_flash import backends, watch
+from sparse_flash import backends
+from sparse_flash.dispatch import observers
 
 MASKS = {
     "dense": None,
@@ -41,7 +42,7 @@ def test_right_results_and_gradients_pass_and_are_reported(name, dtype):
     forward, backward = checked.reports
     assert set(forward.errors) == {"out", "lse"} and set(backward.errors) == {"dq", "dk", "dv"}
     assert forward.call == backward.call == 1 and forward.shape == (2, 4, 150, 16)
-    assert not watch.observers
+    assert not observers.observers
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -107,12 +108,12 @@ def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypa
     monkeypatch.setitem(backends._MODULES, "torch", wrong)
     with pytest.raises(sf.CheckError, match=rf"\b{name} \d\.\d+[, ]"):
         sf.check(step, every=1)("causal", *tensors(), backend="torch", lse=False)
-    assert not watch.observers
+    assert not observers.observers
 
 
 def test_a_table_that_is_not_its_patterns_is_found(monkeypatch):
     wrong = sf.compile_mask("causal & local(25)", 150)
-    monkeypatch.setattr(sys.modules["sparse_flash.attention"], "_compiled", lambda *args: wrong)
+    monkeypatch.setattr(sys.modules["sparse_flash.api.attention"], "_compiled", lambda *args: wrong)
     with pytest.raises(sf.CheckError):
         sf.check(step, every=1)("causal & local(20)", *tensors())
 
@@ -126,7 +127,7 @@ def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():
     assert [r.call for r in checked.reports] == [1, 1, 4, 4, 7, 7]
     checked.remove()
     layer(x)
-    assert checked.calls == 7 and not watch.observers
+    assert checked.calls == 7 and not observers.observers
 
 
 def test_a_module_that_is_checked_is_saved_and_copied_and_its_copies_are_not_checked():
@@ -179,7 +180,7 @@ def test_a_failing_call_leaves_nobody_looking_on():
     sf.check(layer, every=1)
     with pytest.raises(RuntimeError):
         layer(torch.randn(2, 5))
-    assert not watch.observers
+    assert not observers.observers
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"rows": 0}, {"bound": 0.0}])

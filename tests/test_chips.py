@@ -11,10 +11,12 @@ pytest.importorskip("triton")
 import chips
 from triton.runtime.errors import OutOfResources
 
-from sparse_flash import backends, tuning
+from sparse_flash import backends
 from sparse_flash.backends import hopper
 from sparse_flash.backends import triton as triton_backend
-from sparse_flash.kernels import configs, forward, launch
+from sparse_flash.kernels.launch import launch
+from sparse_flash.kernels.portable import configs, forward
+from sparse_flash.tools import tuning
 
 parametrize = pytest.mark.parametrize
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash import block_mask, compiler, rules, tiles
-from sparse_flash.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from sparse_flash.masks import block_mask, compiler, rules, tiles
+from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
 

@@ -15,7 +15,7 @@ from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.backends import torch as torch_backend
 from sparse_flash.benchmarks import busy
-from sparse_flash.terms import NO_TERMS, terms_of
+from sparse_flash.variant.variant import NO_TERMS, terms_of
 
 parametrize = pytest.mark.parametrize
 

@@ -1,13 +1,17 @@
 """attention_decode: what float64 attention by the mask's definition gives for the last queries of each sequence."""
 
+import importlib
+
 import pytest
 import torch
 from oracle import BACKENDS, DEVICE, check, dense_attention, skip_if_it_cannot, tensor
 
 import sparse_flash as sf
-from sparse_flash import backends, decode, ops
+from sparse_flash import backends
+from sparse_flash.api import decode
 from sparse_flash.backends import empty_out
-from sparse_flash.block_mask import _cached_mask
+from sparse_flash.dispatch import operators
+from sparse_flash.masks.block_mask import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -207,18 +211,18 @@ def test_without_lengths_the_cache_is_full(backend):
 @parametrize("splits", [1, 2, 23])
 @parametrize("name", ["dense", "window and sinks", "bits"])
 def test_any_number_of_programs_gives_the_same(name, splits, monkeypatch):
-    kernels = pytest.importorskip("sparse_flash.kernels.decode")
+    kernels = importlib.import_module("sparse_flash.kernels.portable.decode")
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     monkeypatch.setattr(kernels, "_plan", kernels._plan.__wrapped__)
     compare("triton", PATTERNS[name], 3, lengths=(300, 77), heads=2, kv_heads=1)
 
 
 def test_the_counters_are_left_as_zeros_and_results_repeat_bit_for_bit():
-    launch = pytest.importorskip("sparse_flash.kernels.launch")
+    launch = importlib.import_module("sparse_flash.kernels.launch.launch")
     q, k = torch.randn(2, 4, 1, 32, device=DEVICE), torch.randn(2, 2, 300, 32, device=DEVICE)
     kept, run = {}, launch.arrival_counters
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparse_flash.kernels.decode.arrival_counters", lambda *a: kept.setdefault("it", run(*a)))
+        patch.setattr("sparse_flash.kernels.portable.decode.arrival_counters", lambda *a: kept.setdefault("it", run(*a)))
         first = sf.attention_decode(q, k, k, "causal & local(200)", backend="triton")
         assert not kept["it"].any()
         assert torch.equal(first, sf.attention_decode(q, k, k, "causal & local(200)", backend="triton"))
@@ -300,7 +304,7 @@ def test_opcheck_passes(block_table):
     q, k = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(2 if block_table is None else 6, 2, 64, 16, device=DEVICE)
     mask = sf.compile_mask("causal & local(40)", 192).to(DEVICE)
     lens = torch.tensor([60, 3], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(ops._decode, (q, k, k, mask.tensors(), 192, 128, lens, block_table, False, 0.25, "torch"))
+    torch.library.opcheck(operators._decode, (q, k, k, mask.tensors(), 192, 128, lens, block_table, False, 0.25, "torch"))
 
 
 @parametrize("spec", [None, "causal & local(300)", "causal & strided(9, block=64)"])

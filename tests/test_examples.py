@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import sparse_flash as sf
-from sparse_flash import pattern as pattern_module
+from sparse_flash.masks import pattern as pattern_module
 
 ROOT = Path(__file__).parent.parent
 

@@ -236,9 +236,9 @@ CALLS = [
 def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
     """Of kernels that are not launched: what they are given is all that counts."""
     pytest.importorskip("triton")
-    folder = "sparse_flash.kernels.hopper" if backend == "hopper" else "sparse_flash.kernels"
+    folder = "sparse_flash.kernels.hopper" if backend == "hopper" else "sparse_flash.kernels.portable"
     passes = [importlib.import_module(f"{folder}.{name}") for name in ("forward", "backward")]
-    recording = importlib.import_module("sparse_flash.kernels.launch").Recording
+    recording = importlib.import_module("sparse_flash.kernels.launch.launch").Recording
     for name in ("launch", "finish"):
         monkeypatch.setattr(recording, name, lambda *arguments, **more: None)
     for module in passes:

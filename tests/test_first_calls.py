@@ -16,7 +16,7 @@ import itertools
 from triton import knobs
 
 from sparse_flash.cli.app import app
-from sparse_flash.kernels import first_calls
+from sparse_flash.kernels.launch import first_calls
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 
@@ -141,6 +141,6 @@ def test_warm_says_why_there_is_nothing_to_compile(monkeypatch):
 
 
 def test_warm_refuses_a_dtype_that_it_does_not_know(monkeypatch):
-    monkeypatch.setattr("sparse_flash.warming.unavailable", lambda: None)
+    monkeypatch.setattr("sparse_flash.tools.warming.unavailable", lambda: None)
     result = CliRunner().invoke(app, ["warm", "--head-dim", "128", "--dtype", "fp8"])
     assert result.exit_code == 2 and "got 'fp8'" in result.output

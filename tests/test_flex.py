@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import sparse_flash as sf
-from sparse_flash import block_mask
+from sparse_flash.masks import block_mask
 
 DOCUMENT = torch.tensor([0] * 100 + [1] * 33 + [2] * 260 + [3] * 7)
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from sparse_flash.kernels import configs
 from sparse_flash.kernels.hopper.configs import FOOTPRINT
+from sparse_flash.kernels.portable import configs
 
 pytest.importorskip("triton")
 

@@ -8,10 +8,10 @@ from oracle import DEVICE, make_call, skip_if_it_cannot, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import ops
-from sparse_flash.block_mask import compiled_once
-from sparse_flash.pattern import text_of
-from sparse_flash.terms import NO_TERMS
+from sparse_flash.dispatch import operators
+from sparse_flash.masks.block_mask import compiled_once
+from sparse_flash.masks.pattern import text_of
+from sparse_flash.variant.variant import NO_TERMS
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -64,11 +64,11 @@ def test_opcheck_passes(backend, pattern):
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
     tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
     options = (*tables, "", 0.25, False, backend, *NO_TERMS)
-    torch.library.opcheck(ops._forward, (q, k, v, *options))
+    torch.library.opcheck(operators._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
-    out, lse = ops._forward(q, k, v, *options)
+    out, lse = operators._forward(q, k, v, *options)
     for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(ops._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *options))
+        torch.library.opcheck(operators._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *options))
 
 
 @parametrize("v_head_dim", [16, 24])
@@ -77,12 +77,14 @@ def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
     v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
     options = [], 0, "", 0.25, False, BACKEND, *NO_TERMS
-    torch.library.opcheck(ops._forward, (q, k, v, *options), test_utils="test_faketensor")
+    torch.library.opcheck(operators._forward, (q, k, v, *options), test_utils="test_faketensor")
     q, k, v = (t.detach() for t in (q, k, v))
-    out, lse = ops._forward(q, k, v, *options)
-    torch.library.opcheck(ops._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor")
+    out, lse = operators._forward(q, k, v, *options)
+    torch.library.opcheck(
+        operators._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor"
+    )
     decoding = q[:, :, :2], k, v, [], 0, 0, None, None, True, 0.25, BACKEND
-    torch.library.opcheck(ops._decode, decoding, test_utils="test_faketensor")
+    torch.library.opcheck(operators._decode, decoding, test_utils="test_faketensor")
 
 
 @parametrize("backend", ["torch", "reference"])
@@ -406,6 +408,6 @@ def test_first_derivatives_are_the_same_with_create_graph_and_are_marked_only_th
         return torch.autograd.grad(attend(q, k, v, LOCAL)[0].square().sum(), (q, k, v), **options)
 
     marked = gradients(create_graph=True)
-    monkeypatch.setattr(ops._Once, "of", None)
+    monkeypatch.setattr(operators._Once, "of", None)
     for got, wanted in zip(marked, gradients(), strict=True):
         assert torch.equal(got, wanted) and not wanted.requires_grad

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparse_flash.kernels import repeat
-from sparse_flash.kernels.launch import described
-from sparse_flash.kernels.terms import KernelTerms
+from sparse_flash.kernels.common.variant import KernelTerms
+from sparse_flash.kernels.launch import replay
+from sparse_flash.kernels.launch.launch import described
 
 PTX = """
 .visible .entry some_kernel(
@@ -98,7 +98,7 @@ def inputs():
 
 
 def call(kernel, arguments, tensors, rooms=()):
-    return repeat.Call([repeat.Replay(kernel, (3, 2), arguments, tensors, rooms)], tensors, None)
+    return replay.Call([replay.Replay(kernel, (3, 2), arguments, tensors, rooms)], tensors, None)
 
 
 @pytest.fixture
@@ -106,10 +106,10 @@ def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # as the index of a CPU
-    monkeypatch.setattr(repeat, "_driver", lambda: stand_in)
-    repeat._driver_version.cache_clear()
+    monkeypatch.setattr(replay, "_driver", lambda: stand_in)
+    replay._driver_version.cache_clear()
     yield stand_in
-    repeat._driver_version.cache_clear()
+    replay._driver_version.cache_clear()
 
 
 def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_of_now(driver):
@@ -158,7 +158,7 @@ def test_threads_that_share_a_launch_never_mix_their_addresses(driver):
 @pytest.mark.parametrize("current", [None, 99])
 def test_a_thread_without_a_context_gets_pytorchs(driver, current):
     driver.context = current
-    thread = threading.Thread(target=repeat.enter_context, args=(1,))
+    thread = threading.Thread(target=replay.enter_context, args=(1,))
     thread.start()
     thread.join()
     assert driver.context == (1235 if current is None else 99)
@@ -200,11 +200,11 @@ def test_an_error_of_the_driver_is_raised_in_its_words(driver):
 
 
 def test_what_cannot_be_launched_again_says_why_in_a_sentence(driver, monkeypatch):
-    assert repeat.refusal(compiled()) is None
-    assert "hip" in repeat.refusal(compiled(ptx=""))
-    assert "clusters" in repeat.refusal(compiled(num_ctas=2))
-    assert "scratch" in repeat.refusal(compiled(global_scratch_size=64))
+    assert replay.refusal(compiled()) is None
+    assert "hip" in replay.refusal(compiled(ptx=""))
+    assert "clusters" in replay.refusal(compiled(num_ctas=2))
+    assert "scratch" in replay.refusal(compiled(global_scratch_size=64))
     changed = PTX.replace(".param .f32 some_kernel_param_11,", ".param .f64 some_kernel_param_11,")
-    assert "not those that it was tested with" in repeat.refusal(compiled(ptx=changed))
-    monkeypatch.setattr(repeat, "_driver", lambda: None)
-    assert "libcuda" in repeat.refusal(compiled())
+    assert "not those that it was tested with" in replay.refusal(compiled(ptx=changed))
+    monkeypatch.setattr(replay, "_driver", lambda: None)
+    assert "libcuda" in replay.refusal(compiled())

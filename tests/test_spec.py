@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash import pattern as pattern_module
-from sparse_flash.spec import SpecError, read, write_call
+from sparse_flash.masks import pattern as pattern_module
+from sparse_flash.masks.spec import SpecError, read, write_call
 
 
 @pytest.fixture

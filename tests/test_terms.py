@@ -9,9 +9,10 @@ from oracle import BACKENDS, DEVICE, heavy_rows_in_parts, make_call
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
-from sparse_flash import backends, ops
-from sparse_flash.scores import Pairs, kept_by_dropout, philox_2x32, philox_4x32
-from sparse_flash.terms import terms_of
+from sparse_flash import backends
+from sparse_flash.dispatch import operators
+from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
+from sparse_flash.variant.variant import terms_of
 
 try:
     import triton
@@ -335,7 +336,7 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 
 if triton:
-    from sparse_flash.kernels.lengths import existing_of_kind
+    from sparse_flash.kernels.portable.lengths import existing_of_kind
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
@@ -397,9 +398,9 @@ def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size)
 @pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 @parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
 def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
-    from sparse_flash.kernels.backward import attention_backward
-    from sparse_flash.kernels.config import Config
-    from sparse_flash.kernels.forward import attention_forward
+    from sparse_flash.kernels.common.config import Config
+    from sparse_flash.kernels.portable.backward import attention_backward
+    from sparse_flash.kernels.portable.forward import attention_forward
 
     q, k, v, dout = inputs(torch.float32, 64, 64, 64)
     torch.manual_seed(1)
@@ -667,11 +668,11 @@ def test_opcheck_passes_with_terms(name):
     q, k, v, _ = (t.requires_grad_() for t in inputs())
     packed = terms_of(q, k, **{n: t for n, t in terms(name).items() if n != "sinks"}).packed()
     options = ([], 0, "", 0.25, True, "torch", *packed)
-    torch.library.opcheck(ops._forward, (q, k, v, *options))
+    torch.library.opcheck(operators._forward, (q, k, v, *options))
     with torch.no_grad():
-        out, lse = ops._forward(q, k, v, *options)
+        out, lse = operators._forward(q, k, v, *options)
         torch.library.opcheck(
-            ops._backward, (torch.randn_like(out), None, q, k, v, out, lse, *options), test_utils="test_faketensor"
+            operators._backward, (torch.randn_like(out), None, q, k, v, out, lse, *options), test_utils="test_faketensor"
         )
 
 

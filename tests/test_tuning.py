@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from sparse_flash import tuning
 from sparse_flash.cli import doctor
 from sparse_flash.cli.app import app
-from sparse_flash.kernels import backward, configs, forward, tuned
 from sparse_flash.kernels.hopper import configs as hopper_configs
+from sparse_flash.kernels.launch import tuned
+from sparse_flash.kernels.portable import backward, configs, forward
+from sparse_flash.tools import tuning
 
 CPU = torch.device("cpu")
 DIM, BLOCK = 64, 64
@@ -59,7 +60,8 @@ def test_a_choice_is_used_at_once_and_by_other_processes_and_the_built_in_one_ta
     chosen = keep()
     assert asked() == chosen != builtin()
     program = (
-        "import torch; from sparse_flash.kernels import configs, tuned; tuned.gpu_name = lambda device: 'Test GPU';"
+        "import torch; from sparse_flash.kernels.launch import tuned; from sparse_flash.kernels.portable import configs;"
+        "tuned.gpu_name = lambda device: 'Test GPU';"
         f"print(configs.forward_config(torch.float16, {DIM}, {BLOCK}, torch.device('cpu')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -156,7 +158,7 @@ def test_the_launchers_use_the_choices(monkeypatch):
     def launch(kernel, grid, arguments, constants, options, variant, beside):
         launched[kernel.fn.__name__] = constants["TILE_M"], constants["TILE_N"], options["num_warps"], options["num_stages"]
 
-    monkeypatch.setattr("sparse_flash.kernels.launch.launch", launch)
+    monkeypatch.setattr("sparse_flash.kernels.launch.launch.launch", launch)
     chosen = {kernel: keep(kernel, block_size=None) for kernel in configs.KERNELS}
     q = torch.zeros(1, 1, 64, DIM, dtype=torch.float16)
     out, lse = forward.attention_forward(q, q, q, None, 1.0)

@@ -13,7 +13,8 @@ from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
-from sparse_flash import backends, moves, packing, runs
+from sparse_flash import backends
+from sparse_flash.packed import gather_rows, in_place, repack
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -116,7 +117,7 @@ def packer(request, monkeypatch):
     """Both ways to lay out documents and to make their table; Triton's interpreter runs the kernels without a GPU."""
     if request.param == "kernels" and backends.backend("triton").available():
         pytest.skip(backends.backend("triton").available())
-    monkeypatch.setattr(moves, "by_kernels", lambda device: request.param == "kernels")
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: request.param == "kernels")
 
 
 @pytest.mark.usefixtures("packer")
@@ -128,17 +129,17 @@ def test_each_document_attends_to_itself_under_the_pattern_at_its_own_length(nam
 @pytest.mark.usefixtures("packer")
 @parametrize("name", ["causal", "window", "dense"])
 def test_documents_moved_onto_blocks_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(runs, "single_runs", lambda mask: None)
-    runs._long_runs.cache_clear()
+    monkeypatch.setattr(in_place, "single_runs", lambda mask: None)
+    in_place._long_runs.cache_clear()
     check("torch", PATTERNS[name], EDGES)
     check("torch", PATTERNS[name], MORE, FEWER, beyond=30)
-    runs._long_runs.cache_clear()
+    in_place._long_runs.cache_clear()
 
 
 @pytest.mark.usefixtures("packer")
 @parametrize("name", SINGLE_RUNS)
 def test_documents_of_single_runs_are_attended_to_where_they_lie(name, monkeypatch):
-    monkeypatch.setattr(moves, "take_rows", None)
+    monkeypatch.setattr(gather_rows, "take_rows", None)
     check("torch", SINGLE_RUNS[name], EDGES)
     check("torch", SINGLE_RUNS[name], (290, 5), beyond=20)
 
@@ -258,25 +259,25 @@ def test_new_lengths_compile_no_new_table():
     q, k, v = (torch.randn(600, 1, 16, device=DEVICE) for _ in range(3))
     pattern = sf.causal() & sf.local(17)
     sf.attention_varlen(q, k, v, cu_seqlens((300, 300)), mask=pattern, max_seqlen_q=400)
-    misses = packing.long_document.cache_info().misses
+    misses = repack.long_document.cache_info().misses
     for lengths in ((10, 390, 200), (1, 2, 3), (400, 200)):
         for longest in (400, 512):
             sf.attention_varlen(q, k, v, cu_seqlens(lengths), mask=pattern, max_seqlen_q=longest)
-    assert packing.long_document.cache_info().misses == misses
+    assert repack.long_document.cache_info().misses == misses
 
 
 # The tables.
 
 
-def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=packing.pack):
+def pack(by_kernels, pattern, q_cu_seqlens, k_cu_seqlens=None, tokens=(1000, 1000), longest=(400, 400), way=repack.pack):
     if by_kernels and backends.backend("triton").available():
         pytest.skip(backends.backend("triton").available())
     sides = [
-        starts if starts is None else packing.Side(torch.tensor(starts, device=DEVICE), *rest)
+        starts if starts is None else repack.Side(torch.tensor(starts, device=DEVICE), *rest)
         for starts, *rest in zip((q_cu_seqlens, k_cu_seqlens), tokens, longest, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moves, "by_kernels", lambda device: by_kernels)
+        patch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
         return way(pattern, *sides)
 
 
@@ -307,7 +308,7 @@ def test_the_table_by_kernels_equals_that_made_on_the_host(name, starts):
 @parametrize("starts", STARTS)
 def test_the_table_in_place_by_kernels_equals_that_made_on_the_host(name, starts):
     pattern = "full" if SINGLE_RUNS[name] is None else SINGLE_RUNS[name]
-    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=runs.mask_in_place) for by_kernels in (False, True))
+    host, device = (pack(by_kernels, pattern, *STARTS[starts], way=in_place.mask_in_place) for by_kernels in (False, True))
     assert torch.equal(device.to_dense(), host.to_dense())
     assert_well_formed(device)
     full = [mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in (host, device)]
@@ -327,11 +328,11 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     k_lens = q_lens if same else k_lens
     tokens = sum(q_lens) + beyond, sum(k_lens) + beyond
     longest = max(q_lens) + slack, max(k_lens) + slack
-    sides = [packing.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
+    sides = [repack.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
     sizes = sides[0][1:] + sides[1][1:]
-    plan, constants = runs._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
-    plan = runs._Plan(*plan)
-    first, stop = runs._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
+    plan, constants = in_place._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
+    plan = in_place._Plan(*plan)
+    first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
     touched = full = 0
     for block in blocks:
@@ -350,7 +351,7 @@ def test_only_single_runs_that_ascend_are_taken_in_place(pattern):
     kept = sf.compile_mask(pattern, 512).to_dense().numpy()
     single = (np.diff(kept.astype(int), prepend=0, axis=1) == 1).sum(1).max() <= 1
     first, stop = kept.argmax(1), kept.argmax(1) + kept.sum(1)
-    assert (runs.single_runs(sf.compile_mask(pattern, 512)) is not None) == (
+    assert (in_place.single_runs(sf.compile_mask(pattern, 512)) is not None) == (
         single and (np.diff(first) >= 0).all() and (np.diff(stop) >= 0).all()
     )
 
@@ -397,8 +398,8 @@ def test_rows_by_the_kernel_equal_those_by_indexing(monkeypatch, dtype, heads_fi
     index = torch.randint(-1, 50, (70,), device=DEVICE, dtype=torch.int32)
     results = []
     for by_kernels in (False, True):
-        monkeypatch.setattr(moves, "by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
-        results.append(moves.take_rows(x, index, index, float("-inf"), heads_first))
+        monkeypatch.setattr(gather_rows, "by_kernels", lambda device, by_kernels=by_kernels: by_kernels)
+        results.append(gather_rows.take_rows(x, index, index, float("-inf"), heads_first))
     assert torch.equal(*results) and results[0].stride() == results[1].stride()
 
 
@@ -455,16 +456,16 @@ def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recomp
 
 def test_opcheck_passes():
     starts = cu_seqlens((100, 200), torch.int64)
-    plan, tables = packing._planned("causal", *[300] * 4, 2, True, starts.device)
+    plan, tables = repack._planned("causal", *[300] * 4, 2, True, starts.device)
     # On a GPU the room that a table does not use holds anything.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
-    torch.library.opcheck(packing._pack_operator, (tables, starts, starts, plan), **compared)
-    plan, constants = runs._planned("causal", *[300] * 4, True, starts.device)
-    torch.library.opcheck(runs._assemble_operator, (constants, starts, starts, plan), **compared)
-    axis = packing.pack("causal", packing.Side(starts, 300, 300), None).queries
+    torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
+    plan, constants = in_place._planned("causal", *[300] * 4, True, starts.device)
+    torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
+    axis = repack.pack("causal", repack.Side(starts, 300, 300), None).queries
     x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)
     for heads_first in (True, False):
-        torch.library.opcheck(moves._take_rows_operator, (x, *axis, 0.0, heads_first))
+        torch.library.opcheck(gather_rows._take_rows_operator, (x, *axis, 0.0, heads_first))
 
 
 # Bad input.

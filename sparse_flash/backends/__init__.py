@@ -28,8 +28,8 @@ from types import ModuleType
 
 import torch
 
-from ..kernels.layout import empty_out as empty_out
-from ..terms import LEARNED, ScoreFunction, Terms
+from ..kernels.common.layout import empty_out as empty_out
+from ..variant.variant import LEARNED, ScoreFunction, Terms
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
 # nobody should get without asking for it.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..tiles import unique_rows
+from ..masks.tiles import unique_rows
 
 _WIDEST = 2048  # keys of a piece: results of the pieces of a row are put together by operations that wait, one for each piece
 _GATHERED = 1 << 21  # numbers of keys that a call copies, for each thread: 20 ms of its work at head_dim 64 and blocks of 128

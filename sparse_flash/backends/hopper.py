@@ -42,7 +42,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and _capability(device) == (9, 0)
 
 
-available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see block_mask.py
+available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see masks/block_mask.py
 
 
 @cache

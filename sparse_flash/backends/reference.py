@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.layout import empty_out
-from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
+from ..kernels.common.layout import empty_out
+from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
 
 
 def supports(call) -> str | None:

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ..block_mask import BlockMask
-from ..kernels.layout import empty_out
-from ..scores import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
-from ..tiles import pack_runs
+from ..kernels.common.layout import empty_out
+from ..masks.block_mask import BlockMask
+from ..masks.tiles import pack_runs
+from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from . import aten_cpu
 
 # Scores computed at a time. On a CPU, where this is for each thread, they should stay in its cache: each is touched about

@@ -9,7 +9,7 @@ from functools import cache, partial
 import numpy
 import torch
 
-from ..terms import LEARNED
+from ..variant.variant import LEARNED
 from . import Call, empty_out
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,7 +51,7 @@ def interpreted() -> bool:
 @cache
 def _refusal(device: torch.device, dropout: bool) -> str | None:
     """Why no table of tile sizes is for this GPU, or not with dropout, or None."""
-    from ..kernels.configs import refusal
+    from ..kernels.portable.configs import refusal
 
     return refusal(device, dropout)
 
@@ -92,7 +92,7 @@ def supports(call: Call) -> str | None:
 def forward(q, k, v, mask, scale, terms):
     if terms is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
-    from ..kernels.forward import attention_forward, repeated_forward
+    from ..kernels.portable.forward import attention_forward, repeated_forward
 
     if terms is None and (done := repeated_forward(q, k, v, mask, scale)):
         return done
@@ -106,7 +106,7 @@ def forward(q, k, v, mask, scale, terms):
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     # Two passes without atomics, but for the gradient of rel_bias: repeatable whether asked to be or not.
-    from ..kernels.backward import attention_backward, repeated_backward
+    from ..kernels.portable.backward import attention_backward, repeated_backward
 
     if terms is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
         return done
@@ -133,7 +133,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
 
 
 def _decode(q, k, v, mask, scale, **options):
-    from ..kernels.decode import attention_decode
+    from ..kernels.portable.decode import attention_decode
 
     ready = [unbroken(t) for t in (q, k, v)]
     with current_device(q.device):
@@ -145,7 +145,7 @@ def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether a program for each head would leave multiprocessors idle, and there are keys enough to share among them."""
     if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
         return False
-    from ..kernels.launch import multiprocessors
+    from ..kernels.launch.launch import multiprocessors
 
     return q.shape[0] * q.shape[1] < multiprocessors(q.device)
 

@@ -16,7 +16,7 @@ def doctor() -> None:
     """Versions and whether they were tested together, the GPU, what Triton needs, and why each back end can or cannot run."""
     import torch
 
-    from sparse_flash import tuning
+    from sparse_flash.tools import tuning
 
     console = output()
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -20,7 +20,7 @@ BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens on a side o
 
 def patterns() -> None:
     """Lists the patterns that a spec may name."""
-    from sparse_flash.pattern import list_patterns, pattern_class
+    from sparse_flash.masks.pattern import list_patterns, pattern_class
 
     table = Table("name", "arguments", "keeps", "from", box=None, pad_edge=False, header_style="bold")
     for name in list_patterns():

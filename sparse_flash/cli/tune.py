@@ -31,7 +31,7 @@ def tune(
     measured on."""
     import torch
 
-    from sparse_flash import tuning
+    from sparse_flash.tools import tuning
 
     console = output()
     with user_errors():

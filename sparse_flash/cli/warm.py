@@ -25,7 +25,7 @@ def warm(
     """Compiles the kernels of training, forward and backward, side by side: once on a machine."""
     import torch
 
-    from sparse_flash import warming
+    from sparse_flash.tools import warming
 
     with user_errors():
         if reason := warming.unavailable():

@@ -21,12 +21,12 @@ from functools import lru_cache
 
 import torch
 
-from ..attention import attention
-from ..block_mask import BlockMask
-from ..decode import MAX_QUERIES, attention_decode
-from ..moves import take_rows
-from ..pattern import And, DerivedPattern, Not, Or, Pattern, parse
-from ..varlen import attention_varlen
+from ..api.attention import attention
+from ..api.decode import MAX_QUERIES, attention_decode
+from ..api.varlen import attention_varlen
+from ..masks.block_mask import BlockMask
+from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ..packed.gather_rows import take_rows
 
 _NO_WINDOW = (-1, -1)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from ..attention import attention
-from ..block_mask import BlockMask
-from ..pattern import Pattern
+from ..api.attention import attention
+from ..masks.block_mask import BlockMask
+from ..masks.pattern import Pattern
 
 
 def scaled_dot_product_attention(

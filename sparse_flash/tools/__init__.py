@@ -1,2 +1,2 @@
-"""What looks at masks before they run: pictures, what they cost and what they see. Knows tables, and what back ends take; makes
-no calls."""
+"""What examines masks and calls around training: pictures, costs, tuning, compiling ahead, the shadow check. Knows tables, back
+ends and observers; nothing of the calls that users make."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..block_mask import BlockMask
+from ..masks.block_mask import BlockMask
 from .subject import subject
 
 FORMATS = (".png", ".svg")

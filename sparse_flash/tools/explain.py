@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ..backends import hopper, triton
-from ..block_mask import BlockMask
-from ..grid import BlockGrid
-from ..pattern import Pattern
-from ..tiles import unpack_bits, unpack_runs
+from ..masks.block_mask import BlockMask
+from ..masks.grid import BlockGrid
+from ..masks.pattern import Pattern
+from ..masks.tiles import unpack_bits, unpack_runs
 from .figures import flops_text, share_text, size_text, times
 from .subject import subject
 

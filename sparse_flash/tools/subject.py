@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..block_mask import BlockMask, as_block_mask
-from ..pattern import Pattern
+from ..masks.block_mask import BlockMask, as_block_mask
+from ..masks.pattern import Pattern
 
 
 def subject(mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int) -> tuple[BlockMask, str]:

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...block_mask import BlockMask, compiled_once
-from ...pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ...masks.block_mask import BlockMask, compiled_once
+from ...masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from ...patterns import block_diagonal, full, sinks
 
 _BLOCK = 128

@@ -26,18 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .. import tuned
-from ..common import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
-from ..config import padded_head_dim
-from ..launch import Recording, multiprocessors, table_arguments
-from ..launch import described as described_for_triton
-from ..repeat import known_call
+from ..common.config import padded_head_dim
+from ..common.gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
+from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
+from ..launch import tuned
+from ..launch.launch import Recording, multiprocessors, table_arguments
+from ..launch.launch import described as described_for_triton
+from ..launch.replay import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
 from .dropout import kept_operand, line_stream, negate_dropped, score_gradients
-from .gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
-from .launch import FLOAT_LAYOUT, ROW_LAYOUT, comes_in_parts, described, heads_together, tile_queue
 from .masks import ZERO, column_bits, where_column_bits, where_run
-from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
+from .scheduler import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 KEYS = gl.constexpr(128)  # of a tile
 ROWS = 64  # queries of a program of the kernel before

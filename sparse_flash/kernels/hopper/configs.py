@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..tuned import choose, key_of, remembered
+from ..launch.tuned import choose, key_of, remembered
 
 
 @dataclass(frozen=True)

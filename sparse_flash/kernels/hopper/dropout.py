@@ -1,4 +1,4 @@
-"""Dropout of a tile where it lies, in the registers of a wgmma accumulator: see ``scores.kept_by_dropout`` of the package.
+"""Dropout of a tile where it lies, in the registers of a wgmma accumulator: see ``variant.definition.kept_by_dropout``.
 
 Words are those of ``kernels.dropout``. As with ``masks``, each choice is one piece of assembly: comparisons written in Gluon
 would all be made before the numbers are there, and kept as truth values.
@@ -7,7 +7,7 @@ would all be made before the numbers are there, and kept as truth values.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..philox import stream_of_line, words_of_pairs
+from ..common.philox import stream_of_line, words_of_pairs
 
 # $1: a number, $2: the word of its pair, $3: how far left the pair's half has to go, $4: what it must reach.
 _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp.lt.u32 p, t, $4; ")

@@ -22,18 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .. import tuned
-from ..common import FLOOR, LN_2, LOG2_E, store_tile
-from ..config import padded_head_dim
-from ..launch import Recording, multiprocessors, table_arguments
-from ..launch import described as described_for_triton
-from ..repeat import known_call
+from ..common.config import padded_head_dim
+from ..common.gluon import async_load, async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
+from ..launch import tuned
+from ..launch.launch import Recording, multiprocessors, table_arguments
+from ..launch.launch import described as described_for_triton
+from ..launch.replay import known_call
 from .configs import forward_config
+from .descriptors import comes_in_parts, described, heads_together, tile_queue
 from .dropout import line_stream, zero_dropped
-from .gluon import async_load, async_store, fresh_zero, of_tensor, record, store_wait
-from .launch import comes_in_parts, described, heads_together, tile_queue
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
-from .schedule import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
+from .scheduler import allocate_notes, leave, mask_of, next_tile, slot_and_head, tell, told, work_item
 
 TILE = gl.constexpr(128)  # queries, and keys, of a step
 HALF = gl.constexpr(64)  # queries of a warp group

@@ -1,0 +1,218 @@
+"""SparseAttention: self-attention as a layer of a model, and the cache of keys and values for decoding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..masks.block_mask import BlockMask, of_another_library
+from ..masks.pattern import Pattern, parse
+from ..variant.variant import check_deterministic
+from .attention import attention
+from .decode import attention_decode, takes
+
+
+class KeyValueCache:
+    """The keys and values of tokens seen so far, for one layer. Room for ``length`` tokens is taken at once.
+
+    keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
+    v_head_dim: head_dim of the values; that of the keys by default.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, length: int, head_dim: int, *, v_head_dim: int | None = None, dtype=None, device=None
+    ):
+        widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
+        for name, value in ({"batch": batch, "kv_heads": kv_heads, "length": length} | widths).items():
+            if value < 1:
+                raise ValueError(f"{name} must be positive; got {value}")
+        self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
+        self.tokens = 0
+
+    @property
+    def length(self) -> int:
+        return self.room[0].shape[2]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.room[0][:, :, : self.tokens]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.room[1][:, :, : self.tokens]
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
+        Raises ValueError where they do not fit."""
+        wanted = [(*room.shape[:2], k.shape[2], room.shape[3]) for room in self.room]
+        if [tuple(k.shape), tuple(v.shape)] != wanted:
+            raise ValueError(
+                f"k and v must have shapes {wanted[0]} and {wanted[1]}, as the cache was made for; got {tuple(k.shape)} and "
+                f"{tuple(v.shape)}"
+            )
+        stop = self.tokens + k.shape[2]
+        if stop > self.length:
+            raise ValueError(f"the cache has room for {self.length} tokens and holds {self.tokens}; {k.shape[2]} more do not fit")
+        for room, new in zip(self.room, (k, v), strict=True):
+            room[:, :, self.tokens : stop] = new.detach()
+        self.tokens = stop
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forgets all tokens; the room stays."""
+        self.tokens = 0
+
+
+class SparseAttention(nn.Module):
+    """Multi-head self-attention under a mask: projections, rotary positions, grouped-query heads, ``attention``.
+
+    dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
+    head_dim: dim // heads by default; even where positions are rotary. v_head_dim: of the values; head_dim by default.
+    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length, or with a
+    cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that shall not
+    look ahead must say so: "causal & local(1024)". ``layer.mask = ...`` changes it, in compiled code as well.
+    rotary_base: the base of rotary position embedding, its pairs being halves of head_dim apart; None for no positions.
+    bias: of the four projections. backend, deterministic: as for ``attention``.
+
+    Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Sources: arXiv:1706.03762 (multi-head attention),
+    arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        mask: Pattern | str | BlockMask | None = "causal",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        rotary_base: float | None = 10000.0,
+        bias: bool = False,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if min(dim, heads, kv_heads) < 1:
+            raise ValueError(f"dim, heads and kv_heads must be positive; got {dim}, {heads} and {kv_heads}")
+        if heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
+        check_deterministic(deterministic)
+        head_dim = dim // heads if head_dim is None else head_dim
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        if min(head_dim, v_head_dim) < 1:
+            raise ValueError(f"head_dim and v_head_dim must be positive; got {head_dim} and {v_head_dim}")
+        if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
+            raise ValueError(
+                f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "
+                "turns them off"
+            )
+        self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
+        self.mask = mask
+        self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(dim, heads * head_dim, **made)
+        self.k_proj = nn.Linear(dim, kv_heads * head_dim, **made)
+        self.v_proj = nn.Linear(dim, kv_heads * v_head_dim, **made)
+        self.out_proj = nn.Linear(heads * v_head_dim, dim, **made)
+
+    @property
+    def mask(self) -> Pattern | BlockMask | None:
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Pattern | str | BlockMask | None) -> None:
+        mask = parse(mask) if isinstance(mask, str) else mask
+        if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
+            mask = of_another_library(mask)
+        self._mask, self._written = mask, _written(mask)
+
+    def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """x: (batch, tokens, dim); returns the like. With a cache, x are the tokens after those that it holds; they attend to
+        both, and are kept. Raises ValueError for shapes that do not fit.
+
+        Within torch.compile and without gradients, up to 64 tokens at a time read the cache's whole room by their count, so that
+        a new token compiles nothing after the first few."""
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
+        q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
+        v = _by_head(self.v_proj(x), self.v_head_dim)
+        if self.rotary_base is not None:
+            rotation = _rotation(cache.tokens if cache else 0, x.shape[1], self.head_dim, self.rotary_base, x.device)
+            q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        mask = self._written if torch.compiler.is_compiling() else self._mask
+        out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _attended(self, q, k, v, mask, **lengths) -> torch.Tensor:
+        return attention(q, k, v, mask, **lengths, deterministic=self.deterministic, backend=self.backend)
+
+    def _attended_with(self, cache: KeyValueCache, q, k, v, mask) -> torch.Tensor:
+        first, stop = cache.tokens, cache.tokens + q.shape[2]
+        square = isinstance(mask, BlockMask) and (mask.q_len, mask.kv_len) != (q.shape[2], stop)
+        if square and not mask.q_len == mask.kv_len >= cache.length:
+            raise ValueError(
+                f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got q_len={mask.q_len}, "
+                f"kv_len={mask.kv_len}; compile it for {cache.length}, or pass the pattern itself"
+            )
+        k, v = cache.append(k, v)
+        if takes(q, k) and (square or not isinstance(mask, BlockMask)):
+            if not torch.compiler.is_compiling():
+                return attention_decode(q, k, v, mask, backend=self.backend)
+            return attention_decode(q, *cache.room, mask, kv_lens=_counts(stop, q), backend=self.backend)
+        if not square:
+            return self._attended(q, k, v, mask)
+        # In their places of the whole mask; blocks of places that hold no token are not visited.
+        beyond = mask.q_len - stop
+        lengths = {"q_starts": _counts(first, q), "q_lens": _counts(stop, q), "kv_lens": _counts(stop, q)}
+        q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
+        return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
+
+    def new_cache(self, batch: int, length: int) -> KeyValueCache:
+        """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
+        weight = self.k_proj.weight
+        made = {"v_head_dim": self.v_head_dim, "dtype": weight.dtype, "device": weight.device}
+        return KeyValueCache(batch, self.kv_heads, length, self.head_dim, **made)
+
+    def extra_repr(self) -> str:
+        mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self._mask
+        of_values = f"v_head_dim={self.v_head_dim}, " if self.v_head_dim != self.head_dim else ""
+        sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        return f"{sizes}, {of_values}mask={mask}"
+
+
+def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+def _written(mask):
+    """What torch.compile gets in place of a mask: PyTorch before 2.13 takes spec text, not Pattern objects."""
+    try:
+        return mask.to_spec() if isinstance(mask, Pattern) else mask
+    except ValueError:  # some pattern of it is not registered
+        return mask
+
+
+def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
+    """The same count for each batch entry, (batch,) int32."""
+    return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
+
+
+def _rotation(first: int, tokens: int, head_dim: int, base: float, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (tokens, head_dim / 2) float32, of positions from ``first`` on."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=device)
+    angles = positions[:, None] / base**exponents
+    return angles.cos(), angles.sin()
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Computed in float32, in x's dtype."""
+    low, high = x.float().chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)

@@ -1,0 +1,166 @@
+"""The call on packed documents of different lengths."""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+
+import torch
+
+from ..masks.pattern import Pattern
+from ..packed.gather_rows import take_rows
+from ..packed.in_place import mask_in_place
+from ..packed.repack import Axis, Side, pack
+from .attention import attention, autocast, check_tensors
+from .keywords import shown_without_foreign, unexpected
+
+
+@shown_without_foreign
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    mask: Pattern | str | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    **foreign,
+):
+    """``attention`` of each of several documents to itself, packed one after another, each under the mask of its own length.
+
+    q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim),
+    v_head_dim being head_dim or another. Of one dtype and device.
+    cu_seqlens_q: (documents + 1,) int32 or int64 on q's device, where each document starts, from 0, and where the last one
+    ends. Tokens past that end are of no document, and change nothing as long as they, their products and the gradients that
+    come back for them are finite. cu_seqlens_k: the same for k and v, or None where it is cu_seqlens_q. Where a document has
+    not as many queries as keys, its last query has the position of its last key.
+    mask: a Pattern or its spec text, of rules that speak of positions; None for all pairs within a document.
+    max_seqlen_q, max_seqlen_k: no document is longer; the token counts by default. They bound the table that is compiled, once
+    for each power of two of 128-token blocks, and the memory of the table that is made from it at each call.
+    scale, return_lse, deterministic, backend: as for ``attention``.
+
+    Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as of ``attention``. Both are differentiable
+    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
+
+    On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph (call
+    it once before capturing one, as the first call compiles). So they cannot be checked there: where cu_seqlens fall or end past
+    the tokens, they are cut to what makes sense, and of a document longer than the maximum only the first tokens are used. On a
+    CPU both raise ValueError, as do arguments that do not fit together anywhere; wrong types raise TypeError.
+
+    Where each query keeps one run of keys, and runs ascend (causal, local, prefix, full and what they have in common), documents
+    are attended to where they lie, in blocks that neighbours may share: a weight of 0 is multiplied by what is masked there, so
+    infinities and NaN in one, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of
+    their own and back, which takes a copy of q, k, v and the results.
+
+    Source: the variable-length call of FlashAttention (arXiv:2205.14135).
+    """
+    if foreign:
+        raise unexpected(attention_varlen, foreign)
+    _check_packed(q, k, v)
+    mask = "full" if mask is None else mask
+    if not isinstance(mask, (Pattern, str)):
+        hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
+            type(mask).__name__ == "BlockMask"
+        )
+        raise TypeError(f"mask must be a Pattern, its spec text or None; got {type(mask).__name__}{hint}")
+    same = cu_seqlens_k is None or (cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
+    if same and len(k) != len(q):
+        raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
+    queries = _side("q", q, cu_seqlens_q, max_seqlen_q)
+    keys = _side("k", k, cu_seqlens_q if same else cu_seqlens_k, max_seqlen_k)
+    if len(queries.cu_seqlens) != len(keys.cu_seqlens):
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
+            f"got {len(queries.cu_seqlens) - 1} and {len(keys.cu_seqlens) - 1}"
+        )
+    if same and keys.longest < queries.longest:
+        queries = keys
+
+    q, k, v = autocast(q, k, v)
+    options = {"scale": scale, "return_lse": return_lse, "deterministic": deterministic, "backend": backend}
+    in_place = mask_in_place(mask, queries, None if same else keys)
+    if in_place is not None:
+        results = attention(*(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)), in_place, **options)
+        out, *lse = results if return_lse else (results,)
+        out = out.squeeze(0).transpose(0, 1)
+        return (out, lse[0].squeeze(0)) if return_lse else out
+    packed = pack(mask, queries, None if same else keys)
+    q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    results = attention(q, k, v, packed.mask, **options)
+    if not return_lse:
+        return _off_blocks(results, packed.queries, 0.0)
+    out, lse = results
+    lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True)
+    return _off_blocks(out, packed.queries, 0.0), lse.squeeze(-1).T
+
+
+def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
+    # Not by an index, here and below: its gradient would be a copy into zeros.
+    return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
+
+
+def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
+    """The reverse; ``fill`` for tokens of no document."""
+    return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
+
+
+def _check_packed(q, k, v) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+    # Said here as well as in check_tensors, as that would show shapes that the caller never passed.
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
+    check_tensors(*(t.transpose(0, 1)[None] for t in (q, k, v)))
+
+
+def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
+    """What is packed in x, checked as far as the host can see."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(
+            f"cu_seqlens_{name} must be a tensor on {x.device}; got {type(cu_seqlens).__name__}; "
+            f"use torch.tensor(..., dtype=torch.int32, device={str(x.device)!r})"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens_{name} must be int32 or int64 of shape (documents + 1,), at least one document; "
+            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
+    tokens = len(x)
+    longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
+    return Side(cu_seqlens.contiguous(), tokens, longest)
+
+
+def _count(name: str, value) -> int:
+    """A number of tokens, of any integer type of the host."""
+    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
+    whole = operator.index(value) if of_numpy else value
+    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+        raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
+    return whole
+
+
+def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
+        raise ValueError(
+            f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
+            f"got {bounds[:4]}{' ...' * (len(bounds) > 4)} {bounds[-1]}"
+        )
+    if max(lengths) > longest:
+        raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")

@@ -1,0 +1,23 @@
+"""Who looks on while attention is computed: nobody, or shadow checks (``tools.shadow_check``).
+
+An observer has ``saw(q, k, v, mask, scale, out, lse, terms)``: the tensors of one call, where q, k and v are this call's own
+uses of what it was given, so that their gradients are this call's alone. mask: as it was given. terms: a Terms or None. It is
+called after each eager call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+observers: list = []
+
+
+def looked_at() -> bool:
+    # In this order: a graph that torch.compile makes shall not depend on who looks on.
+    return not torch.compiler.is_compiling() and bool(observers)
+
+
+def saw(*call) -> None:
+    """Shows a call to all observers."""
+    for observer in list(observers):
+        observer.saw(*call)

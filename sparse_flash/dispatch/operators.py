@@ -1,0 +1,270 @@
+"""PyTorch operators: what torch.compile, autograd and autocast see of a back end.
+
+A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
+spec text, whose table is looked up within, where lengths are numbers, so that a compiled graph serves all of them; terms as
+their tensors, their names and their numbers (``Terms.packed()``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import backends
+from ..masks.block_mask import BlockMask, compiled_once
+from ..variant.variant import NO_TERMS, Terms
+
+PATTERN_BLOCK_SIZE = 128  # tokens, of the tables of patterns
+
+
+def attention(
+    q, k, v, mask: BlockMask | str | None, scale: float | None, deterministic: bool, backend: str, terms: Terms | None = None
+):
+    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both.
+
+    Where ``is_seen``, mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
+    """
+    more = () if terms is None else terms.tensors()
+    _refuse_transforms(q, k, v, *more)
+    if nothing_looks_on(q, k, v, *more):
+        learned = terms is not None and terms.learned
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
+            return _direct(q, k, v, (mask, scale, deterministic, backend), terms, *more)
+        return backends.backend(backend).forward(q, k, v, mask, scale, terms)
+    tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
+    pattern = mask if isinstance(mask, str) else ""
+    packed = NO_TERMS if terms is None else terms.packed()
+    return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, *packed)
+
+
+def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
+    """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
+    _refuse_transforms(q, k, v)
+    if nothing_looks_on(q, k, v):
+        return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+    tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
+    return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
+
+
+def _refuse_transforms(*tensors) -> None:
+    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation: PyTorch does so for the
+    first two in words that name no way out, and for an operator takes the last to be 0."""
+    if torch.compiler.is_compiling():
+        return
+    inner = torch._C._functorch.peek_interpreter_stack()
+    transform = inner is not None and inner.key() != torch._C._functorch.TransformType.Functionalize
+    forward = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if transform or forward:
+        raise NotImplementedError(
+            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, "
+            "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
+            "operations"
+        )
+
+
+def is_seen() -> bool:
+    """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def nothing_looks_on(*tensors) -> bool:
+    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, tensor subclass or
+    meta tensor that has to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and not tensors[0].is_meta
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's autograd without its dispatch, which takes the host longer than a short call takes the GPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, terms, *more):
+        mask, scale, _, backend = ctx.call = call
+        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, terms)
+        ctx.save_for_backward(q, k, v, out, lse, *more)
+        ctx.packed = None if terms is None else terms.packed()[1:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                gradients = _Direct._gradients(ctx, dout, dlse)
+            return _Once.of(gradients, (dout, dlse, *ctx.saved_tensors))
+        return _Direct._gradients(ctx, dout, dlse)
+
+    @staticmethod
+    def _gradients(ctx, dout, dlse):
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        mask, scale, deterministic, backend = ctx.call
+        if dout is None and dlse is None:
+            return (None,) * (5 + len(more))
+        terms = None if ctx.packed is None else Terms.unpacked(more, *ctx.packed)
+        dout = _given(dout, out)
+        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
+        of_terms = [] if terms is None else terms.gradients(*grads[3:])
+        return (*grads[:3], None, None, *of_terms)
+
+
+# What ``apply`` comes to where no function transform is active, which takes a fifth of a short call's host time to find out.
+_direct = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Direct)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that raise where they are differentiated again. In the graph they depend on all that they were made from.
+    PyTorch's ``once_differentiable`` marks nothing where the incoming gradient is constant, and what it marks depends on
+    nothing, so that a second backward pass can leave it out in silence."""
+
+    @staticmethod
+    def of(gradients: tuple, sources: tuple) -> tuple:
+        """The same gradients, which were made from ``sources``; either may hold None."""
+        some = [g for g in gradients if g is not None]
+        marked = iter(_Once.apply(len(some), *some, *sources)) if some else iter(())
+        return tuple(None if g is None else next(marked) for g in gradients)
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_second_derivatives()
+
+
+def _refuse_second_derivatives(*_) -> None:
+    raise RuntimeError(
+        "sparse_flash.attention is differentiable once, and a second backward pass (after create_graph=True) went through its "
+        "gradients; detach() them where they may count as constants, else compute this call by scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of out: zeros where only lse is differentiated."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def _prepared(q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, terms):
+    """(back end, mask, scale) of a call; the same for both passes."""
+    mask = None
+    if pattern:
+        mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
+    elif tables:
+        mask = BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables)
+    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, terms, deterministic=deterministic)
+    name = backends.choose(backend, call)
+    return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
+
+
+@torch.library.custom_op("sparse_flash::attention", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: list[torch.Tensor],
+    block_size: int,
+    pattern: str,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+    term_tensors: list[torch.Tensor],
+    term_names: str,
+    dropout_p: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
+    return chosen.forward(q, k, v, mask, scale, terms)
+
+
+@_forward.register_fake
+def _(q, k, v, *call):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op("sparse_flash::attention_decode", mutates_args=())
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: list[torch.Tensor],
+    tokens: int,
+    block_size: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if tables else None
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+
+
+@_decode.register_fake
+def _(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend):
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+@torch.library.custom_op("sparse_flash::attention_backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: list[torch.Tensor],
+    block_size: int,
+    pattern: str,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+    term_tensors: list[torch.Tensor],
+    term_names: str,
+    dropout_p: float,
+    softcap: float,
+) -> list[torch.Tensor]:
+    """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
+    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
+    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms))
+
+
+@_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, tables, block_size, pattern, scale, deterministic, backend, *packed):
+    terms = Terms.unpacked(*packed)
+    learned = [terms.rel_bias] if terms is not None and terms.learned else []
+    return [torch.empty_like(t) for t in (q, k, v, *learned)]
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, tables, *ctx.options, term_tensors, term_names, dropout_p, softcap = inputs
+    ctx.tables, ctx.packed = len(tables), (term_names, dropout_p, softcap)
+    ctx.save_for_backward(q, k, v, *output, *tables, *term_tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    tables, term_tensors = rest[: ctx.tables], rest[ctx.tables :]
+    terms = Terms.unpacked(term_tensors, *ctx.packed)
+    grads = [None, None, None]
+    if dout is not None or dlse is not None:
+        dout = _given(dout, out)
+        grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, term_tensors, *ctx.packed)
+    of_terms = [] if terms is None else terms.gradients(*grads[3:])
+    return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_terms, None, None, None)
+
+
+torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)
+torch.library.register_autograd("sparse_flash::attention_backward", _refuse_second_derivatives)

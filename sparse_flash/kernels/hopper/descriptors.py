@@ -1,0 +1,52 @@
+"""What the launchers of the Hopper kernels share."""
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..launch.launch import lasting_zeros
+
+# Bytes of keys and values that stay in the L2 cache while programs walk them, with room left for all else.
+L2_BYTES = 16 << 20
+
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
+    """A descriptor for tiles of ``block_shape``."""
+    # Not through its constructor, whose checks the back end has made already.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base = tensor
+    descriptor.shape = list(tensor.shape)
+    descriptor.strides = list(tensor.stride())
+    descriptor.block_shape = block_shape
+    descriptor.layout = layout
+    descriptor.padding = "zero"
+    descriptor.round_f32_to_tf32 = False
+    return descriptor
+
+
+def heads_together(row_bytes: int, rows: int) -> int:
+    """How many heads' walked operands the L2 cache holds: two tensors of ``rows`` rows each."""
+    return max(1, L2_BYTES // (2 * rows * row_bytes))
+
+
+def comes_in_parts(table) -> bool:
+    """Whether some rows of a table, or of none, are divided: see ``Table.work``."""
+    return table is not None and table.work.shape[1] > table.row_order.shape[1]
+
+
+_queues: dict[tuple, torch.Tensor] = {}
+
+
+def tile_queue(device: torch.device) -> torch.Tensor:
+    """(2,) int32 zeros, which a launch leaves as zeros: see ``schedule``. One for each stream, on which launches do not
+    overlap; one of its own for a launch in a graph, which may be replayed beside anything."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _queues:
+        _queues[key] = lasting_zeros(2, device)
+    return _queues[key]

@@ -1,0 +1,250 @@
+"""What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..common.config import Config, smaller
+from ..common.tiles import Rows
+from ..common.variant import KernelTerms
+from .first_calls import compile_only, compiles_only, first_call, together
+from .replay import enter_context, known_call, remember
+
+# Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
+# shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
+NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
+
+
+@cache
+def addresses_tiles(device: torch.device) -> bool:
+    """Whether the chip works out the addresses of tiles by itself, and Triton makes good use of it; its interpreter does.
+
+    Compute capability 12.0 could. But Triton 3.9 does not load such tiles ahead of its products, and spills 800 to 1,100 bytes in
+    the backward kernels at head_dim 128, which with pointers spill 0 to 100.
+    """
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+
+
+def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
+    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or what stands for it."""
+    if not addresses_tiles(tensor.device):
+        return rows_of(tensor, dim)
+    # Not through its constructor, whose checks the back end has made already: a call makes up to sixteen of these.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base = tensor
+    descriptor.shape = list(tensor.shape)
+    descriptor.strides = list(tensor.stride())
+    descriptor.block_shape = [1, 1, rows, dim]
+    return descriptor
+
+
+def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
+    """See ``Rows``. dim: of a tile."""
+    piece = 16 // tensor.element_size()
+    *strides, _ = tensor.stride()
+    tokens, head_dim = tensor.shape[2:]
+    return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
+
+
+def rows_variant(rows: Rows) -> tuple:
+    """What Triton compiles ``Rows`` for. It specializes integers of a tuple, whatever the kernel says of its own."""
+    return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in rows[1:])
+
+
+def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
+    """The mask's arguments of a kernel that walks ``table``; a dense kernel has no use for them, and gets placeholders."""
+    if mask is None:
+        return (placeholder,) * 8 + (0, 0)
+    index = mask.mask_index
+    several = table.row_ptr.shape[0] > 1
+    strides = (stride if size > 1 and several else 0 for size, stride in zip(index.shape, index.stride(), strict=True))
+    return (index, *table[:5], *mask.tiles, *strides)
+
+
+def length_variant(q_len: int) -> tuple[bool, bool]:
+    """What of q_len the portable kernels are compiled for: see NOT_SPECIALIZED."""
+    return q_len % 16 == 0, q_len == 1
+
+
+def row_count(table, length: int, tile: int, block_size: int | None) -> int:
+    """How many programs along the rows of a table, or of ``length`` tokens."""
+    return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; for the interpreter, on a CPU, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) int32 zeros that stay: made in a thread of its own, which torch.compile's pool of CUDA graphs does not reach."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
+
+
+_ARRIVALS_OF_GRAPHS = 1 << 16
+_arrivals: dict[tuple, torch.Tensor] = {}
+_arrivals_taken: dict[torch.device, int] = {}
+
+
+def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
+    """(count or more,) int32 zeros, which the launch must leave as zeros. One tensor for each stream, on which launches do not
+    overlap. A launch in a graph, which may be replayed beside anything, has its own for good, zeroed before the capture, so
+    that no replay has to."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    for_graphs = (device, "graphs")
+    if torch.cuda.is_current_stream_capturing():
+        taken = _arrivals_taken.get(device, 0)
+        if for_graphs not in _arrivals or taken + count > _ARRIVALS_OF_GRAPHS:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _arrivals_taken[device] = taken + triton.cdiv(count, 4) * 4  # the next begins on 16 bytes
+        return _arrivals[for_graphs][taken : taken + count]
+    stream = device, torch._C._cuda_getCurrentRawStream(device.index)
+    if stream not in _arrivals or _arrivals[stream].shape[0] < count:
+        _arrivals[stream] = lasting_zeros(max(count, 1024), device)
+        if for_graphs not in _arrivals:
+            _arrivals[for_graphs] = lasting_zeros(_ARRIVALS_OF_GRAPHS, device)
+    return _arrivals[stream]
+
+
+# Products and sums are fused, one rounding in place of two, as all was measured and tested; Triton 3.10 has another default.
+FUSED = {"enable_fp_fusion": True}
+_launched: dict[tuple, CompiledKernel] = {}
+
+
+def launch(
+    kernel,
+    grid: tuple[int, int],
+    arguments: list,
+    constants: dict,
+    options: dict,
+    variant: tuple = (),
+    beside: Callable | None = None,
+):
+    """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
+    the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter and
+    where this thread only compiles.
+
+    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
+    be ``KernelTerms``. variant: what else Triton compiles differently for. beside: launches that will follow, which are
+    compiled along with this one.
+    """
+    # A tensor or its descriptor, whose dtype the other types follow from.
+    first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
+    pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
+    if isinstance(arguments[-1], KernelTerms):
+        pointers += arguments[-1].pointers()
+    if isinstance(arguments[0], Rows):
+        variant = (*variant, *(rows_variant(a) for a in arguments if isinstance(a, Rows)))
+    key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
+    aligned = not any(pointer % 16 for pointer in pointers)
+    enter_context(first.device.index)
+    if aligned and key in _launched:
+        if not compiles_only():
+            _launched[key][(*grid, 1)](*arguments, *constants.values())
+        return _launched[key]
+    known = getattr(kernel, "params", ())  # the interpreter's kernels have none
+    several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
+    assert not several or variant, f"{kernel.fn.__name__} is compiled for values of {several}, which no variant tells apart"
+    options = options | FUSED
+    if not known:
+        kernel[grid](*arguments, **constants, **options)
+        return None
+    if compiles_only():
+        compile_only(_described(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
+        return None
+    with first_call(_described(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
+        if beside is not None:
+            together(first.device, lambda: launch(kernel, grid, arguments, constants, options, variant), beside)
+        compiled = kernel[grid](*arguments, **constants, **options)
+    if aligned:
+        _launched[key] = compiled
+    return compiled
+
+
+_within_memory: dict[tuple, Config] = {}
+
+
+def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
+    """run(config), or with the next ``smaller`` one whose shared memory this GPU has.
+
+    The built-in configs fit with all that the package adds to scores; but a user's score_mod may load anything, and Triton loads
+    it ahead through shared memory. It says how much that is once the kernel is compiled, before anything has run. key: all that
+    the kernel is compiled for, but for the config; what fits is known from then on.
+    """
+    wanted = config
+    if _within_memory:
+        config = _within_memory.get((*key(), wanted), wanted)
+    while True:
+        try:
+            run(config)
+        except OutOfResources as error:
+            config = smaller(config)
+            if config is None:
+                raise ValueError(
+                    f"this call takes {error.required} bytes of {error.name} in the smallest tiles, and this GPU has "
+                    f"{error.limit}; pass backend='torch'"
+                ) from error
+            _within_memory[*key(), wanted] = config
+        else:
+            return
+
+
+def _described(kernel, constants: dict) -> str:
+    """In words: attention forward for Hopper, head_dim 128."""
+    name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
+    family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
+    head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
+    return f"{name}{family}{head_dim}"
+
+
+class Recording:
+    """The launches of one call, which are remembered when it is made for the second time: see ``replay.remember``, also for
+    what the arguments are. ``known_call`` under the same key then gives them."""
+
+    def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], rooms: tuple[torch.Tensor, ...] = (), facts=None):
+        self.call = mask, key, tensors, rooms
+        self.facts = facts
+        self.launches: list = []
+
+    def launch(self, kernel, prepared, variant: tuple = (), beside: Callable | None = None) -> None:
+        """prepared: (grid, arguments, constants, options). variant, beside: see ``launch``."""
+        grid, arguments, constants, options = prepared
+        compiled = launch(kernel, grid, arguments, constants, options, variant, beside)
+        self.launches.append((compiled, grid, [*arguments, *constants.values()]))
+
+    def finish(self) -> None:
+        if not compiles_only():
+            remember(*self.call, self.launches, self.facts)
+
+
+def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared) -> None:
+    """``launch``, or where it was made before under this key, the same on other tensors.
+
+    key: all that the arguments depend on, but for the mask and addresses. tensors: all that take part and are not the mask's.
+    prepared: () -> (grid, arguments, constants, options).
+    """
+    key = (kernel.fn, *key)
+    known = known_call(mask, key)
+    if known is None or not known.again(tensors):
+        recording = Recording(mask, key, tensors)
+        recording.launch(kernel, prepared())
+        recording.finish()

@@ -1,0 +1,211 @@
+"""The table of packed documents where they lie, for patterns whose queries each keep one run of keys.
+
+    1. lay_out       where each document starts and ends, see ``packed.py``                       one program
+    2. find_spans    the run of each query; the key blocks that a query block touches and fills    a program a query block
+    3. count_spans   how many query blocks touch and fill a key block                              a program a key block
+    4. fill_spans    both tables, and the tiles of blocks that are not full                        a program a block of either
+
+The key blocks that a query block touches are taken as one piece, in which the full ones are one piece again: a tile's number is
+then that of the query block's first one and a difference of columns, which both tables can work out.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.launch import launch
+from .repack import K_LEN, K_START, Q_LEN, Q_START, ROWS_TOGETHER, empty_table, first_not_below, place_of, store_row
+
+# Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
+# HIGH where it fills none; how many it touches, and touches but does not fill.
+_LOW = tl.constexpr(0)
+_FULL_LOW = tl.constexpr(1)
+_FULL_HIGH = tl.constexpr(2)
+_HIGH = tl.constexpr(3)
+_TOUCHED = tl.constexpr(4)
+_PARTIAL = tl.constexpr(5)
+SPAN_FIELDS = 6
+
+_TILES_TOGETHER = 16
+
+
+@triton.jit(do_not_specialize=["documents", "rows", "before", "lines"])
+def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, lines, BLOCK: tl.constexpr):
+    """runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of them above position 0.
+    bounds: (2, rows * BLOCK) int32, the same of each packed query on the packed axis of keys. spans: (SPAN_FIELDS, rows)."""
+    row = tl.program_id(0)
+    token = row * BLOCK + tl.arange(0, BLOCK)
+    starts = layout + Q_START * (documents + 1)
+    nought = token * 0
+    # Of documents that start at one token, all but the last are empty.
+    document = tl.maximum(first_not_below(starts, nought, nought + documents, token + 1) - 1, 0)
+    local = token - tl.load(starts + document)
+    q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
+    k_start = tl.load(layout + K_START * (documents + 1) + document)
+    k_len = tl.load(layout + K_LEN * (documents + 1) + document)
+    some = (local >= 0) & (local < q_len)
+    line = before + local + k_len - q_len
+    first = tl.load(runs + line, mask=some, other=0)
+    stop = tl.minimum(tl.load(runs + lines + line, mask=some, other=0), k_len)
+    some = first < stop
+    first = tl.where(some, k_start + first, 0)
+    stop = tl.where(some, k_start + stop, 0)
+    tl.store(bounds + token, first)
+    tl.store(bounds + rows * BLOCK + token, stop)
+
+    all_keep = tl.sum(some.to(tl.int32), 0) == BLOCK
+    low = tl.min(tl.where(some, first, 0x7FFFFFFF), 0) // BLOCK
+    high = (tl.max(stop, 0) + BLOCK - 1) // BLOCK
+    low = tl.minimum(low, high)  # where none keeps anything
+    full_low = (tl.max(first, 0) + BLOCK - 1) // BLOCK
+    full_high = tl.min(stop, 0) // BLOCK
+    fills = all_keep & (full_low < full_high)
+    full_low = tl.where(fills, full_low, high)
+    full_high = tl.where(fills, full_high, high)
+    tl.store(spans + _LOW * rows + row, low)
+    tl.store(spans + _FULL_LOW * rows + row, full_low)
+    tl.store(spans + _FULL_HIGH * rows + row, full_high)
+    tl.store(spans + _HIGH * rows + row, high)
+    tl.store(spans + _TOUCHED * rows + row, high - low)
+    tl.store(spans + _PARTIAL * rows + row, (high - low) - (full_high - full_low))
+
+
+@triton.jit
+def _spans(spans, row, rows):
+    """(low, full_low, full_high, high) of query blocks; empty past the last."""
+    some = row < rows
+    low = tl.load(spans + _LOW * rows + row, mask=some, other=0)
+    full_low = tl.load(spans + _FULL_LOW * rows + row, mask=some, other=0)
+    full_high = tl.load(spans + _FULL_HIGH * rows + row, mask=some, other=0)
+    return low, full_low, full_high, tl.load(spans + _HIGH * rows + row, mask=some, other=0)
+
+
+@triton.jit(do_not_specialize=["rows", "k_rows"])
+def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
+    """counts: (2, k_rows) int32, how many query blocks touch a key block, and how many fill it."""
+    column = tl.program_id(0)
+    touched = column * 0
+    full = column * 0
+    for begin in range(0, rows, ROWS):
+        low, full_low, full_high, high = _spans(spans, begin + tl.arange(0, ROWS), rows)
+        touched += tl.sum(((low <= column) & (column < high)).to(tl.int32), 0)
+        full += tl.sum(((full_low <= column) & (column < full_high)).to(tl.int32), 0)
+    tl.store(counts + column, touched)
+    tl.store(counts + k_rows + column, full)
+
+
+@triton.jit
+def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """A query block's part of by_query, and its tiles."""
+    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
+    low, full_low, full_high, high = _spans(spans, row, rows)
+    touched = high - low
+    full = full_high - full_low
+    begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, ROWS)
+    end = begin + touched
+    store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, begin + full, end, end)
+    for start in range(0, full, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        tl.store(col_idx + begin + e, full_low + e, mask=e < full)
+        tl.store(tile_idx + begin + e, e * 0, mask=e < full)
+
+    first_tile, _ = place_of(spans + _PARTIAL * rows, row, 0, rows, ROWS)
+    token = tl.arange(0, BLOCK)
+    first = tl.load(bounds + row * BLOCK + token)[None, :]
+    stop = tl.load(bounds + (rows + row) * BLOCK + token)[None, :]
+    before = full_low - low
+    for start in range(0, touched - full, TILES):
+        e = start + tl.arange(0, TILES)
+        some = e < touched - full
+        column = low + tl.where(e < before, e, e + full)
+        tl.store(col_idx + begin + full + e, column, mask=some)
+        tl.store(tile_idx + begin + full + e, first_tile + e, mask=some)
+        key = column[:, None] * BLOCK
+        here = tl.minimum(tl.maximum(first - key, 0), BLOCK)
+        there = tl.minimum(tl.maximum(stop - key, 0), BLOCK)
+        place = (first_tile + e).to(tl.int64)[:, None] * BLOCK + token[None, :]
+        tl.store(new_runs + place, tl.where(here < there, here | (there << 16), 0), mask=some[:, None])
+
+
+@triton.jit
+def _fill_column(spans, counts, table, column, rows, k_rows, ROWS: tl.constexpr):
+    """A key block's part of by_key."""
+    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
+    touched = tl.load(counts + column)
+    begin, rank = place_of(counts, column, touched, k_rows, ROWS)
+    partial = begin + tl.load(counts + k_rows + column)
+    end = begin + touched
+    store_row(row_ptr, row_split, row_order, work, column, k_rows, rank, begin, partial, end, end)
+    first_tile = column * 0
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        low, full_low, full_high, high = _spans(spans, row, rows)
+        is_full = (full_low <= column) & (column < full_high)
+        is_partial = (low <= column) & (column < high) & (is_full == 0)
+        tiles = (high - low) - (full_high - full_low)
+        tile = first_tile + tl.cumsum(tiles, 0) - tiles + column - low
+        tile -= tl.where(column < full_low, 0, full_high - full_low)
+        entry = begin + tl.cumsum(is_full.to(tl.int32), 0) - 1
+        tl.store(col_idx + entry, row, mask=is_full)
+        tl.store(tile_idx + entry, row * 0, mask=is_full)
+        entry = partial + tl.cumsum(is_partial.to(tl.int32), 0) - 1
+        tl.store(col_idx + entry, row, mask=is_partial)
+        tl.store(tile_idx + entry, tile, mask=is_partial)
+        begin += tl.sum(is_full.to(tl.int32), 0)
+        partial += tl.sum(is_partial.to(tl.int32), 0)
+        first_tile += tl.sum(tiles, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "k_rows"])
+def fill_spans_kernel(
+    spans,
+    counts,
+    bounds,
+    new_runs,
+    row_ptr,
+    row_split,
+    row_order,
+    col_idx,
+    tile_idx,
+    work,
+    k_row_ptr,
+    k_row_split,
+    k_row_order,
+    k_col_idx,
+    k_tile_idx,
+    k_work,
+    rows,
+    k_rows,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < rows:
+        table = (row_ptr, row_split, row_order, col_idx, tile_idx, work)
+        _fill_row(spans, bounds, table, new_runs, program, rows, BLOCK, TILES, ROWS)
+    else:
+        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx, k_work)
+        _fill_column(spans, counts, table, program - rows, rows, k_rows, ROWS)
+
+
+def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
+    """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs.
+
+    layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes.
+    before: lines above position 0. entries, tiles: room for so many.
+    """
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=torch.int32, device=layout.device)
+
+    spans, bounds, counts, new_runs = empty(SPAN_FIELDS, rows), empty(2, rows * block), empty(2, k_rows), empty(tiles, block)
+    arguments = [layout, runs, spans, bounds, layout.shape[1] - 1, rows, before, runs.shape[1]]
+    launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
+    together = {"ROWS": ROWS_TOGETHER}
+    launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
+    by_query, by_key = empty_table(rows, entries, layout.device), empty_table(k_rows, entries, layout.device)
+    arguments = [spans, counts, bounds, new_runs, *by_query, *by_key, rows, k_rows]
+    constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, **together}
+    launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4})
+    return by_query, by_key, new_runs

@@ -1,0 +1,321 @@
+"""Tile sizes of the portable kernels: frozen data by family of chips, apart from the code that they drive.
+
+A chip that no family names gets the tables of the family of its maker with the most shared memory that it has too. What the
+kernels compile to for each chip, in shared memory, registers and spills, is listed in docs/chips.csv.
+"""
+
+from dataclasses import astuple, dataclass, replace
+from functools import cache, lru_cache
+from itertools import product
+from math import log2
+
+import torch
+
+from ..common.config import Config, padded_head_dim
+from ..launch.tuned import choose, key_of, remembered
+
+# By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly
+# masks of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps
+# share a multiprocessor, and one computes while the other starts or ends: on short rows that is worth 6 to 20 %.
+# Entries without figures were not measured; they are chosen by what compiling for sm_90 says of registers and spills.
+_FORWARD = {
+    16: Config(128, 64, 4, 3),
+    32: Config(128, 64, 4, 3),
+    # 442 dense, 436 causal, 374 butterfly; (128, 64, 4, 3): 435, 413, 377; (128, 128, 8, 3): 397, 377, 314.
+    64: Config(64, 128, 4, 3),
+    # 558 dense, 483 causal, 429 butterfly; (128, 64, 8, 3): 470, 468, 402; with two stages: 470, 425, 408.
+    128: Config(64, 64, 4, 3),
+    256: Config(128, 64, 8, 2),
+}
+_GRAD_Q = {
+    16: Config(128, 64, 4, 3),
+    32: Config(128, 64, 4, 3),
+    # 632 dense, 639 causal, 534 butterfly; (64, 64, 4, 2): 604, 569, 482.
+    64: Config(128, 64, 4, 3),
+    # 649 dense, 642 causal, 510 butterfly; (64, 64, 4, 2): 634, 569, 508.
+    128: Config(128, 64, 8, 3),
+    256: Config(64, 32, 4, 2),
+}
+_GRAD_KV = {
+    16: Config(64, 64, 4, 3),
+    32: Config(64, 64, 4, 3),
+    # 524 dense, 457 causal, 395 butterfly; (128, 64, 4, 2): 540, 314, 277; (32, 128, 4, 3): 446, 447, 417.
+    64: Config(64, 64, 4, 3),
+    # 578 dense, 580 causal, 489 butterfly; (64, 128, 8, 3): 575, 557, 467; three stages spill: 495, 472, 389.
+    128: Config(64, 64, 4, 2),
+    256: Config(32, 64, 8, 2),
+}
+# For few queries; of one query of a few heads, with four warps. Not measured yet: chosen by what compiling for sm_90 says of
+# registers, spills and shared memory, of which two programs a multiprocessor shall have enough.
+_DECODE = {
+    16: Config(64, 64, 8, 3),
+    32: Config(64, 64, 8, 3),
+    64: Config(64, 64, 8, 3),
+    128: Config(32, 64, 8, 3),
+    256: Config(16, 32, 4, 3),
+}
+# fp32 products run on the ordinary units, in full precision: small tiles, so that they stay in registers.
+_FLOAT32 = {
+    16: Config(64, 32, 4, 2),
+    32: Config(64, 32, 4, 2),
+    64: Config(32, 32, 4, 2),
+    128: Config(32, 32, 4, 2),
+    256: Config(16, 16, 4, 2),
+}
+
+
+# Compute capability 8.0. Products of warps (mma.sync) read operands from registers, so tiles of 64 x 64; three stages fit.
+_FORWARD_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
+_FORWARD_80 |= {256: Config(64, 32, 4, 3)}
+_GRAD_Q_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
+_GRAD_Q_80 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_80 = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
+_GRAD_KV_80 |= {256: Config(32, 32, 4, 2)}
+
+# 99 KiB (compute capability 8.6, 8.9, 12.0): the same with two stages.
+_FORWARD_99 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2)}
+_FORWARD_99 |= {256: Config(64, 32, 4, 2)}
+_GRAD_Q_99 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2)}
+_GRAD_Q_99 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_99 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_GRAD_KV_99 |= {256: Config(32, 32, 4, 2)}
+_DECODE_99 = {16: Config(64, 64, 8, 3), 32: Config(64, 64, 8, 3), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 2)}
+_DECODE_99 |= {256: Config(16, 32, 4, 2)}
+
+# gfx942: four warps are 256 threads; two stages keep one tile in shared memory while the next waits in registers.
+_FORWARD_64 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 2)}
+_FORWARD_64 |= {256: Config(64, 32, 4, 2)}
+_GRAD_Q_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)}
+_GRAD_Q_64 |= {256: Config(32, 32, 4, 2)}
+_GRAD_KV_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_GRAD_KV_64 |= {256: Config(32, 32, 4, 2)}
+_DECODE_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 2)}
+_DECODE_64 |= {256: Config(16, 32, 4, 2)}
+_FLOAT32_64 = {16: Config(64, 32, 4, 2), 32: Config(64, 32, 4, 2), 64: Config(32, 32, 4, 2), 128: Config(32, 16, 4, 2)}
+_FLOAT32_64 |= {256: Config(16, 16, 4, 1)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory that a program may
+    take. measured: on which of the chips, where and when, or None: compiled only. tables: of 16-bit types, by kernel. float32:
+    of all kernels."""
+
+    name: str
+    chips: tuple[tuple[int, int] | str, ...]
+    shared: int
+    measured: str | None
+    tables: dict[str, dict[int, Config]]
+    float32: dict[int, Config]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def amd(self) -> bool:
+        return isinstance(self.chips[0], str)
+
+    def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
+        """Before it is fitted to a table's block. dim: padded."""
+        return (self.float32 if dtype == torch.float32 else self.tables[kernel])[dim]
+
+
+def _tables(forward, grad_q, grad_kv, decode) -> dict[str, dict[int, Config]]:
+    return {"forward": forward, "grad_q": grad_q, "grad_kv": grad_kv, "decode": decode}
+
+
+_HOPPER_TABLES = _tables(_FORWARD, _GRAD_Q, _GRAD_KV, _DECODE)
+HOPPER = Family(
+    "compute capability 9.0", ((9, 0),), 232448, "an H200, torch 2.11, triton 3.6, 2026-11-20", _HOPPER_TABLES, _FLOAT32
+)
+FAMILIES = (
+    HOPPER,
+    # tcgen05 products: two thirds of the registers that 9.0 takes, and no spills.
+    Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32),
+    Family(
+        "compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE), _FLOAT32
+    ),
+    Family(
+        "compute capability 8.6, 8.9, 12.x",
+        ((8, 6), (8, 9), (12, 0), (12, 1)),
+        101376,
+        None,
+        _tables(_FORWARD_99, _GRAD_Q_99, _GRAD_KV_99, _DECODE_99),
+        _FLOAT32,
+    ),
+    Family("gfx942", ("gfx942",), 65536, None, _tables(_FORWARD_64, _GRAD_Q_64, _GRAD_KV_64, _DECODE_64), _FLOAT32_64),
+)
+OLDEST = (8, 0)  # the oldest compute capability that Triton supports
+
+
+def family_of_chip(chip: tuple[int, int] | str, shared: int) -> Family | None:
+    """The family that names the chip; else the one of its maker with the most shared memory that the chip has too; None where
+    it has less than all of them, or is older than OLDEST. shared: bytes that a program may take, as the driver says."""
+    amd = isinstance(chip, str)
+    if not amd and chip < OLDEST:
+        return None
+    fits = [family for family in FAMILIES if family.amd == amd and family.shared <= shared]
+    return next((family for family in fits if chip in family.chips), max(fits, key=lambda family: family.shared, default=None))
+
+
+@cache
+def chip_of(device: torch.device) -> tuple[tuple[int, int] | str, int]:
+    """(compute capability, or AMD's name; bytes of shared memory that a program may take) of a GPU."""
+    from triton.runtime import driver
+
+    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return (properties.gcnArchName.split(":")[0] if torch.version.hip else (properties.major, properties.minor)), shared
+
+
+@cache
+def family_of(device: torch.device) -> Family:
+    """Hopper's for the interpreter, on a CPU. Raises ValueError for a GPU that ``refusal`` refuses."""
+    if device.type != "cuda":
+        return HOPPER
+    family = family_of_chip(*chip_of(device))
+    if family is None:
+        raise ValueError(refusal(device))
+    return family
+
+
+def refusal(device: torch.device, dropout: bool = False) -> str | None:
+    """Why the kernels do not run on this GPU, or None. dropout: whether they are to draw."""
+    chip, shared = chip_of(device)
+    if family_of_chip(chip, shared) is not None:
+        if dropout and isinstance(chip, str):
+            # An assertion of GCNRewritePartialRegUses, in tiles of 64 x 64 and of 128 x 64.
+            return "the AMD compiler of Triton 3.9 ends the process on the forward kernel with dropout"
+        return None
+    if not isinstance(chip, str) and chip < OLDEST:
+        return f"Triton needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer; this GPU has {chip[0]}.{chip[1]}"
+    least = min(family.shared for family in FAMILIES if family.amd == isinstance(chip, str))
+    return f"its tiles need {least // 1024} KiB of shared memory a program; this GPU has {shared // 1024}"
+
+
+def provenance(chip: tuple[int, int] | str, family: Family) -> str:
+    """In words: the family whose tables a chip has, and whether they were measured on such a chip."""
+    if chip not in family.chips:
+        return f"those of {family.name}, by shared memory; neither compiled for this chip nor measured on it"
+    if family.measured is None:
+        return f"of {family.name}: compiled for it only, not measured on such a chip ('sparse-flash tune' measures)"
+    return f"of {family.name}: measured on {family.measured}"
+
+
+def fitted(
+    family: Family, kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, v_head_dim: int | None = None
+) -> Config:
+    """The built-in config for a table's block. kernel: one of KERNELS."""
+    config = family.config(kernel, dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    if block_size is None:
+        return config
+    tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
+    # A tensor-core step wants 64 x 64 a warp group; smaller tiles leave warps without work.
+    warps = max(1, min(config.num_warps, tile_m * tile_n // 512))
+    return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
+
+
+KERNELS = ("forward", "grad_q", "grad_kv")
+MOST_CANDIDATES = 24
+_LARGEST_TILE = 128
+
+
+def candidates(
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None,
+    v_head_dim: int | None = None,
+    family: Family = HOPPER,
+) -> tuple[Config, ...]:
+    """What is worth measuring, MOST_CANDIDATES at most and all distinct: the built-in config, then its neighbours, nearest
+    first: a tile halved or doubled, warps halved or doubled, a stage more or less; two such changes at most.
+
+    kernel: one of KERNELS. v_head_dim: that of q and k by default. Tiles are powers of two that divide the table's block.
+    """
+    builtin = fitted(family, kernel, dtype, head_dim, block_size, v_head_dim)
+    largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
+    found = []
+    for changes in product((0, 1, -1), repeat=4):
+        m, n, warps, stages = changes
+        config = Config(
+            int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
+        )
+        fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
+        # Warps: as in fitted. Below two stages nothing is loaded ahead; above four, shared memory is full.
+        most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
+        fits = fits and 1 <= config.num_warps <= most_warps
+        if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
+            found.append(config)
+    return tuple(sorted(found, key=lambda config: _distance(config, builtin))[:MOST_CANDIDATES])
+
+
+def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
+    """Whether the tiles that a step walks need more shared memory than there is, however Triton lays the rest. dims: of q and k
+    and of v, padded. All stages but one are in shared memory at the same time."""
+    walked = config.tile_m if kernel == "grad_kv" else config.tile_n
+    return (config.num_stages - 1) * walked * sum(dims) * dtype.itemsize > shared
+
+
+def _distance(one: Config, other: Config) -> float:
+    """Changes between two configs, as ``candidates`` counts them."""
+    *sizes, stages = zip(astuple(one), astuple(other), strict=True)
+    return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
+
+
+@lru_cache(maxsize=256)
+def decode_config(
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None,
+    rows: int,
+    v_head_dim: int | None = None,
+    family: Family = HOPPER,
+    several: bool = False,
+) -> Config:
+    """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
+    block. several: more than one query of a head."""
+    config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
+    tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
+    if family.amd and several and block_size is not None:
+        # Triton 3.9 does not compile masks that branches change in a loop that loads ahead, where they differ between queries.
+        config = replace(config, num_stages=1)
+    return replace(
+        config,
+        tile_m=tile_m,
+        tile_n=min(config.tile_n, block_size or config.tile_n),
+        num_warps=4 if tile_m == 16 else config.num_warps,
+    )
+
+
+def _chosen(
+    kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
+) -> Config:
+    key = key_of("triton", kernel, dtype, padded_head_dim(head_dim), block_size, device, padded_head_dim(v_head_dim or head_dim))
+    return choose(candidates(kernel, dtype, head_dim, block_size, v_head_dim, family_of(device)), key)
+
+
+@remembered
+def forward_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
+    """For the forward pass: the built-in config, or what ``sparse-flash tune`` chose for this GPU. block_size: the table's, or
+    None for dense attention. v_head_dim: that of q and k by default."""
+    return _chosen("forward", dtype, head_dim, block_size, device, v_head_dim)
+
+
+@remembered
+def grad_q_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
+    """For the pass over queries that computes dQ."""
+    return _chosen("grad_q", dtype, head_dim, block_size, device, v_head_dim)
+
+
+@remembered
+def grad_kv_config(
+    dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
+) -> Config:
+    """For the pass over keys that computes dK and dV."""
+    return _chosen("grad_kv", dtype, head_dim, block_size, device, v_head_dim)

@@ -1,0 +1,28 @@
+"""Dropout's mask of a tile, drawn anew wherever it is needed: see ``variant.definition.kept_by_dropout``."""
+
+import triton
+import triton.language as tl
+
+from ..common.philox import stream_of_line, words_of_pairs
+
+
+@triton.jit
+def dropout_stream(terms, line):
+    """What tells a line's draws from others', three scalars; nothing without dropout. line: batch * heads + head."""
+    stream = ()
+    if terms.seed is not None:
+        stream = stream_of_line(terms.seed, line)
+    return stream
+
+
+@triton.jit
+def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
+    """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
+
+    stream: of ``dropout_stream``. first_query, first_key: multiples of the tile's sides, which are powers of two from 16.
+    """
+    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
+    query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
+    query, token = (query[None, :], token[:, None]) if BY_KEY else (query[:, None], token[None, :])
+    word = words_of_pairs(stream, query, token, first_query, first_key)
+    return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold

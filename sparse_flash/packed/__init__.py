@@ -1,0 +1,1 @@
+"""Documents packed back to back: their tables, and rows moved between axes of tokens. Knows operators; nothing of the call."""

@@ -1,0 +1,80 @@
+"""Moves of rows from one axis of tokens to another, differentiable: the gradient is the move back."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends import triton as portable
+from ..dispatch.operators import nothing_looks_on
+
+
+def by_kernels(device: torch.device) -> bool:
+    """Whether kernels do the work on packed documents. Where there is a GPU but no Triton they do not, for then the torch back
+    end runs, which waits for the device anyway."""
+    return device.type == "cuda" and portable.available() is None
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
+    """(rows, heads, head_dim): row r is x[index[r]], or ``fill`` where the index is -1. Differentiable in x.
+
+    x: (n, heads, head_dim). index: (rows,) int32, no row of x twice. reverse: (n,) int32, where each row of x goes, or -1.
+    heads_first: whether the result lies head by head in memory, or row by row.
+    """
+    return (_TakeRows.apply if nothing_looks_on(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
+
+
+def _take_rows(x, index, fill, heads_first) -> torch.Tensor:
+    if by_kernels(x.device):
+        from ..kernels.packed.repack import take_rows as by_kernel
+
+        target = _empty_rows(x, len(index), heads_first)
+        with portable.current_device(x.device):
+            by_kernel(x, index, fill, target)
+        return target
+    taken = x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None, None], fill)
+    return taken.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else taken
+
+
+def _empty_rows(x: torch.Tensor, rows: int, heads_first: bool) -> torch.Tensor:
+    _, heads, dim = x.shape
+    return x.new_empty((heads, rows, dim)).transpose(0, 1) if heads_first else x.new_empty((rows, heads, dim))
+
+
+class _TakeRows(torch.autograd.Function):
+    """The operator's autograd without its dispatch: see ``ops``."""
+
+    @staticmethod
+    def forward(ctx, x, index, reverse, fill, heads_first):
+        ctx.save_for_backward(index, reverse)
+        ctx.heads_first = heads_first
+        return _take_rows(x, index, fill, heads_first)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, reverse = ctx.saved_tensors
+        return take_rows(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
+
+
+@torch.library.custom_op("sparse_flash::take_rows", mutates_args=())
+def _take_rows_operator(
+    x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool
+) -> torch.Tensor:
+    return _take_rows(x, index, fill, heads_first)
+
+
+@_take_rows_operator.register_fake
+def _(x, index, reverse, fill, heads_first):
+    return _empty_rows(x, index.shape[0], heads_first)
+
+
+def _keep_indices(ctx, inputs, output):
+    _, index, reverse, _, ctx.heads_first = inputs
+    ctx.save_for_backward(index, reverse)
+
+
+def _gradient_of_rows(ctx, grad):
+    index, reverse = ctx.saved_tensors
+    return _take_rows_operator(grad, reverse, index, 0.0, not ctx.heads_first), None, None, None, None
+
+
+torch.library.register_autograd("sparse_flash::take_rows", _gradient_of_rows, setup_context=_keep_indices)

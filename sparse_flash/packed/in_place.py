@@ -1,0 +1,225 @@
+"""Packed documents where they lie: the BlockMask of the packed axis, for patterns whose queries each keep one run of keys.
+
+Which run a query of one long document keeps is compiled once; clipped to the keys of its own document and moved to where they
+lie, it is the run of a packed query. A block of queries, which may be of several documents, then keeps a block of keys whole
+where every one of their runs covers it, and gets a run tile of its own elsewhere.
+
+Runs must ascend: then a block of queries of one document has few partial blocks, which bounds the tiles without a look at the
+lengths. On a GPU nothing waits for the host, and shapes depend on the numbers of tokens alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..backends import triton as portable
+from ..dispatch.operators import nothing_looks_on
+from ..masks.block_mask import BlockMask
+from ..masks.grid import BlockGrid
+from ..masks.table import Entries
+from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, unpack_runs
+from . import gather_rows
+from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, no_parts, own_tensors, power_of_two
+
+
+class _Plan(NamedTuple):
+    """What the host knows of a call: of queries and keys the tokens and the longest document; queries of the long document above
+    position 0; room for entries and for tiles; whether keys have the documents of the queries."""
+
+    q_tokens: int
+    k_tokens: int
+    q_longest: int
+    k_longest: int
+    before: int
+    entries: int
+    tiles: int
+    same: bool
+
+
+def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
+    """The mask of the packed axes under which each document attends to itself alone, by the pattern; None where the pattern's
+    queries do not each keep one run of keys, ascending from query to query.
+
+    pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
+    """
+    same = keys is None
+    keys = queries if same else keys
+    starts = queries.cu_seqlens, keys.cu_seqlens
+    # index() makes symbolic lengths plain numbers: a compiled graph holds the runs of one long document.
+    plan, constants = _planned(pattern, *map(index, (*queries[1:], *keys[1:])), same, starts[0].device)
+    if not plan:
+        return None
+    run = _assemble if nothing_looks_on(*starts) else _assemble_operator
+    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(constants, *starts, plan))
+
+
+def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of a _Plan, what _assemble takes); both empty for a pattern of other than single runs."""
+    # Powers of two, so that few lengths are compiled.
+    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    runs = _long_runs(pattern, k_height, 0 if same else before, device)
+    if runs is None:
+        return [], []
+    q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
+    entries = runs.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    tiles = min(entries, 6 * k_blocks + 10 * q_blocks)  # see most_entries
+    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, max(2, entries), max(2, tiles), same)
+    return [*map(int, sizes)], runs.constants
+
+
+_planned._dynamo_marked_constant = True  # see masks/block_mask.py
+
+
+class _LongRuns:
+    """The runs of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key.
+
+    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and parts of a mask that needs none.
+    """
+
+    def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
+        self.before = before
+        self._square = before == 0
+        # How many keys any BLOCK queries in a row reach over that start in a given block: they lie in it and the next.
+        some = stop > first
+        low, high = np.where(some, first, 1 << 30).reshape(-1, BLOCK).min(1), np.where(some, stop, 0).reshape(-1, BLOCK).max(1)
+        reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
+        self._blocks = -(-reach // BLOCK) + 1
+        zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
+        runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
+        self.constants = [t.to(device) for t in (runs, *zeros, no_parts("cpu"))]
+
+    def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
+        """As many entries as documents of up to ``longest`` blocks of keys can have together.
+
+        A block of queries of one document touches as many blocks as its runs reach over, and one more. The others, of several
+        documents or past the last, touch at most what lies from their first document's first key to their last one's last: as a
+        document meets at most two of them, 2 * (k_blocks + q_blocks) blocks all together.
+
+        Of these, all may be partial. So may be those of the two blocks of queries between which a document's queries keep
+        something, 2 * (k_blocks + 2 * q_blocks) all together. In any other block of queries the partial ones are where runs start
+        and where they stop, and as both ascend, a document has no more of either than blocks of keys and of queries:
+        2 * (k_blocks + 2 * q_blocks) all together, as no more documents than blocks of queries have one for themselves.
+        """
+        each = np.minimum(self._blocks, longest + 1)
+        if self._square:
+            # The mean over a document's first blocks of queries, for the worst of its lengths.
+            each = np.cumsum(each) / np.arange(1, len(each) + 1)
+            each = each[: max(1, longest)]
+        return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
+
+
+@lru_cache(maxsize=64)
+def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
+    runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
+    return runs and _LongRuns(*runs, k_blocks, before, device)
+
+
+def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
+    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, 0 and 0 where it keeps none; or None where a
+    query keeps more than one, or runs do not ascend, or a query that keeps nothing lies between others.
+
+    mask: one mask, of whole blocks.
+    """
+    rows, cols, kinds, tiles = mask.entries()
+    if (kinds == 2).any():
+        return None
+    size, blocks = mask.block_size, mask.grid.q_blocks
+    # Of full blocks, whose rows are all alike, then of run tiles.
+    full = kinds == 0
+    bounds = np.searchsorted(rows[full], np.arange(blocks + 1))
+    count, col = np.diff(bounds), np.append(cols[full], 0)
+    first = np.where(count > 0, col[bounds[:-1]] * size, mask.kv_len)[:, None].repeat(size, 1)
+    stop = np.where(count > 0, (col[bounds[1:] - 1] + 1) * size, 0)[:, None].repeat(size, 1)
+    kept = (count * size)[:, None].repeat(size, 1)
+    rows, cols, runs = rows[~full], cols[~full] * size, mask.tile_runs.cpu().numpy()[tiles[~full]]
+    for batch in dense_batches(len(rows), size):
+        where, heads = np.unique(rows[batch], return_index=True)
+        tile_first, tile_stop = unpack_runs(runs[batch])
+        some, key = tile_stop > tile_first, cols[batch, None]
+        low = np.minimum.reduceat(np.where(some, tile_first + key, mask.kv_len), heads)
+        high = np.maximum.reduceat(np.where(some, tile_stop + key, 0), heads)
+        first[where], stop[where] = np.minimum(first[where], low), np.maximum(stop[where], high)
+        kept[where] += np.add.reduceat(tile_stop - tile_first, heads)
+    first, stop, kept = first.ravel(), stop.ravel(), kept.ravel()
+    (some,) = np.nonzero(kept)
+    between = slice(some[0], some[-1] + 1) if len(some) else slice(0)
+    ascend = (np.diff(first[between]) >= 0).all() and (np.diff(stop[between]) >= 0).all()
+    if len(some) != len(first[between]) or not ascend or (stop - first != kept)[between].any():
+        return None
+    return np.where(kept > 0, first, 0), stop
+
+
+def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
+    """constants, plan: as from ``_planned``. Returns the tensors of a BlockMask."""
+    run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
+    return run(constants, q_starts, k_starts, _Plan(*plan))
+
+
+@torch.library.custom_op("sparse_flash::assemble_runs", mutates_args=())
+def _assemble_operator(
+    constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
+) -> list[torch.Tensor]:
+    return own_tensors(_assemble(constants, q_starts, k_starts, plan), constants)
+
+
+@_assemble_operator.register_fake
+def _(constants, q_starts, k_starts, plan):
+    plan, by_kernels = _Plan(*plan), gather_rows.by_kernels(q_starts.device)
+    shapes = [(1, 1)]
+    for tokens in (plan.q_tokens, plan.k_tokens):
+        shapes += fake_table(-(-tokens // BLOCK), plan.entries, by_kernels)
+    shapes += [(fake_size(plan.tiles, by_kernels), BLOCK), (2, BLOCK, BLOCK // 32)]
+    return [constants[0].new_empty(shape) for shape in shapes]
+
+
+def _on_device(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_assemble`` by kernels."""
+    from ..kernels.packed.repack import lay_out
+    from ..kernels.packed.spans import fill_spans
+
+    runs, mask_index, tile_bits, parts = constants
+    rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
+    with portable.current_device(q_starts.device):
+        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
+        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
+    return [mask_index, *by_query, parts, *by_key, parts, tile_runs, tile_bits]
+
+
+def _on_host(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_assemble`` by NumPy: the definition of what the kernels do."""
+    grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
+    first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
+    padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)
+    padded[:, : plan.q_tokens] = first, stop
+    first, stop = padded.reshape(2, grid.q_blocks, BLOCK)
+    some = stop > first
+    low, high = np.where(some, first, plan.k_tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
+    count = np.maximum(0, high - low)
+    rows = np.repeat(np.arange(grid.q_blocks), count)
+    cols = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count - low, count)
+    pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
+    for batch in dense_batches(len(rows), BLOCK):
+        key = cols[batch, None] * BLOCK
+        here, there = (np.clip(bound[rows[batch]] - key, 0, BLOCK) for bound in (first, stop))
+        tiles[batch] = pool.add_runs(pack_runs(here, there))
+    kept = tiles != EMPTY_TILE
+    mask = BlockMask.from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
+    return mask.to(q_starts.device).tensors()
+
+
+def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+    """(first, stop) of each packed query on the packed axis of keys, (q_tokens,) int64; 0 and 0 where it keeps nothing."""
+    q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
+    k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+    document = np.repeat(np.arange(len(q_len)), q_len)
+    local = np.arange(len(document)) - np.repeat(np.cumsum(q_len) - q_len, q_len)
+    first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]
+    stop = np.minimum(stop, k_len[document])
+    packed = np.zeros((2, plan.q_tokens), np.int64)
+    packed[:, q_start[document] + local] = np.where(first < stop, k_start[document] + np.stack([first, stop]), 0)
+    return packed[0], packed[1]

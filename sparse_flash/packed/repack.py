@@ -1,0 +1,298 @@
+"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis. For patterns that
+``in_place.py`` does not take.
+
+Each document starts with a block of its own, so that the table of one long document, compiled once, holds the tables of all of
+them: a shorter one keeps the entries of its first rows and columns. Only its last block of keys, where its end cuts it, has
+tiles of its own. Where a document has not as many queries as keys, its queries start so far into their first block as their
+first position lies in one, which makes its rows the last ones above the end of its keys.
+
+On a GPU nothing waits for the host, and shapes depend on the numbers of tokens and documents alone.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..backends import triton as portable
+from ..dispatch.operators import nothing_looks_on
+from ..masks.block_mask import BlockMask, as_block_mask
+from ..masks.grid import BlockGrid
+from ..masks.table import PART_FIELDS, WORK_FIELDS, Entries, Table
+from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+from . import gather_rows
+
+BLOCK = 128
+
+
+class Axis(NamedTuple):
+    """token_of_row: (blocks * BLOCK,) int32, the token at each place of the axis of blocks, -1 where none is.
+    row_of_token: (tokens,) int32, the reverse, -1 for a token of no document."""
+
+    token_of_row: torch.Tensor
+    row_of_token: torch.Tensor
+
+
+class Packed(NamedTuple):
+    """mask: of all documents. queries, keys: their axes."""
+
+    mask: BlockMask
+    queries: Axis
+    keys: Axis
+
+
+class Side(NamedTuple):
+    """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis.
+    longest: tokens that no document exceeds; what is beyond them is left out."""
+
+    cu_seqlens: torch.Tensor
+    tokens: int
+    longest: int
+
+
+class _Plan(NamedTuple):
+    """What the host knows of a call: of queries and keys the tokens, the longest document and the blocks; block rows of the
+    long document's table above position 0; room for entries; whether keys have the documents of the queries; whether the table
+    has bit tiles."""
+
+    q_tokens: int
+    k_tokens: int
+    q_longest: int
+    k_longest: int
+    q_blocks: int
+    k_blocks: int
+    before: int
+    entries: int
+    same: bool
+    has_bits: bool
+
+
+def pack(pattern, queries: Side, keys: Side | None) -> Packed:
+    """The axes of documents, and the mask under which each attends to itself alone, by the pattern.
+
+    pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
+    """
+    same = keys is None
+    keys = queries if same else keys
+    starts = queries.cu_seqlens, keys.cu_seqlens
+    # index() makes symbolic lengths plain numbers: a compiled graph holds the table of one long document.
+    sizes = map(index, (*queries[1:], *keys[1:], starts[0].shape[0] - 1))
+    plan, tables = _planned(pattern, *sizes, same, starts[0].device)
+    run = _pack if nothing_looks_on(*starts) else _pack_operator
+    *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
+    places = (axis.token_of_row.shape[0] for axis in axes)
+    return Packed(BlockMask(*places, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
+
+
+def _split(tensors: list[torch.Tensor]):
+    """The results of ``_pack``: two axes, mask_index, two tables, tiles."""
+    size = len(Table._fields)
+    by_query, by_key = Table(*tensors[5 : 5 + size]), Table(*tensors[5 + size : 5 + 2 * size])
+    return Axis(*tensors[:2]), Axis(*tensors[2:4]), tensors[4], by_query, by_key, tensors[5 + 2 * size :]
+
+
+def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of a _Plan, the tensors of the long document's mask and the parts of a table that has none)."""
+    # Powers of two, so that few lengths are compiled.
+    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    document = long_document(pattern, k_height, 0 if same else before, device)
+    q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
+    k_blocks = _most_blocks(k_tokens, documents)
+    entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
+    return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
+
+
+_planned._dynamo_marked_constant = True  # see masks/block_mask.py
+
+
+def power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _most_blocks(tokens: int, documents: int, skipped: int = 0) -> int:
+    """Blocks enough for any lengths, where up to ``skipped`` places before a document stay empty."""
+    return max(1, (tokens + min(documents, tokens) * (BLOCK - 1 + skipped)) // BLOCK)
+
+
+class LongDocument:
+    """The table of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key."""
+
+    def __init__(self, pattern, k_blocks: int, before: int, device):
+        self.mask = as_block_mask(pattern, q_len=(before + k_blocks) * BLOCK, kv_len=k_blocks * BLOCK, block_size=BLOCK)
+        self.before = before
+        self._device = device
+        rows, cols, kinds, _ = self.mask.entries()
+        # Of the entries of the first n rows and columns, how many there are for each of n.
+        entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=k_blocks)[:k_blocks])
+        self._densest = np.maximum.accumulate(entries / np.arange(1, k_blocks + 1))
+        self._heaviest = [int(np.bincount(line, minlength=1).max()) for line in (rows, cols)]
+        self.has_bits = bool((kinds == 2).any())
+
+    @cached_property
+    def tables(self) -> list[torch.Tensor]:
+        """The mask's tensors on the device, and the parts of a table that has none."""
+        return [*self.mask.to(self._device).tensors(), no_parts(self._device)]
+
+    def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
+        """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
+        if self.before:
+            return min(q_blocks * self._heaviest[0], k_blocks * self._heaviest[1])
+        return int(q_blocks * self._densest[max(0, longest - 1)]) + 1
+
+
+@lru_cache(maxsize=64)
+def long_document(pattern, k_blocks, before, device) -> LongDocument:
+    return LongDocument(pattern, k_blocks, before, device)
+
+
+def no_parts(device) -> torch.Tensor:
+    """``parts`` of a table whose rows all come whole."""
+    return torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
+
+
+def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
+    """tables, plan: as from ``_planned``. Returns what ``_split`` splits."""
+    run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
+    return run(tables, q_starts, k_starts, _Plan(*plan))
+
+
+@torch.library.custom_op("sparse_flash::pack_documents", mutates_args=())
+def _pack_operator(
+    tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
+) -> list[torch.Tensor]:
+    return own_tensors(_pack(tables, q_starts, k_starts, plan), tables)
+
+
+def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``results``, as an operator's must be: each a tensor of its own, and none of those given."""
+    known, own = set(map(id, given)), []
+    for tensor in results:
+        own.append(tensor.clone() if id(tensor) in known else tensor)
+        known.add(id(tensor))
+    return own
+
+
+@_pack_operator.register_fake
+def _(tables, q_starts, k_starts, plan):
+    plan, by_kernels = _Plan(*plan), gather_rows.by_kernels(q_starts.device)
+
+    def size(known: int) -> int:
+        return fake_size(known, by_kernels)
+
+    runs, bits = (t.shape for t in tables[-3:-1])
+    shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
+    shapes += fake_table(plan.q_blocks, plan.entries, by_kernels) + fake_table(plan.k_blocks, plan.entries, by_kernels)
+    shapes.append((size(runs[0] + plan.q_blocks), *runs[1:]))
+    shapes.append((size(bits[0] + plan.q_blocks * plan.has_bits), *bits[1:]))
+    return [tables[0].new_empty(shape) for shape in shapes]
+
+
+def fake_size(known: int, by_kernels: bool) -> int:
+    """A length that kernels make the room of, and that depends on the documents otherwise."""
+    return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
+
+
+def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
+    """The shapes of a ``Table`` of one mask."""
+    col_idx, tile_idx, items, parts = (fake_size(known, by_kernels) for known in (entries, entries, rows, 2))
+    work = [(1, items, WORK_FIELDS), (1, parts, PART_FIELDS)]
+    return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
+
+
+def _on_device(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_pack`` by kernels."""
+    from ..kernels.packed.repack import fill_rows, find_rows, lay_out
+
+    mask_index, by_query, by_key, tiles, parts = _long_tables(tables)
+    roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
+    before, same = plan.before, bool(plan.same)
+    with portable.current_device(q_starts.device):
+        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
+        axes, filled = [], []
+        sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
+        for is_query, table, blocks, tokens in sides:
+            axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
+            records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
+            filled += fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query)
+            filled.append(parts)
+    return [*axes[0], *axes[1], mask_index, *filled, *roomy]
+
+
+def _long_tables(tables: list[torch.Tensor]):
+    """(mask_index, by_query, by_key, tiles, the parts of a table that has none)."""
+    size = len(Table._fields)
+    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
+
+
+def _empty_axis(tokens: int, blocks: int, device) -> Axis:
+    token_of_row = torch.empty(blocks * BLOCK, dtype=torch.int32, device=device)
+    return Axis(token_of_row, torch.full((tokens,), -1, dtype=torch.int32, device=device))
+
+
+def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
+    roomy = tiles.new_empty((len(tiles) + more, *tiles.shape[1:]))
+    roomy[: len(tiles)].copy_(tiles)
+    return roomy
+
+
+def _on_host(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+    """``_pack`` by NumPy: the definition of what the kernels do."""
+    q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
+    k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
+    skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
+    q_blocks, k_blocks = -(-(skipped + q_len) // BLOCK), -(-k_len // BLOCK)
+    q_first, k_first = (np.cumsum(blocks) - blocks for blocks in (q_blocks, k_blocks))
+    device = q_starts.device
+
+    k_height = _long_tables(tables)[2].row_order.shape[1]
+    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
+    grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
+    entries, pool = _documents_entries(long, plan.before, q_first, q_blocks, k_first, k_blocks, k_len)
+    mask = BlockMask.from_entries(grid, entries, pool).to(device)
+    q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
+    k_axis = q_axis if plan.same else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
+    return [*q_axis, *k_axis, *mask.tensors()]
+
+
+def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, tokens) of each document, made such that they neither overlap nor leave the tokens."""
+    bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
+    return bounds[:-1], np.minimum(np.diff(bounds), longest)
+
+
+def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    token, row = np.repeat(start, length) + within, np.repeat(first_row, length) + within
+    token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
+    token_of_row[row], row_of_token[token] = token, row
+    return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))
+
+
+def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
+    """The entries of all documents, and the tiles that they use, cut where the last block of keys is."""
+    rows, cols, kinds, tiles = long.entries()
+    pieces = [np.zeros((5, 0), np.int64)]
+    for d in np.flatnonzero(q_blocks * k_blocks):
+        line = before + k_blocks[d] - q_blocks[d]
+        begin, end = np.searchsorted(rows, [line, line + q_blocks[d]])
+        piece = slice(begin, end)
+        width = np.where(cols[piece] == k_blocks[d] - 1, k_len[d] - cols[piece] * BLOCK, BLOCK)
+        piece = np.stack([rows[piece] - line + q_first[d], cols[piece] + k_first[d], kinds[piece], tiles[piece], width])
+        pieces.append(piece[:, cols[begin:end] < k_blocks[d]])
+    rows, cols, *tile = np.concatenate(pieces, axis=1)
+    pool = TilePool(BLOCK)
+    different, which = np.unique(np.stack(tile), axis=1, return_inverse=True)
+    numbers = np.full(different.shape[1], FULL_TILE)
+    partial = np.flatnonzero((different[0] > 0) | (different[2] < BLOCK))
+    for batch in dense_batches(len(partial), BLOCK):
+        kind, number, width = different[:, partial[batch]]
+        kept = long.tile_pairs(kind, number) & (np.arange(BLOCK) < width[:, None, None])
+        numbers[partial[batch]] = pool.add_dense(kept)
+    numbers = numbers[which.reshape(-1)]
+    some = numbers != EMPTY_TILE
+    return Entries(rows[some], cols[some], numbers[some]), pool

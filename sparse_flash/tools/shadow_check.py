@@ -1,0 +1,297 @@
+"""A shadow check for training runs: sampled rows of attention and of its gradients, computed again from the definition."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..dispatch import observers
+from ..masks.block_mask import BlockMask
+from ..masks.grid import BlockGrid
+from ..masks.pattern import Pattern, parse
+from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
+from ..variant.variant import Terms
+
+# Errors relative to the largest number among the sampled rows, which results in these types stay well below.
+BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
+_log = logging.getLogger("sparse_flash.check")
+
+
+class CheckError(RuntimeError):
+    """A result of attention is further from its definition than the bound of a check."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found in one call of attention. call: the number of the target's call, from 1. shape: of q. errors: by
+    name ("out", "lse", or "dq", "dk", "dv"), the largest error of the sampled rows, relative to their largest number."""
+
+    call: int
+    shape: tuple[int, ...]
+    errors: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values())
+
+
+class Check:
+    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two for each attention call that was looked at
+    and differentiated."""
+
+    def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
+        for name, value in (("every", every), ("rows", rows)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive; got {value}")
+        if bound is not None and not bound > 0:
+            raise ValueError(f"bound must be positive; got {bound}; None takes that of the dtype")
+        if not callable(target):
+            raise TypeError(f"check needs a module or a function that calls attention; got {type(target).__name__}")
+        self.target, self.every, self.rows, self.bound = target, every, rows, bound
+        self.calls, self.reports = 0, []
+        self._random = random.Random(seed)
+        self._hooks = []
+        if isinstance(target, torch.nn.Module):
+            self._hooks = [
+                target.register_forward_pre_hook(_Hook(self._enter)),
+                target.register_forward_hook(_Hook(self._leave), always_call=True),
+            ]
+
+    def __call__(self, *args, **kwargs):
+        if self._hooks:
+            return self.target(*args, **kwargs)
+        self._enter()
+        try:
+            return self.target(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def remove(self) -> None:
+        """Looks at a module no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._leave()
+
+    def _enter(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 1 % self.every:
+            observers.observers.append(self)
+
+    def _leave(self) -> None:
+        if self in observers.observers:
+            observers.observers.remove(self)
+
+    def saw(self, q, k, v, mask, scale, out, lse, terms) -> None:
+        sample = _Sample(q, k, v, mask, scale, out, lse, terms, self.rows, self._random)
+        call = self.calls
+        self._judge(call, q, sample.forward_errors())
+        asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
+        if not asked or not out.requires_grad:
+            return
+        incoming, arrived = {}, {}
+
+        def keep(name: str):
+            # None where nothing depends on it.
+            return lambda gradient: None if gradient is None else incoming.__setitem__(name, gradient.detach())
+
+        def arrive(name: str):
+            def hook(gradient):
+                arrived[name] = gradient.detach()
+                if len(arrived) == len(asked):
+                    self._judge(call, q, sample.backward_errors(incoming, arrived))
+                    incoming.clear()
+                    arrived.clear()
+
+            return hook
+
+        out.register_hook(keep("out"))
+        lse.register_hook(keep("lse"))
+        for name, tensor in asked.items():
+            tensor.register_hook(arrive(name))
+
+    def _judge(self, call: int, q: torch.Tensor, errors: dict[str, float]) -> None:
+        report = Report(call, tuple(q.shape), errors)
+        self.reports.append(report)
+        listed = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+        _log.info("call %d, q %s: %s", call, report.shape, listed)
+        bound = BOUNDS[q.dtype] if self.bound is None else self.bound
+        if not report.worst <= bound:  # NaN is beyond any
+            raise CheckError(
+                f"in call {call}, attention of q {report.shape}, {q.dtype}, is further from its definition than {bound:.2g}: "
+                f"{listed} (relative errors of sampled rows); compare backend='reference', and report it with its mask"
+            )
+
+
+class _Hook:
+    """A hook of a module, of which a copy, in memory or in a file, does nothing: what checks a module is none of its state."""
+
+    def __init__(self, act: Callable[[], None] | None = None):
+        self.act = act
+
+    def __call__(self, *_) -> None:
+        if self.act is not None:
+            self.act()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
+def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
+    """Checks attention while a model trains: now and then, some rows of its results, computed again in float64.
+
+    target: a module, which is looked at from now on whoever calls it, unlike copies of it and what is saved; or a function, such
+    as one step of training: call the returned object in its place. The first call and each ``every``-th after it are looked at,
+    in all their calls of ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative
+    error allowed; None takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
+
+    Sampled queries give out, lse and dq; sampled keys dk and dv, given lse. A pattern is asked which pairs it keeps, so that
+    its table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
+    kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
+
+    A look costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and terms of scores
+    are computed again as well. Not looked at: what sinks do to results; the gradients of rel_bias and sinks; calls inside
+    torch.compile; the gradients of layers whose activations are checkpointed.
+    """
+    return Check(target, every, rows, bound, seed)
+
+
+class _Sample:
+    """Rows of one call, and what the definition makes of them, in float64."""
+
+    def __init__(self, q, k, v, mask, scale, out, lse, terms: Terms | None, rows: int, rng: random.Random):
+        self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
+        self.scale, self.group = scale, q.shape[1] // k.shape[1]
+        self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
+        learned = terms is not None and terms.rel_bias is not None
+        self.terms = replace(terms, rel_bias=terms.rel_bias.detach()) if learned else terms
+
+        def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
+            return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
+
+        self.queries, self.keys = places(*q.shape[:3]), places(*k.shape[:3])
+
+    def forward_errors(self) -> dict[str, float]:
+        wanted = [self._query(*place) for place in self.queries]
+        got_out = torch.stack([self.out[place].double() for place in self.queries])
+        got_lse = torch.stack([self.lse[place].double() for place in self.queries])
+        return {
+            "out": _error(got_out, torch.stack([out for out, _ in wanted])),
+            "lse": _error(got_lse, torch.stack([lse for _, lse in wanted])),
+        }
+
+    def backward_errors(self, incoming: dict, arrived: dict) -> dict[str, float]:
+        dout = incoming.get("out", torch.zeros_like(self.out))
+        dlse = incoming.get("lse", torch.zeros_like(self.lse))
+        errors = {}
+        if "dq" in arrived:
+            wanted = torch.stack([self._query_gradient(*place, dout, dlse) for place in self.queries])
+            errors["dq"] = _error(torch.stack([arrived["dq"][place].double() for place in self.queries]), wanted)
+        if "dk" in arrived or "dv" in arrived:
+            both = [self._key_gradients(*place, dout, dlse) for place in self.keys]
+            for name, wanted in (("dk", [dk for dk, _ in both]), ("dv", [dv for _, dv in both])):
+                if name in arrived:
+                    errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(wanted))
+        return errors
+
+    def _query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
+        """(out, lse) of a query; differentiable in q, (head_dim,) float64, its own by default."""
+        q = self.q[b, h, i].double() if q is None else q
+        keys = self._existing(self.keeps.of_query(b, h, i), b, h, [i], slice(None))
+        k, v = (t[b, h // self.group, keys].double() for t in (self.k, self.v))
+        scores = self._scores(q[None], k, b, h, [i], keys)[0]
+        lse = scores.logsumexp(0)
+        if lse.isneginf():
+            return v.new_zeros(v.shape[1]), lse
+        return ((scores - lse).exp() * self._dropout(b, h, i, None)[keys]) @ v, lse
+
+    def _query_gradient(self, b: int, h: int, i: int, dout, dlse) -> torch.Tensor:
+        q = self.q[b, h, i].double().requires_grad_()
+        with torch.enable_grad():
+            out, lse = self._query(b, h, i, q)
+            if lse.isneginf():
+                return torch.zeros_like(q)
+            return torch.autograd.grad(out @ dout[b, h, i].double() + lse * dlse[b, h, i].double(), q)[0]
+
+    def _key_gradients(self, b: int, kv_head: int, j: int, dout, dlse) -> tuple[torch.Tensor, torch.Tensor]:
+        """Given lse and out of the queries."""
+        key, value = (t[b, kv_head, j].double() for t in (self.k, self.v))
+        dk, dv = torch.zeros_like(key), torch.zeros_like(value)
+        for h in range(kv_head * self.group, (kv_head + 1) * self.group):
+            queries = self._existing(self.keeps.of_key(b, h, j), b, h, slice(None), [j])
+            q, upstream, out, lse = (t[b, h, queries].double() for t in (self.q, dout, self.out, self.lse))
+            with torch.enable_grad():
+                own = key.clone().requires_grad_()
+                scores = self._scores(q, own[None], b, h, queries, [j])[:, 0]
+            weights = torch.where(lse.isneginf(), 0.0, (scores.detach() - lse).exp())
+            dropout = self._dropout(b, h, None, j)[queries]
+            dscores = weights * (dropout * (upstream @ value) - (upstream * out).sum(1) + dlse[b, h, queries].double())
+            dk += torch.autograd.grad(scores, own, dscores)[0]
+            dv += (weights * dropout) @ upstream
+        return dk, dv
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
+        """(queries, keys), of rows of q and k at these places."""
+        products = self.scale * q @ k.T
+        return products if self.terms is None else scored(self.terms, products, self._pairs(b, h, queries, keys))
+
+    def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
+        """The places of what a mask keeps of a row or a column, of which both tokens exist."""
+        kept = kept.to(self.q.device)
+        exist = None if self.terms is None else existing_pairs(self.terms, self._pairs(b, h, queries, keys))
+        return (kept if exist is None else kept & exist.flatten()).nonzero()[:, 0]
+
+    def _dropout(self, b: int, h: int, i: int | None, j: int | None) -> torch.Tensor:
+        """What dropout multiplies the weights of query i, or of key j, with."""
+        if self.terms is None or self.terms.seed is None:
+            return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
+        # It is drawn for 16 queries and 16 keys at a time.
+        queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
+        kept = kept_by_dropout(self.terms, self._pairs(b, h, queries, keys))
+        line = kept[i % 16] if j is None else kept[:, j % 16]
+        return line.double() / (1 - self.terms.dropout_p)
+
+    def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
+        """queries, keys: what indexes their places."""
+        device, (_, heads, q_len, _), kv_len = self.q.device, self.q.shape, self.k.shape[2]
+        query, key = (torch.arange(size, device=device)[which] for size, which in ((q_len, queries), (kv_len, keys)))
+        batch, head = (torch.tensor([[place]], device=device) for place in (b, h))
+        return Pairs(batch, head, query[:, None], key[None], heads, q_len, kv_len)
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number wanted; NaN and misplaced infinities are infinitely far."""
+    same = got == wanted  # infinities too
+    difference = torch.where(same, 0.0, (got - wanted).abs()).nan_to_num(float("inf"), float("inf")).max()
+    size = torch.where(wanted.isfinite(), wanted.abs(), 0.0).max()
+    return float(difference / size) if size > 0 else float(difference)
+
+
+class _Keeps:
+    """Which pairs a mask keeps, a row or a column at a time, (tokens,) bool on the CPU."""
+
+    def __init__(self, mask: BlockMask | Pattern | str | None, q_len: int, kv_len: int):
+        self.mask = parse(mask) if isinstance(mask, str) else mask
+        self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
+
+    def of_query(self, b: int, h: int, i: int) -> torch.Tensor:
+        if isinstance(self.mask, BlockMask):
+            return self.mask.kept_keys(i, b, h)
+        if self.mask is None:
+            return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
+        return self._by_rule(np.array([i]), np.arange(self.grid.kv_len))[0]
+
+    def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
+        if isinstance(self.mask, BlockMask):
+            return self.mask.kept_queries(j, b, h)
+        if self.mask is None:
+            return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
+        return self._by_rule(np.arange(self.grid.q_len), np.array([j]))[:, 0]
+
+    def _by_rule(self, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        kept = self.mask.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
+        return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

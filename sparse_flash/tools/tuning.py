@@ -1,0 +1,354 @@
+"""Measures candidate configs of the kernels for one GPU and one class of shapes, and keeps the choices that are faster.
+
+The built-in configs need no tuning; this is for GPUs and shapes that they were not measured on. A candidate is taken if it
+agrees with the built-in config's result and is at least LEAST_GAIN faster in a second, alternating measurement. Candidates of
+a backward kernel are timed by the whole backward pass, which is what a caller waits for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+
+from .. import backends
+from ..backends import triton as portable
+from ..kernels.launch import tuned
+from ..kernels.portable import configs
+from ..masks.compiler import compile_mask
+
+LEAST_GAIN = 0.02
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Largest relative error of a row, by dtype: a few times what another order of summation gives.
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
+_LSE_TOLERANCE = 1e-3
+_CONFIRMATIONS = 3
+
+
+class GpuLost(RuntimeError):
+    """A candidate left the GPU in a state that this process cannot go on from."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned beside it. v_head_dim: head_dim of v;
+    that of q and k by default."""
+
+    pattern: str = "causal & local(1024)"
+    tokens: int = 16384
+    heads: int = 16
+    head_dim: int = 128
+    block_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    v_head_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.v_head_dim or self.head_dim
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel under one mask. mask: spec text, or "dense". candidates: the built-in config first. run: the results of a
+    launch with a config, by name. left_out: how many more there were that this GPU's shared memory cannot hold."""
+
+    key: tuned.Key
+    problem: Problem
+    mask: str
+    candidates: tuple
+    run: Callable[[object], dict[str, torch.Tensor]]
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """milliseconds: the median of a launch, or None where the candidate was passed over. reason: why. fits: whether this GPU has
+    the memory that it takes of a multiprocessor; where it has not, Triton says so before anything runs."""
+
+    config: object
+    milliseconds: float | None
+    reason: str | None = None
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """trials: as the task's candidates. unreached: candidates for which there was no time. gain: how much faster the chosen
+    config is than the built-in one, 0.02 for 2 %; 0 where that is the one chosen."""
+
+    task: Task
+    trials: tuple[Trial, ...]
+    unreached: int
+    chosen: object
+    gain: float
+
+    @property
+    def left_out(self) -> int:
+        """Candidates that do not fit this GPU's shared memory."""
+        return self.task.left_out + sum(not trial.fits for trial in self.trials)
+
+
+def unavailable() -> str | None:
+    """Why nothing can be tuned on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "there is no GPU; tuning chooses tile sizes of GPU kernels, and the built-in ones work without it"
+    return portable.available()
+
+
+def tile_sizes(device: torch.device) -> str:
+    """Which table of the portable kernels this GPU has, and what is known of it there."""
+    if reason := portable.available() or configs.refusal(device):
+        return f"none: {reason}"
+    chip, _ = configs.chip_of(device)
+    return configs.provenance(chip, configs.family_of(device))
+
+
+def cache_state() -> str | None:
+    """What to say of the file that holds the choices; None where there is no file."""
+    path = tuned.cache_file()
+    try:
+        count = tuned.count(path)
+        return f"{count} tuned config{'' if count == 1 else 's'} in {path}"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path} cannot be read ({type(error).__name__}: {error}), and the built-in configs are used; delete it"
+
+
+def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list[Task]:
+    """What there is to tune: the kernels of the back end that ``attention`` would take, under the pattern and dense.
+
+    Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    of_keys, of_values = problem.head_dims
+    sparse = compile_mask(problem.pattern, problem.tokens, block_size=problem.block_size, device=device)
+    q, k, v, dout = (
+        torch.randn((1, problem.heads, problem.tokens, width), generator=generator, device=device).to(problem.dtype)
+        for width in (of_keys, of_keys, of_values, of_values)
+    )
+    inputs = [portable.addressable(t) for t in (q, k, v, dout)]
+    found = []
+    for name, mask in ((problem.pattern, sparse), ("dense", None)):
+        if mask is not None and mask.keeps_all:
+            continue  # attention runs it dense
+        call = backends.Call.of(q, k, v, mask and mask.block_size)
+        chosen = backends.choose(backend, call)
+        if chosen not in _RUNS:
+            raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
+        for kernel, (candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
+            dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
+            key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device, dim_v)
+            fitting = tuple(config for config in candidates if _may_fit(config, kernel, problem, device))
+            if len(fitting) > 1:
+                found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
+    return found
+
+
+def _may_fit(config, kernel: str, problem: Problem, device: torch.device) -> bool:
+    """Whether a candidate is worth compiling. Hopper's own were chosen by what they take."""
+    if not isinstance(config, configs.Config):
+        return True
+    shared = configs.family_of(device).shared
+    return not configs.cannot_fit(config, kernel, problem.dtype, tuple(map(configs.padded_head_dim, problem.head_dims)), shared)
+
+
+def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
+    from ..kernels.portable.backward import attention_backward
+    from ..kernels.portable.forward import attention_forward
+
+    scale = problem.head_dim**-0.5
+    forward = cache(lambda: attention_forward(q, k, v, mask, scale))
+
+    def backward(**chosen):
+        return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, **chosen))
+
+    runs = {
+        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
+        "grad_q": lambda config: backward(q_config=config),
+        "grad_kv": lambda config: backward(kv_config=config),
+    }
+    of_keys, of_values = problem.head_dims
+    family = configs.family_of(q.device)
+    return {
+        name: (configs.candidates(name, problem.dtype, of_keys, block_size, of_values, family), run) for name, run in runs.items()
+    }
+
+
+def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
+    from ..kernels.hopper.backward import attention_backward
+    from ..kernels.hopper.configs import candidates
+    from ..kernels.hopper.forward import attention_forward
+
+    scale, dim = problem.head_dim**-0.5, configs.padded_head_dim(problem.head_dim)
+    forward = cache(lambda: attention_forward(q, k, v, mask, scale))
+
+    def backward(config):
+        return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, config=config))
+
+    runs = {
+        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
+        "backward": backward,
+    }
+    return {name: (candidates(name, dim), run) for name, run in runs.items()}
+
+
+_RUNS = {"triton": _portable_runs, "hopper": _hopper_runs}
+
+
+def _named(names: str, values) -> dict[str, torch.Tensor]:
+    return dict(zip(names.split(), values, strict=True))
+
+
+class Clock:
+    """Times launches on the current GPU. hang_seconds: after which a launch counts as one that never ends."""
+
+    def __init__(self, hang_seconds: float = 60.0):
+        self.hang_seconds = hang_seconds
+        # More than any GPU's L2 cache: a launch finds it cold, as behind other layers of a model.
+        self.flushed = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def finish(self) -> None:
+        """Waits for the GPU. Not by synchronize(), which a kernel that never ends would never return from."""
+        event = torch.cuda.Event()
+        event.record()
+        end = time.monotonic() + self.hang_seconds
+        while not event.query():
+            if time.monotonic() > end:
+                raise GpuLost(f"a launch did not end within {self.hang_seconds:.0f} s")
+            time.sleep(1e-4)
+
+    def milliseconds(self, launch: Callable[[], object]) -> float:
+        """The median over some tenth of a second of launches; ``launch`` has run before."""
+        first = statistics.median(self._times(launch, 3))
+        return statistics.median(self._times(launch, int(min(100, max(5, 100 / max(first, 1e-3))))))
+
+    def _times(self, launch, count: int) -> list[float]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for begin, end in events:
+            self.flushed.zero_()
+            begin.record()
+            launch()
+            end.record()
+        self.finish()
+        return [begin.elapsed_time(end) for begin, end in events]
+
+
+def tune(
+    tasks: list[Task], limit: float, clock: Clock | None = None, advance: Callable[[Task, Trial | None], None] = lambda *_: None
+) -> Iterator[Result]:
+    """The results, each stored as it comes. limit: seconds for all; the candidate at work when they end is finished, and the
+    built-in configs are always measured. advance: called after each candidate, with None for one not reached.
+
+    Raises OSError, before any work, where choices cannot be stored; GpuLost where a candidate leaves the GPU unusable.
+    """
+    tuned.check_writable()
+    clock = clock or Clock()
+    end = time.monotonic() + limit
+    for index, task in enumerate(tasks):
+        now = time.monotonic()
+        # A share of what is left, so that the last task is not the one to go without.
+        result = _tuned(task, clock, now + max(0.0, end - now) / (len(tasks) - index), advance)
+        _store(result)
+        yield result
+
+
+def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
+    builtin = task.candidates[0]
+    # Kept alive: its memory shall not come back, with the right values in it, as a candidate's result.
+    wanted: dict[str, torch.Tensor] = {}
+    trials: list[Trial] = []
+    for config in task.candidates:
+        if trials and (trials[0].milliseconds is None or time.monotonic() >= end):
+            advance(task, None)
+            continue
+        trials.append(_trial(task, config, wanted, clock))
+        advance(task, trials[-1])
+    measured = [trial for trial in trials if trial.milliseconds is not None]
+    chosen, gain = builtin, 0.0
+    if measured:
+        best = min(measured, key=lambda trial: trial.milliseconds).config
+        if best != builtin:
+            gain = _gain(task, best, clock)
+            chosen, gain = (best, gain) if gain >= LEAST_GAIN else (builtin, 0.0)
+    return Result(task, tuple(trials), len(task.candidates) - len(trials), chosen, gain)
+
+
+def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
+    """wanted: the built-in config's results, which its own trial fills in."""
+    try:
+        for tensor in wanted.values():
+            torch.full_like(tensor, float("nan"))  # freed at once: what a candidate does not write, it finds to be NaN
+        got = task.run(config)
+        clock.finish()
+        reason = disagreement(got, wanted or got)
+        if reason:
+            return Trial(config, None, f"wrong result: {reason}")
+        wanted.update({} if wanted else got)
+        return Trial(config, clock.milliseconds(lambda: task.run(config)))
+    except GpuLost as error:
+        raise GpuLost(f"{describe(config)} for {task.key.kernel}: {error}") from None
+    except Exception as error:
+        # Whatever a compiler or driver raises, this candidate is out, and the others still may run.
+        from ..kernels.launch.launch import OutOfResources
+
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
+        try:
+            clock.finish()
+        except Exception:
+            raise GpuLost(f"{describe(config)} for {task.key.kernel}: {reason}") from None
+        return Trial(config, None, reason, fits=not isinstance(error, OutOfResources))
+
+
+def _gain(task: Task, config, clock: Clock) -> float:
+    """Measured in turns, because the fastest of many is in part the luckiest, and clocks drift."""
+    ours, theirs = [], []
+    for _ in range(_CONFIRMATIONS):
+        theirs.append(clock.milliseconds(lambda: task.run(task.candidates[0])))
+        ours.append(clock.milliseconds(lambda: task.run(config)))
+    return statistics.median(theirs) / statistics.median(ours) - 1
+
+
+def disagreement(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
+    """What differs by more than rounding, or None. Row by row, so that one wrong row among thousands shows."""
+    for name, right in wanted.items():
+        mine, right = got[name].float(), right.float()
+        if name == "lse":
+            if not torch.allclose(mine, right, rtol=1e-4, atol=_LSE_TOLERANCE):
+                return "lse differs"
+            continue
+        size = right.norm(dim=-1)
+        # Rows near zero hold little but rounding of what cancelled.
+        error = ((mine - right).norm(dim=-1) / (size + 0.1 * size.mean()).clamp(min=1e-30)).max().item()
+        if not error <= _TOLERANCE[wanted[name].dtype]:
+            return f"{name} differs by {error:.2g} of a row"
+    return None
+
+
+def describe(config) -> str:
+    """In words: tile_m 64, tile_n 128, num_warps 4, num_stages 3."""
+    return ", ".join(f"{name} {value}" for name, value in asdict(config).items())
+
+
+def _store(result: Result) -> None:
+    task, problem = result.task, result.task.problem
+    times = {trial.config: trial.milliseconds for trial in result.trials}
+    if times[task.candidates[0]] is None:
+        return  # nothing was learned
+    measured = {
+        "mask": task.mask,
+        "tokens": problem.tokens,
+        "heads": problem.heads,
+        "head_dim": problem.head_dim,
+        "v_head_dim": problem.head_dims[1],
+        "milliseconds": times[result.chosen],
+        "gain": round(result.gain, 4),
+        "date": datetime.date.today().isoformat(),
+    }
+    tuned.store(task.key, result.chosen, task.candidates[0], measured)

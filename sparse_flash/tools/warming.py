@@ -1,0 +1,101 @@
+"""Compiles ahead what training will need, so that no step waits for a compiler: every kernel of the calls that ``variants`` lists.
+
+A kernel is compiled for a dtype, head dimensions and a table block; for dense attention or a table; and on Hopper GPUs for
+rows that come in parts and for grouped heads. Lengths, masks, batch and numbers of heads compile nothing anew.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import backends
+from ..backends import triton as portable
+from ..masks.compiler import compile_mask
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TOKENS = 256
+# Of the second, some rows and columns are so much heavier than others that they come in parts.
+_MASKS = {"even rows": "causal & local(100)", "heavy rows": "local(128) | global_tokens(128)"}
+_MASK_TOKENS = {"even rows": _TOKENS, "heavy rows": 32768}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call: what is said of it, and what it is. mask: of ``_MASKS``, or None for dense attention."""
+
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    block_size: int
+    mask: str | None
+    grouped: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """kernels: the names of what was compiled, or was found compiled, for ``variants`` calls. seconds: for all."""
+
+    variants: int
+    kernels: tuple[str, ...]
+    seconds: float
+
+
+def variants(
+    head_dims: list[tuple[int, int]], dtypes: list[torch.dtype], block_size: int = 128, deterministic: bool = False
+) -> list[Variant]:
+    """The calls of training: dense and sparse, of even and of heavy rows, with key heads of their own and grouped.
+
+    head_dims: of q and k, and of v.
+    """
+    return [
+        Variant(dtype, head_dim, v_head_dim, block_size, mask, grouped, deterministic)
+        for dtype in dtypes
+        for head_dim, v_head_dim in head_dims
+        for mask in (None, *_MASKS)
+        for grouped in (False, True)
+    ]
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if not torch.cuda.is_available():
+        return "there is no GPU to compile for"
+    return portable.available()
+
+
+def warm(calls: list[Variant], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
+    """Compiles the kernels of both passes of these calls, side by side, into Triton's cache on disk.
+
+    workers: kernels at a time; by default as many as there are cores, 8 at most. Raises ValueError where a back end cannot run
+    a call.
+    """
+    from ..kernels.launch.first_calls import compiling_ahead
+
+    begin = time.perf_counter()
+    with torch.cuda.device(device), compiling_ahead(device, workers) as asked:
+        for call in calls:
+            _launch(call, device, backend)
+    return Warmed(len(calls), tuple(asked.names()), time.perf_counter() - begin)
+
+
+def _launch(call: Variant, device: torch.device, backend: str) -> None:
+    """Both passes, for a thread that only compiles: the tensors need not fit the mask."""
+    heads, kv_heads = 2, 1 if call.grouped else 2
+    empty = partial(torch.empty, dtype=call.dtype, device=device)
+    q = empty(1, heads, _TOKENS, call.head_dim)
+    k, v = empty(1, kv_heads, _TOKENS, call.head_dim), empty(1, kv_heads, _TOKENS, call.v_head_dim)
+    mask = None
+    if call.mask is not None:
+        tokens = _MASK_TOKENS[call.mask]
+        mask = compile_mask(_MASKS[call.mask], q_len=tokens, block_size=call.block_size, device=device)
+    described = backends.Call.of(q, k, v, mask and call.block_size, deterministic=call.deterministic)
+    module = backends.backend(backends.choose(backend, described))
+    module.forward(q, k, v, mask, 1.0, None)
+    out, lse = empty(1, heads, _TOKENS, call.v_head_dim), torch.empty(1, heads, _TOKENS, device=device)
+    module.backward(torch.empty_like(out), None, q, k, v, out, lse, mask, 1.0, call.deterministic, None)

@@ -1,0 +1,181 @@
+"""What terms do to attention, in PyTorch operations: the definition that every back end keeps to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .variant import Terms
+
+_PHILOX_4X32_FACTORS = 0xD2511F53, 0xCD9E8D57
+_PHILOX_2X32_FACTOR = 0xD256D193
+_PHILOX_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+
+class Pairs(NamedTuple):
+    """Where scores stand: int64 tensors of shapes that broadcast to theirs. query, key: tokens. q_len, kv_len: of all."""
+
+    batch: torch.Tensor
+    head: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    heads: int
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def all(cls, q: torch.Tensor, k: torch.Tensor) -> Pairs:
+        """Of the whole (batch, heads, q_len, kv_len) matrix."""
+        (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
+        ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
+        axes = (places.view([-1 if axis == own else 1 for axis in range(4)]) for own, places in enumerate(ranges))
+        return cls(*axes, heads, q_len, kv_len)
+
+    @property
+    def q_pos(self) -> torch.Tensor:
+        return self.query + (self.kv_len - self.q_len)
+
+
+def scored(terms: Terms, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """The scores of scaled products, in order: soft cap, ALiBi, relative bias, the user's function."""
+    return _own(terms, _biased(terms, _capped(terms, products), pairs), pairs)
+
+
+def differentiated(terms: Terms, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
+    """(scores, their derivative by the biases, that of the biased products by the products): the last two may be 1."""
+    capped = _capped(terms, products)
+    inner = 1 - (capped / terms.softcap) ** 2 if terms.softcap else torch.ones((), device=products.device)
+    biased = _biased(terms, capped, pairs)
+    if terms.score_mod is None:
+        return biased, torch.ones((), device=products.device), inner
+    scores, pullback = torch.func.vjp(lambda score: _own(terms, score, pairs), biased)
+    return scores, pullback(torch.ones_like(scores))[0], inner
+
+
+def _capped(terms: Terms, products: torch.Tensor) -> torch.Tensor:
+    return (products / terms.softcap).tanh() * terms.softcap if terms.softcap else products
+
+
+def _biased(terms: Terms, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    if terms.alibi_slopes is not None:
+        slopes = terms.alibi_slopes[pairs.batch, pairs.head].to(scores.dtype)
+        scores = scores - slopes * (pairs.q_pos - pairs.key).abs()
+    if terms.rel_bias is not None:
+        scores = scores + terms.rel_bias[pairs.head, _distance(terms, pairs)]
+    return scores
+
+
+def _own(terms: Terms, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    if terms.score_mod is None:
+        return scores
+    return terms.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, terms.score_params)
+
+
+def _distance(terms: Terms, pairs: Pairs) -> torch.Tensor:
+    """The column of rel_bias for each pair."""
+    reach = terms.rel_bias.shape[1] // 2
+    return (pairs.key - pairs.q_pos).clamp(-reach, reach) + reach
+
+
+def add_bias_gradient(gradient: torch.Tensor, terms: Terms, dbiased: torch.Tensor, pairs: Pairs) -> None:
+    """Adds the gradient of the biased products to that of rel_bias."""
+    place = (pairs.head * gradient.shape[1] + _distance(terms, pairs)).expand(dbiased.shape)
+    gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
+
+
+def existing(starts: torch.Tensor | None, lens: torch.Tensor | None, batch, token) -> torch.Tensor | None:
+    """Which tokens exist, of the broadcast shape of batch and token; None: all."""
+    exist = None
+    if lens is not None:
+        exist = token < lens[batch]
+    if starts is not None:
+        begun = token >= starts[batch]
+        exist = begun if exist is None else exist & begun
+    return exist
+
+
+def existing_pairs(terms: Terms, pairs: Pairs) -> torch.Tensor | None:
+    """Which pairs have both their tokens; None: all."""
+    queries = existing(terms.q_starts, terms.q_lens, pairs.batch, pairs.query)
+    keys = existing(terms.kv_starts, terms.kv_lens, pairs.batch, pairs.key)
+    return keys if queries is None else queries if keys is None else queries & keys
+
+
+def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
+    """x, (batch, heads, tokens, head_dim), with zeros in place of tokens that do not exist, whatever lies there."""
+    if starts is None and lens is None:
+        return x
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
+    exist = existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None])
+    # In place on a copy: masked_fill's result has another memory order, and the operators' results have that of their arguments.
+    return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
+
+
+def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
+    """Which pairs dropout keeps, bool, of the broadcast shape of ``pairs``. Along q_axis queries, and along the last axis keys,
+    are successive, the first a multiple of 16.
+
+    A batch entry and head has words of its own: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0) under the seed's
+    two words. Philox-2x32-7 under the first of them, at the counter (q ^ the second, k ^ the third), q and k being query and
+    key // 16 * 8 + the same % 8, is for four pairs, of two queries and two keys 8 apart: key // 8 % 2 chooses the word,
+    query // 8 % 2 its half, the lower one for 0. A pair is kept where that is at least dropout_p * 2^16. These four pairs a
+    thread holds of a product of NVIDIA's tensor cores, and of its transpose.
+    """
+    seed = terms.seed[0]
+    line = pairs.batch * pairs.heads + pairs.head
+    zero = torch.zeros_like(line)
+    key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
+    counter = _groups(pairs.query, q_axis) ^ q_mask, _groups(pairs.key, -1) ^ k_mask
+    words = torch.broadcast_tensors(*philox_2x32(counter, key))
+    threshold = round(terms.dropout_p * 2**16)
+    kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
+    # (word, half, .., 8 queries at a time, .., 8 keys at a time): each goes before its 8.
+    kept = kept.unflatten(-1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
+    kept = kept.flatten(-3).flatten(q_axis - 2, q_axis)
+    return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
+
+
+def _groups(token: torch.Tensor, axis: int) -> torch.Tensor:
+    """token // 16 * 8 + token % 8, once for the two tokens that share it."""
+    count = -(-token.shape[axis] // 16) * 8
+    return token.narrow(axis, 0, 1) // 2 + torch.arange(count, device=token.device).view(-1, *[1] * (-1 - axis))
+
+
+def philox_4x32(counter: tuple, key: tuple) -> tuple[torch.Tensor, ...]:
+    """Philox-4x32-10: four words from a counter of four and a key of two; int64 tensors that hold 32-bit words, of shapes that
+    broadcast. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # An int64 product wraps, and its bits are those of the unsigned one.
+        low, high = c0 * _PHILOX_4X32_FACTORS[0], c2 * _PHILOX_4X32_FACTORS[1]
+        c0, c1, c2, c3 = (high >> 32) & _WORD ^ c1 ^ k0, high & _WORD, (low >> 32) & _WORD ^ c3 ^ k1, low & _WORD
+        k0, k1 = (k0 + _PHILOX_STEPS[0]) & _WORD, (k1 + _PHILOX_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def philox_2x32(counter: tuple, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Philox-2x32-7, as ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
+    c0, c1 = counter
+    for _ in range(7):
+        product = c0 * _PHILOX_2X32_FACTOR
+        c0, c1 = (product >> 32) & _WORD ^ c1 ^ key, product & _WORD
+        key = (key + _PHILOX_STEPS[0]) & _WORD
+    return c0, c1
+
+
+def with_sinks(out, lse, sinks, terms: Terms | None):
+    """(out, lse) after one more logit a head, (heads,), has joined each query's softmax; differentiable in all three.
+
+    A query that keeps nothing has out 0 and its sink as lse; one that does not exist has lse -inf as before.
+    """
+    sinks = sinks.to(lse.dtype)[:, None]
+    out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+    total = torch.logaddexp(lse, sinks.expand_as(lse))
+    if terms is None or (terms.q_starts is None and terms.q_lens is None):
+        return out, total
+    batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
+    exist = existing(terms.q_starts, terms.q_lens, batch, torch.arange(lse.shape[2], device=lse.device)[None])[:, None]
+    return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))
