@@ -26,7 +26,7 @@ def unsettled():
     """A test that changes what back ends there are, or what they can do, is asked about no call before it."""
     from sparse_flash.api import attention
 
-    attention._already_settled.clear()
+    attention._selected_backends.clear()
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Call:
+class DrawnCall:
     seed: int
     backend: str
     drawn: Drawn
@@ -70,7 +70,7 @@ class Call:
         )
 
 
-def draw(seed: int, backend: str) -> Call:
+def draw(seed: int, backend: str) -> DrawnCall:
     """The call of a seed. Raises RuntimeError where the back end takes none of what is drawn."""
     rng = random.Random(f"call {seed}")
     drawn = _mask(seed // CALLS_PER_MASK, backend)
@@ -95,10 +95,10 @@ def draw(seed: int, backend: str) -> Call:
         return v_head_dim if backends.backend(backend).supports(asked) is None else None
 
     sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
-    return Call(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift)
+    return DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift)
 
 
-def failure(call: Call) -> str | None:
+def failure(call: DrawnCall) -> str | None:
     """Runs a call forward and backward; what is wrong with its results, or None. What else the call raises, it raises."""
     drawn = call.drawn
     generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)

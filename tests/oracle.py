@@ -178,7 +178,7 @@ def check(
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
     pattern = sf.parse(pattern) if isinstance(pattern, str) else None if mask is not None else pattern
     if pattern is not None:
-        mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), wider=None)  # else a GPU never sees small blocks
+        mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), coarse=None)  # else a GPU never sees small blocks
     mask = mask if mask is None else mask.to(device)
     generator = torch.Generator().manual_seed(seed)
     queries, keys, of_values = (batch, heads, q_len), (batch, kv_heads, kv_len), v_head_dim or head_dim

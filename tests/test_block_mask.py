@@ -419,10 +419,10 @@ def test_masks_of_several_heads_in_larger_blocks_are_those_of_each_head():
 
 def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
     wide, narrow = (sf.compile_mask(spec, 4096, block_size=64) for spec in ("causal", "butterfly(block=64)"))
-    assert wide.wider.equal(sf.compile_mask("causal", 4096)) and wide.to("meta").wider.device.type == "meta"
-    assert narrow.wider is None and sf.compile_mask("causal", 4096).wider is None
-    assert sf.BlockMask.per_head([narrow, narrow]).wider is None and sf.BlockMask.per_head([wide, wide]).wider is not None
-    assert pickle.loads(pickle.dumps(wide)).wider.equal(wide.wider)
+    assert wide.coarse.equal(sf.compile_mask("causal", 4096)) and wide.to("meta").coarse.device.type == "meta"
+    assert narrow.coarse is None and sf.compile_mask("causal", 4096).coarse is None
+    assert sf.BlockMask.per_head([narrow, narrow]).coarse is None and sf.BlockMask.per_head([wide, wide]).coarse is not None
+    assert pickle.loads(pickle.dumps(wide)).coarse.equal(wide.coarse)
 
 
 def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():

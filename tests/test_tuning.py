@@ -232,7 +232,7 @@ def fake(times, wrong=(), failing=(), large=()):
             out[0, 0, 500] *= 1.1  # one row of a thousand
         return {"out": out, "lse": torch.full((1, 1, 1000), -float("inf"))}
 
-    return tuning.Task(key(), tuning.Problem(), "dense", candidates, run), clock
+    return tuning.Task(key(), tuning.TuningProblem(), "dense", candidates, run), clock
 
 
 def result_of(task_and_clock, limit=60.0):
@@ -300,7 +300,9 @@ def test_a_gpu_that_is_lost_ends_tuning_and_names_the_candidate():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_every_task_runs_its_kernel_and_its_candidates_agree():
-    problem = tuning.Problem("causal & local(20)", 64, heads=1, head_dim=16, block_size=32, dtype=torch.float16, v_head_dim=32)
+    problem = tuning.TuningProblem(
+        "causal & local(20)", 64, heads=1, head_dim=16, block_size=32, dtype=torch.float16, v_head_dim=32
+    )
     tasks = tuning.tasks(problem, CPU, "triton")
     assert [(task.key.kernel, task.mask) for task in tasks] == [
         (kernel, mask) for mask in ("causal & local(20)", "dense") for kernel in configs.KERNELS
@@ -396,7 +398,7 @@ def test_a_small_problem_is_tuned_for_real(backend, monkeypatch):
     monkeypatch.setattr(tuned, "gpu_name", GPU_NAME)
     tuned.forget()
     device = torch.device("cuda", torch.cuda.current_device())
-    problem = tuning.Problem("causal & local(200)", tokens=1024, heads=2, head_dim=64)
+    problem = tuning.TuningProblem("causal & local(200)", tokens=1024, heads=2, head_dim=64)
     tasks = [replace(task, candidates=task.candidates[:3]) for task in tuning.tasks(problem, device, backend)]
     results = list(tuning.tune(tasks, limit=120.0))
     assert len(results) == len(tasks) > 0

@@ -331,7 +331,7 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     sides = [repack.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
     sizes = sides[0][1:] + sides[1][1:]
     plan, constants = in_place._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
-    plan = in_place._Plan(*plan)
+    plan = in_place.InPlacePlan(*plan)
     first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
     touched = full = 0

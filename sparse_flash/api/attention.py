@@ -128,7 +128,7 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     walked = mask.walked(q.is_cuda) if isinstance(mask, BlockMask) else mask
-    name = _settled(q, k, v, mask, walked, terms, deterministic, backend)
+    name = select_backend(q, k, v, mask, walked, terms, deterministic, backend)
     scale = checked_scale(scale, q.shape[3])
     watched = observers.looked_at()
     if watched:
@@ -156,10 +156,10 @@ def _of_nothing(q, k, v, sinks, return_lse: bool):
 
 _TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
 _SETTLED_MOST = 4096
-_already_settled: dict[tuple, str] = {}
+_selected_backends: dict[tuple, str] = {}
 
 
-def _settled(q, k, v, mask, walked, terms, deterministic: bool, backend: str) -> str:
+def select_backend(q, k, v, mask, walked, terms, deterministic: bool, backend: str) -> str:
     """The back end of a call, of which all is checked; a plain call like one before takes no second look.
 
     mask: a BlockMask, spec text or None. walked: what of it the back end is given.
@@ -177,17 +177,17 @@ def _settled(q, k, v, mask, walked, terms, deterministic: bool, backend: str) ->
         fits = None if mask is None else (mask.fits, walked is None or walked.block_size)
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (*shapes, fits, deterministic, backend)
-        if key in _already_settled:
-            return _already_settled[key]
+        if key in _selected_backends:
+            return _selected_backends[key]
     check_tensors(q, k, v)
     if mask is not None:
         _check_mask(mask, q, k)
     block_size = None if walked is None else walked.block_size
     name = backends.choose(backend, backends.Call.of(q, k, v, block_size, terms, deterministic=deterministic))
     if key is not None:
-        if len(_already_settled) >= _SETTLED_MOST:
-            _already_settled.clear()
-        _already_settled[key] = name
+        if len(_selected_backends) >= _SETTLED_MOST:
+            _selected_backends.clear()
+        _selected_backends[key] = name
     return name
 
 

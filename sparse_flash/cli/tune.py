@@ -39,7 +39,7 @@ def tune(
             raise ValueError(f"nothing to tune: {reason}")
         if dtype not in tuning.DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(tuning.DTYPES)}; got {dtype!r}")
-        problem = tuning.Problem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype], v_head_dim)
+        problem = tuning.TuningProblem(pattern, tokens, heads, head_dim, block_size, tuning.DTYPES[dtype], v_head_dim)
         try:
             tasks = tuning.tasks(problem, torch.device("cuda", torch.cuda.current_device()), backend)
             if not tasks:

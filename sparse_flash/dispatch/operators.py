@@ -26,7 +26,7 @@ def attention(
     """
     more = () if terms is None else terms.tensors()
     _refuse_transforms(q, k, v, *more)
-    if nothing_looks_on(q, k, v, *more):
+    if is_plain_eager(q, k, v, *more):
         learned = terms is not None and terms.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _direct(q, k, v, (mask, scale, deterministic, backend), terms, *more)
@@ -40,7 +40,7 @@ def attention(
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
     """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
     _refuse_transforms(q, k, v)
-    if nothing_looks_on(q, k, v):
+    if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
@@ -67,7 +67,7 @@ def is_seen() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def nothing_looks_on(*tensors) -> bool:
+def is_plain_eager(*tensors) -> bool:
     """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, tensor subclass or
     meta tensor that has to see the operator."""
     return (

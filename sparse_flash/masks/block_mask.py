@@ -38,7 +38,7 @@ class BlockMask:
     by_key: ``Table`` whose rows are key blocks, walked by dK and dV.
     tile_runs: (run tiles, block) int32, ``first | stop << 16``: query row r of the tile keeps keys first .. stop - 1.
     tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
-    wider: the same mask in blocks of 128, which ``attention`` gives to GPU kernels in its place; None where they are faster on
+    coarse: the same mask in blocks of 128, which ``attention`` gives to GPU kernels in its place; None where they are faster on
     these blocks, and for masks made at run time.
 
     A full block lies wholly inside the lengths, so that kernels need no bounds check there; a block cut short by the end
@@ -60,7 +60,7 @@ class BlockMask:
     by_key: Table
     tile_runs: torch.Tensor
     tile_bits: torch.Tensor
-    wider: BlockMask | None = None
+    coarse: BlockMask | None = None
 
     def __post_init__(self):
         # torch.compile would otherwise compile anew for each table length, and each mask has its own.
@@ -287,7 +287,7 @@ class BlockMask:
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         joined = _join([stored[digest] for digest in numbers])
         index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32, device="cpu")
-        return replace(joined, mask_index=index, wider=None).with_wider().to(device or "cpu")
+        return replace(joined, mask_index=index, coarse=None).with_coarse().to(device or "cpu")
 
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
         """The mask of one head of one batch entry, as a mask of its own, on its device."""
@@ -300,19 +300,19 @@ class BlockMask:
             tiles = stored.cpu().numpy()[used]
             if len(used):
                 numbers[chosen] = (pool.add_runs(tiles) if which == 1 else pool.add_bits(tiles))[inverse]
-        return BlockMask.from_entries(self.grid, Entries(rows, cols, numbers), pool).with_wider().to(self.device)
+        return BlockMask.from_entries(self.grid, Entries(rows, cols, numbers), pool).with_coarse().to(self.device)
 
     def _stored(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
         index = self.mask_index
         return int(index[batch if index.shape[0] > 1 else 0, head if index.shape[1] > 1 else 0])
 
-    def with_wider(self) -> BlockMask:
+    def with_coarse(self) -> BlockMask:
         """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
         rows, cols, *_ = self.entries()
         if not coarsen.pays(self.grid, self._entry_masks, rows, cols):
             return self
-        return replace(self, wider=self.in_blocks_of(coarsen.KERNEL_BLOCK))
+        return replace(self, coarse=self.in_blocks_of(coarsen.KERNEL_BLOCK))
 
     def in_blocks_of(self, block_size: int) -> BlockMask:
         """The same mask in larger blocks, on its device. Raises ValueError for a size that is not a multiple of its own."""
@@ -417,11 +417,11 @@ class BlockMask:
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
         moved = BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
-        return replace(moved, wider=self.wider and self.wider.to(device))
+        return replace(moved, coarse=self.coarse and self.coarse.to(device))
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
-        """What a back end is given: on a GPU the wider mask, where there is one; None where every pair is kept."""
-        mask = self.wider if on_gpu and self.wider is not None else self
+        """What a back end is given: on a GPU the coarse mask, where there is one; None where every pair is kept."""
+        mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 
     def transpose(self) -> BlockMask:
@@ -443,7 +443,7 @@ class BlockMask:
             mine = which == mask
             single.append(BlockMask.from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
         turned = replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
-        return turned.with_wider().to(self.device)
+        return turned.with_coarse().to(self.device)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in

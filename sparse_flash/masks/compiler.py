@@ -40,7 +40,7 @@ def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, pr
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    return BlockMask.from_entries(grid, *_Compilation(pattern, grid, progress).run()).with_wider().to(device or "cpu")
+    return BlockMask.from_entries(grid, *_Compilation(pattern, grid, progress).run()).with_coarse().to(device or "cpu")
 
 
 @as_block_mask.register(Pattern)

@@ -314,7 +314,7 @@ def _text_of(pattern: Pattern | str) -> str | None:
         return None
 
 
-def _build(tree: spec.Call | spec.Operation, text: str) -> Pattern:
+def _build(tree: spec.PatternCall | spec.Operation, text: str) -> Pattern:
     if isinstance(tree, spec.Operation):
         operands = [_build(operand, text) for operand in tree.operands]
         return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)

@@ -30,7 +30,7 @@ class SpecError(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class PatternCall:
     """``name(*positional, **keyword)`` at a column of the text."""
 
     name: str
@@ -47,8 +47,8 @@ class Operation:
     operands: tuple
 
 
-def read(text: str) -> Call | Operation:
-    """Spec text -> a tree of ``Call`` and ``Operation``. Raises SpecError."""
+def read(text: str) -> PatternCall | Operation:
+    """Spec text -> a tree of ``PatternCall`` and ``Operation``. Raises SpecError."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
     return _Reader(text).whole()
@@ -121,7 +121,7 @@ class _Reader:
         if not name:
             self.fail("a pattern name, '~' or '('")
         positional, keyword = self.arguments() if self.accept("mark", "(") else ([], {})
-        return Call(name[0], name[1], tuple(positional), keyword)
+        return PatternCall(name[0], name[1], tuple(positional), keyword)
 
     def arguments(self):
         positional, keyword = [], {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends import triton as portable
-from ..dispatch.operators import nothing_looks_on
+from ..dispatch.operators import is_plain_eager
 
 
 def by_kernels(device: torch.device) -> bool:
@@ -20,7 +20,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill:
     x: (n, heads, head_dim). index: (rows,) int32, no row of x twice. reverse: (n,) int32, where each row of x goes, or -1.
     heads_first: whether the result lies head by head in memory, or row by row.
     """
-    return (_TakeRows.apply if nothing_looks_on(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
+    return (_TakeRows.apply if is_plain_eager(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
 
 
 def _take_rows(x, index, fill, heads_first) -> torch.Tensor:

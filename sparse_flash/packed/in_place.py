@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..backends import triton as portable
-from ..dispatch.operators import nothing_looks_on
+from ..dispatch.operators import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
 from ..masks.table import Entries
@@ -27,7 +27,7 @@ from . import gather_rows
 from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, no_parts, own_tensors, power_of_two
 
 
-class _Plan(NamedTuple):
+class InPlacePlan(NamedTuple):
     """What the host knows of a call: of queries and keys the tokens and the longest document; queries of the long document above
     position 0; room for entries and for tiles; whether keys have the documents of the queries."""
 
@@ -54,12 +54,12 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     plan, constants = _planned(pattern, *map(index, (*queries[1:], *keys[1:])), same, starts[0].device)
     if not plan:
         return None
-    run = _assemble if nothing_looks_on(*starts) else _assemble_operator
+    run = _assemble if is_plain_eager(*starts) else _assemble_operator
     return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(constants, *starts, plan))
 
 
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a _Plan, what _assemble takes); both empty for a pattern of other than single runs."""
+    """(the fields of a InPlacePlan, what _assemble takes); both empty for a pattern of other than single runs."""
     # Powers of two, so that few lengths are compiled.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
@@ -157,7 +157,7 @@ def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
     """constants, plan: as from ``_planned``. Returns the tensors of a BlockMask."""
     run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
-    return run(constants, q_starts, k_starts, _Plan(*plan))
+    return run(constants, q_starts, k_starts, InPlacePlan(*plan))
 
 
 @torch.library.custom_op("sparse_flash::assemble_runs", mutates_args=())
@@ -169,7 +169,7 @@ def _assemble_operator(
 
 @_assemble_operator.register_fake
 def _(constants, q_starts, k_starts, plan):
-    plan, by_kernels = _Plan(*plan), gather_rows.by_kernels(q_starts.device)
+    plan, by_kernels = InPlacePlan(*plan), gather_rows.by_kernels(q_starts.device)
     shapes = [(1, 1)]
     for tokens in (plan.q_tokens, plan.k_tokens):
         shapes += fake_table(-(-tokens // BLOCK), plan.entries, by_kernels)
@@ -177,7 +177,7 @@ def _(constants, q_starts, k_starts, plan):
     return [constants[0].new_empty(shape) for shape in shapes]
 
 
-def _on_device(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
     """``_assemble`` by kernels."""
     from ..kernels.packed.repack import lay_out
     from ..kernels.packed.spans import fill_spans
@@ -190,7 +190,7 @@ def _on_device(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]
     return [mask_index, *by_query, parts, *by_key, parts, tile_runs, tile_bits]
 
 
-def _on_host(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
     """``_assemble`` by NumPy: the definition of what the kernels do."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
@@ -212,7 +212,7 @@ def _on_host(constants, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
     return mask.to(q_starts.device).tensors()
 
 
-def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tuple[np.ndarray, np.ndarray]:
     """(first, stop) of each packed query on the packed axis of keys, (q_tokens,) int64; 0 and 0 where it keeps nothing."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)

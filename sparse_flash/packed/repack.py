@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..backends import triton as portable
-from ..dispatch.operators import nothing_looks_on
+from ..dispatch.operators import is_plain_eager
 from ..masks.block_mask import BlockMask, as_block_mask
 from ..masks.grid import BlockGrid
 from ..masks.table import PART_FIELDS, WORK_FIELDS, Entries, Table
@@ -54,7 +54,7 @@ class Side(NamedTuple):
     longest: int
 
 
-class _Plan(NamedTuple):
+class RepackPlan(NamedTuple):
     """What the host knows of a call: of queries and keys the tokens, the longest document and the blocks; block rows of the
     long document's table above position 0; room for entries; whether keys have the documents of the queries; whether the table
     has bit tiles."""
@@ -82,7 +82,7 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     # index() makes symbolic lengths plain numbers: a compiled graph holds the table of one long document.
     sizes = map(index, (*queries[1:], *keys[1:], starts[0].shape[0] - 1))
     plan, tables = _planned(pattern, *sizes, same, starts[0].device)
-    run = _pack if nothing_looks_on(*starts) else _pack_operator
+    run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
     places = (axis.token_of_row.shape[0] for axis in axes)
     return Packed(BlockMask(*places, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
@@ -96,7 +96,7 @@ def _split(tensors: list[torch.Tensor]):
 
 
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a _Plan, the tensors of the long document's mask and the parts of a table that has none)."""
+    """(the fields of a RepackPlan, the tensors of the long document's mask and the parts of a table that has none)."""
     # Powers of two, so that few lengths are compiled.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
@@ -158,7 +158,7 @@ def no_parts(device) -> torch.Tensor:
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
     """tables, plan: as from ``_planned``. Returns what ``_split`` splits."""
     run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
-    return run(tables, q_starts, k_starts, _Plan(*plan))
+    return run(tables, q_starts, k_starts, RepackPlan(*plan))
 
 
 @torch.library.custom_op("sparse_flash::pack_documents", mutates_args=())
@@ -179,7 +179,7 @@ def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[
 
 @_pack_operator.register_fake
 def _(tables, q_starts, k_starts, plan):
-    plan, by_kernels = _Plan(*plan), gather_rows.by_kernels(q_starts.device)
+    plan, by_kernels = RepackPlan(*plan), gather_rows.by_kernels(q_starts.device)
 
     def size(known: int) -> int:
         return fake_size(known, by_kernels)
@@ -204,7 +204,7 @@ def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
-def _on_device(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` by kernels."""
     from ..kernels.packed.repack import fill_rows, find_rows, lay_out
 
@@ -240,7 +240,7 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
     return roomy
 
 
-def _on_host(tables, q_starts, k_starts, plan: _Plan) -> list[torch.Tensor]:
+def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
     """``_pack`` by NumPy: the definition of what the kernels do."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)

@@ -295,7 +295,7 @@ def memory(
     """See ``Memory``; arguments as those of ``explain``."""
     queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
     exact = 8 if dtype == torch.float64 else 4
-    given = mask.wider or mask  # in which blocks kernels walk it
+    given = mask.coarse or mask  # in which blocks kernels walk it
     work = {}
     if dtype in triton.DTYPES and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
         work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) of each query
@@ -310,7 +310,7 @@ def memory(
         inputs=(queries * head_dim + keys * (head_dim + v_head_dim)) * dtype.itemsize,
         out=queries * v_head_dim * dtype.itemsize,
         lse=exact * queries,
-        table=0 if mask.keeps_all else mask.nbytes + (mask.wider.nbytes if mask.wider else 0),
+        table=0 if mask.keeps_all else mask.nbytes + (mask.coarse.nbytes if mask.coarse else 0),
         work=work,
     )
 

@@ -35,7 +35,7 @@ class GpuLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class TuningProblem:
     """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned beside it. v_head_dim: head_dim of v;
     that of q and k by default."""
 
@@ -59,7 +59,7 @@ class Task:
     launch with a config, by name. left_out: how many more there were that this GPU's shared memory cannot hold."""
 
     key: tuned.Key
-    problem: Problem
+    problem: TuningProblem
     mask: str
     candidates: tuple
     run: Callable[[object], dict[str, torch.Tensor]]
@@ -121,7 +121,7 @@ def cache_state() -> str | None:
         return f"{path} cannot be read ({type(error).__name__}: {error}), and the built-in configs are used; delete it"
 
 
-def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list[Task]:
+def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
     """What there is to tune: the kernels of the back end that ``attention`` would take, under the pattern and dense.
 
     Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
@@ -151,7 +151,7 @@ def tasks(problem: Problem, device: torch.device, backend: str = "auto") -> list
     return found
 
 
-def _may_fit(config, kernel: str, problem: Problem, device: torch.device) -> bool:
+def _may_fit(config, kernel: str, problem: TuningProblem, device: torch.device) -> bool:
     """Whether a candidate is worth compiling. Hopper's own were chosen by what they take."""
     if not isinstance(config, configs.Config):
         return True

@@ -399,4 +399,4 @@ def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> Block
     """A mask for each batch entry."""
     every = [full() if pattern is None else pattern for pattern in patterns]
     masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
-    return replace(masks, mask_index=masks.mask_index.view(-1, 1), wider=None).with_wider().to(device)
+    return replace(masks, mask_index=masks.mask_index.view(-1, 1), coarse=None).with_coarse().to(device)

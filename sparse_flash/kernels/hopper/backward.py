@@ -59,7 +59,7 @@ NOT_SPECIALIZED = [
 
 
 @record
-class Problem:
+class BackwardArguments:
     """All that the warps share: the arguments of the launch, shared memory and its barriers."""
 
     q_tensor: tma.tensor_descriptor
@@ -626,12 +626,14 @@ def attention_backward_kernel(
     fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
-                unit_rows, mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads,
-                group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale, score_scale, seed,
-                dropout_p, k, v, q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty, q_full, dout_full,
-                step_done, dq_full, dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK, SPARSE, ADDED, FIXED,
-                DROPOUT, RAGGED)
+    p = BackwardArguments(
+        q_tensor, k_tensor, v_tensor, dout_tensor, dq_rows, dk_tensor, dv_tensor, dkv_rows, lse_rows, delta_rows,
+        unit_rows, mask_index, work, row_idx, tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride,
+        heads, group, q_len, padded_q_len, padded_kv_len, kv_lines, items, tiles, heads_together, queue, scale,
+        score_scale, seed, dropout_p, k, v, q, dout, lse, delta, unit, dscores, dq, k_full, k_empty, v_full, v_empty,
+        q_full, dout_full, step_done, dq_full, dq_empty, notes, noted, DIM, QUERIES, Q_STAGES, DOUT_STAGES, TABLE_BLOCK,
+        SPARSE, ADDED, FIXED, DROPOUT, RAGGED
+    )
     # fmt: on
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (_plan, (p,))], [1, 1, 1], [24, 24, 24])
 

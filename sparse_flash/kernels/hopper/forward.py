@@ -55,7 +55,7 @@ NOT_SPECIALIZED = [
 
 
 @record
-class Problem:
+class ForwardArguments:
     """All that the warps share: the arguments of the launch, shared memory and its barriers."""
 
     q_tensor: tma.tensor_descriptor
@@ -492,10 +492,12 @@ def attention_forward_kernel(
     fence_async_shared()
     notes = allocate_notes(2, FIELDS)
     # fmt: off
-    p = Problem(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, part_out, part_lse, parts, mask_index, work, col_idx, tile_idx,
-                tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles,
-                heads_together, queue, score_scale, seed, dropout_p, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE, SPLIT, DROPOUT)
+    p = ForwardArguments(
+        q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, part_out, part_lse, parts, mask_index, work, col_idx,
+        tile_idx, tile_runs, tile_bits, mask_batch_stride, mask_head_stride, heads, group, q_len, kv_len, items, tiles,
+        heads_together, queue, score_scale, seed, dropout_p, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        notes, noted, DIM, STAGES, TABLE_BLOCK, SPARSE, SPLIT, DROPOUT
+    )
     # fmt: on
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (_plan, (p,))], [4, 1, 1], [REGISTERS, 24, 24]

@@ -25,7 +25,7 @@ _MOST = 512  # launches remembered for dense attention, some KB each
 _dense: dict = {}
 
 
-def known_call(mask, key: tuple) -> "Call | None":
+def known_call(mask, key: tuple) -> "ReplayedCall | None":
     """The launches that were remembered for this mask under this key."""
     return None if compiles_only() else _memory(mask).get(key)
 
@@ -49,7 +49,7 @@ def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, fac
         if reason := refusal(compiled):
             _say(reason)
             return
-    memory[key] = Call([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
+    memory[key] = ReplayedCall([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
 
 
 @cache
@@ -140,7 +140,7 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-class Call:
+class ReplayedCall:
     """The launches of one call, made again by ``again`` on other tensors. Threads may share it."""
 
     def __init__(self, replays: list["Replay"], tensors: tuple[torch.Tensor, ...], facts):

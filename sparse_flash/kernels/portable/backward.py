@@ -33,7 +33,7 @@ from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_varian
 from ..launch.replay import known_call
 from .configs import grad_kv_config, grad_q_config
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import cut_entry, existing_entries, existing_tokens
+from .lengths import cut_entry, valid_entries, valid_tokens
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 
 
@@ -58,7 +58,7 @@ def _walk_keys(
     first_query,
     q_len,
     kv_len,
-    existing,
+    valid,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -74,7 +74,7 @@ def _walk_keys(
     KIND: tl.constexpr,
 ):
     """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile, and to ``beyond`` what
-    ``add_bias_gradient`` says. lse: (TILE_M,) in base 2. existing: for KIND CUT the first key that exists, the one past the
+    ``add_bias_gradient`` says. lse: (TILE_M,) in base 2. valid: for KIND CUT the first key that exists, the one past the
     last, and the entries' kind."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
     last = end * STEPS
@@ -85,7 +85,7 @@ def _walk_keys(
         v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
         if KIND == CUT:
             key = position + tl.arange(0, TILE_N)
-            exists = (key >= existing[0]) & (key < existing[1])
+            exists = (key >= valid[0]) & (key < valid[1])
             k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if SCORED:
@@ -101,9 +101,7 @@ def _walk_keys(
             kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
             left = (q_len - row_start, kv_len - block_start)
             if KIND == CUT:
-                weights = of_kept_pairs(
-                    weights, 0.0, existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
-                )
+                weights = of_kept_pairs(weights, 0.0, valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE)
             else:
                 kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
                 weights = tl.where(kept, weights, 0.0)
@@ -195,11 +193,11 @@ def grad_q_kernel(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row_line, mask=query < q_len, other=0.0)
-    first, last = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
-    first_key, last_key = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    first, last = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    first_key, last_key = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
     Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
     KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if Q_CUT:  # a tile of no existing query has no keys
+    if Q_CUT:  # a tile of no valid query has no keys
         last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
         exists = (query >= first) & (query < last)
         delta = tl.where(exists, delta, 0.0)
@@ -215,7 +213,7 @@ def grad_q_kernel(
     KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
     if Q_CUT or KV_CUT:
-        entries = existing_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        entries = valid_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
         if KV_CUT or not SPARSE:
             for number in range(2 * KINDS):
                 begin, end = cut_entry(entries, number, KINDS)
@@ -265,7 +263,7 @@ def _walk_queries(
     first_key,
     q_len,
     kv_len,
-    existing,
+    valid,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -281,7 +279,7 @@ def _walk_queries(
     KIND: tl.constexpr,
 ):
     """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; with
-    dropout, to dK twice that. existing: for KIND CUT the first query that exists, the one past the last, and the entries'
+    dropout, to dK twice that. valid: for KIND CUT the first query that exists, the one past the last, and the entries'
     kind."""
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
     last = end * STEPS
@@ -294,7 +292,7 @@ def _walk_queries(
         q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
         lse = tl.load(lse_base + query) if KIND == FULL else tl.load(lse_base + query, mask=query < q_len, other=0.0)
         if KIND == CUT:
-            exists = (query >= existing[0]) & (query < existing[1])
+            exists = (query >= valid[0]) & (query < valid[1])
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
         if SCORED and (SCORE is not None or terms.rel_bias is not None):
@@ -316,9 +314,7 @@ def _walk_queries(
             kv_in_block = (first_key - col_start + tl.arange(0, TILE_N))[:, None]
             left = (q_len - block_start, kv_len - col_start)
             if KIND == CUT:
-                weights = of_kept_pairs(
-                    weights, 0.0, existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
-                )
+                weights = of_kept_pairs(weights, 0.0, valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE)
             else:
                 kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
                 weights = tl.where(kept, weights, 0.0)
@@ -414,11 +410,11 @@ def grad_kv_kernel(
     v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM_V)
     dk = tl.zeros([TILE_N, DIM], tl.float32)
     dv = tl.zeros([TILE_N, DIM_V], tl.float32)
-    first, last = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
-    first_query, last_query = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    first, last = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    first_query, last_query = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
     Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
     KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if KV_CUT:  # a tile of no existing key has no queries
+    if KV_CUT:  # a tile of no valid key has no queries
         last_query = tl.where((first_key < last) & (first_key + TILE_N > first), last_query, first_query)
     KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     for member in range(group):
@@ -434,7 +430,7 @@ def grad_kv_kernel(
         lse, delta = lse_ptr + rows, delta_ptr + rows
         # fmt: off
         if Q_CUT or KV_CUT:
-            entries = existing_entries(row_idx, bounds, first_query, last_query, q_len, TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
+            entries = valid_entries(row_idx, bounds, first_query, last_query, q_len, TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
             if Q_CUT or not SPARSE:
                 for number in range(2 * KINDS):
                     begin, end = cut_entry(entries, number, KINDS)

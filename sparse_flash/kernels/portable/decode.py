@@ -415,7 +415,7 @@ def attention_decode(
     return out, lse
 
 
-class _Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """All of a launch that follows from shapes. shares: numbers in the room for shares, 0 where there are none. numbers: the
     kernel's integers from q_batch_stride on."""
 
@@ -444,7 +444,7 @@ def _plan(
     at_end,
     config,
     splits,
-) -> _Plan:
+) -> DecodePlan:
     """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk apart. pages: the shape
     of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
@@ -494,7 +494,7 @@ def _plan(
         table[2] if table else 0,
     )
     shares = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
-    return _Plan((tiles, splits), shares, numbers, constants, config.options)
+    return DecodePlan((tiles, splits), shares, numbers, constants, config.options)
 
 
 def joined_at_a_time(rows: int, dim: int) -> int:

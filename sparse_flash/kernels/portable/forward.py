@@ -32,7 +32,7 @@ from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_varian
 from ..launch.replay import known_call
 from .configs import forward_config
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import cut_entry, existing_entries, existing_tokens
+from .lengths import cut_entry, valid_entries, valid_tokens
 from .scores import scored
 
 
@@ -53,7 +53,7 @@ def _walk(
     first_query,
     q_len,
     kv_len,
-    existing,
+    valid,
     score_scale,
     terms,
     DIM: tl.constexpr,
@@ -67,7 +67,7 @@ def _walk(
     SCORE: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. existing: for KIND CUT the first
+    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. valid: for KIND CUT the first
     key that exists, the one past the last, and the entries' kind."""
     accumulator, running_max, running_sum = state
     STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
@@ -97,10 +97,10 @@ def _walk(
                 scores *= score_scale
             if KIND == CUT:
                 scores = of_kept_pairs(
-                    scores, -float("inf"), existing[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
+                    scores, -float("inf"), valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
                 )
                 key = position + tl.arange(0, TILE_N)
-                exists = (key >= existing[0]) & (key < existing[1])
+                exists = (key >= valid[0]) & (key < valid[1])
                 scores = tl.where(exists[None, :], scores, -float("inf"))
             elif KIND != FULL:
                 scores = tl.where(kept, scores, -float("inf"))
@@ -177,18 +177,18 @@ def attention_forward_kernel(
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
-    first, last = existing_tokens(terms.q_starts, terms.q_lens, batch, q_len)
-    first_key, last_key = existing_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
+    first, last = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
+    first_key, last_key = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
     Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
     KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if Q_CUT:  # a tile of no existing query has no keys
+    if Q_CUT:  # a tile of no valid query has no keys
         last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
     line = tl.program_id(1)
     stream = dropout_stream(terms, line)
     KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
     if Q_CUT or KV_CUT:
-        entries = existing_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
+        entries = valid_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
         if KV_CUT or not SPARSE:
             for number in range(2 * KINDS):
                 begin, end = cut_entry(entries, number, KINDS)

@@ -7,7 +7,7 @@ _CHUNK = tl.constexpr(256)
 
 
 @triton.jit
-def existing_tokens(starts, lens, batch, length):
+def valid_tokens(starts, lens, batch, length):
     """Tokens first .. last - 1 of a batch entry exist. starts, lens: pointers, or None."""
     first, last = length * 0, length
     if starts is not None:
@@ -30,7 +30,7 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def existing_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def valid_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
     """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have tokens among
     first .. last - 1, the walked axis's that exist; and all that they have within the axis's length exist from whole_begin to
     whole_end - 1. At most one is cut at either side.
@@ -58,14 +58,14 @@ def existing_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr
 
 
 @triton.jit
-def existing_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-    """What ``existing_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
+def valid_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """What ``valid_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
     each kind begins, and where the last ends."""
-    full = existing_of_kind(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
+    full = valid_of_kind(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
     runs, bits = full, full
     if SPARSE:
-        runs = existing_of_kind(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
-        bits = existing_of_kind(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
+        runs = valid_of_kind(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
+        bits = valid_of_kind(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
     return full, runs, bits
 
 
