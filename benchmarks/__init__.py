@@ -1,10 +1,9 @@
-"""What is measured, against whom, and how it is drawn.
+"""What is measured, against whom, and how it is drawn. Each of these imports those after it, never one before:
 
-cases    what is measured: plain data           suites   which cases each suite has
-masks    the masks of their rows                problem  a case's tensors and mask
-peers    against whom: peer (what one is), flex, fa4
-measure  how it is timed, and its memory        calls    what one call of a short problem costs
-check    whether it computed the right thing    results  the JSON file, resuming, environment
-run      the loop                               rows, tables, beside, paper, written   tables, from the JSON alone
-plots, report   PNG files and one HTML page, from the JSON alone
+run, traffic, busy   the loop over cases; two programs of their own: memory traffic, a busy machine
+report               rows, tables, plots and one HTML page, from the JSON alone
+measure              throughput, latency, accuracy, drift of baselines, noise
+baselines            the peers: what one is, their registry, a module for each that needs more than a few lines
+workload             cases, suites, masks, problems
+results              the JSON file, resuming, the environment
 """

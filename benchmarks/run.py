@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import report, suites
-from .cases import PaperCase
-from .noise import MARK, doubts
+from .measure.noise import MARK, doubts
+from .report import page
 from .results import Results, environment, finished, gave_up, why_not
+from .workload import suites
+from .workload.cases import PaperCase
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def run(options: Options, console) -> Results:
 
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend)
-    from .measure import DTYPES
+    from .measure.throughput import DTYPES
 
     settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
     settings |= {"specs": list(options.specs)} if options.specs else {}
@@ -70,7 +71,7 @@ def run(options: Options, console) -> Results:
         raise
     finally:
         results.save()
-        report.write(results)
+        page.write(results)
     return results
 
 
@@ -109,8 +110,8 @@ def _reused(entries: list[dict]) -> str | None:
 def _measure(todo: Iterable, chosen: dict, results: Results, device, options: Options, console) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from . import measure
-    from .baselines import Baselines
+    from .measure import throughput
+    from .measure.drift import Baselines
 
     limit, seconds = options.limit or LIMITS[device.type], 0.05 if options.quick else None
     baselines = Baselines(device, limit, seconds)
@@ -125,7 +126,7 @@ def _measure(todo: Iterable, chosen: dict, results: Results, device, options: Op
                 result = _given_up(case, results)
                 if result is None:
                     baselines.before(suites.baselines(case, chosen, results))
-                    result = measure.run(case, device, limit, seconds)
+                    result = throughput.run(case, device, limit, seconds)
                     result |= baselines.after() if finished(result) else {}
             results.add(case, result)
             bar.advance(task)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .plots import draw_traffic
+from .report.plots import draw_traffic
 
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128

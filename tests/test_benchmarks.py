@@ -16,11 +16,15 @@ import torch
 from rich.console import Console
 
 import sparse_flash as sf
-from sparse_flash.benchmarks import beside, calls, cases, check, flex, masks, measure, noise, peers, report, suites
-from sparse_flash.benchmarks.problem import problem_of
+from sparse_flash.benchmarks.baselines import flex, registry
+from sparse_flash.benchmarks.measure import accuracy as check
+from sparse_flash.benchmarks.measure import latency, noise, throughput
+from sparse_flash.benchmarks.report import page, peer_tables
+from sparse_flash.benchmarks.report.tables import tables
 from sparse_flash.benchmarks.results import Results, finished, why_not
 from sparse_flash.benchmarks.run import Options, run
-from sparse_flash.benchmarks.tables import tables
+from sparse_flash.benchmarks.workload import cases, masks, suites
+from sparse_flash.benchmarks.workload.problem import problem_of
 
 CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
@@ -49,7 +53,7 @@ def test_every_case_names_a_known_peer_and_a_readable_mask(device, quick):
                 spec = case.mask.spec
                 assert isinstance(spec, str) or len(spec) == case.shape.heads
                 assert all(str(sf.parse(text)) for text in {*([spec] if isinstance(spec, str) else spec)})
-                assert peers.peer(case.peer)
+                assert registry.peer(case.peer)
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384, 65536])
@@ -106,27 +110,27 @@ def test_even_maps_keep_as_many_blocks_in_rows_and_columns_alike(build):
 )
 def test_sampled_check_accepts_what_is_right_and_notices_what_is_not(spec):
     right = problem(spec)
-    errors = errors_of(peers.SparseFlash("reference"), right)
+    errors = errors_of(registry.SparseFlash("reference"), right)
     assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-4
     wrong = replace(right, mask=problem("local(50) & sinks(200)").mask)
-    assert errors_of(peers.SparseFlash("reference"), wrong)["out"] > 0.05
+    assert errors_of(registry.SparseFlash("reference"), wrong)["out"] > 0.05
 
 
 def test_sampled_check_knows_the_mask_of_each_head():
     mixed = problem(("causal", "butterfly(block=32)"), block=32)
-    assert max(errors_of(peers.SparseFlash("reference"), mixed).values()) < 1e-4
-    assert errors_of(peers.SparseFlash("reference"), replace(mixed, patterns=mixed.patterns[::-1]))["dv"] > 0.05
+    assert max(errors_of(registry.SparseFlash("reference"), mixed).values()) < 1e-4
+    assert errors_of(registry.SparseFlash("reference"), replace(mixed, patterns=mixed.patterns[::-1]))["dv"] > 0.05
     assert mixed.kept_pairs == mixed.mask.to_dense().sum()
 
 
 @pytest.mark.parametrize("peer", ["sparse_flash:torch", "sparse_flash-deterministic:torch", "sdpa-math"])
 def test_sampled_check_sums_over_the_heads_that_share_keys(peer):
-    assert max(errors_of(peers.peer(peer), problem("causal", heads=6, kv_heads=2, batch=2)).values()) < 1e-4
+    assert max(errors_of(registry.peer(peer), problem("causal", heads=6, kv_heads=2, batch=2)).values()) < 1e-4
 
 
 def test_sampled_check_looks_at_the_call_without_gradients_too():
     p = problem("causal")
-    attend = check.eagerly(p, peers.SparseFlash("reference").prepare(p))
+    attend = check.eagerly(p, registry.SparseFlash("reference").prepare(p))
 
     def broken(dout=None):
         return (torch.zeros_like(p.q),) if dout is None else attend(dout)
@@ -224,48 +228,48 @@ def flash_attn(monkeypatch):
 @pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
 def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
     p = problem(spec, **shape)
-    assert peers.peer("fa4").refuses(p) is None
-    assert max(errors_of(peers.peer("fa4"), p).values()) < 1e-4
+    assert registry.peer("fa4").refuses(p) is None
+    assert max(errors_of(registry.peer("fa4"), p).values()) < 1e-4
     assert ("cu_seqlens" in flash_attn[0]) == ("documents" in spec)
 
 
 def test_flash_attention_4_is_deterministic_where_asked_and_refuses_the_rest(flash_attn):
-    sure = peers.peer("fa4-deterministic")
+    sure = registry.peer("fa4-deterministic")
     assert max(errors_of(sure, problem("causal")).values()) < 1e-4
     assert all(options["deterministic"] for options in flash_attn)
     assert "dense and causal" in sure.refuses(problem("causal & local(9)"))
-    assert "end at 200" in peers.peer("fa4").refuses(problem("causal & documents([0, 200])"))
-    assert "window" in peers.peer("fa4").refuses(problem(("causal", "full")))
+    assert "end at 200" in registry.peer("fa4").refuses(problem("causal & documents([0, 200])"))
+    assert "window" in registry.peer("fa4").refuses(problem(("causal", "full")))
 
 
 def test_peers_refuse_with_a_reason():
     sparse = problem("local(9)")
-    assert "dense" in peers.peer("sdpa-flash").refuses(sparse)
-    assert peers.peer("sdpa-flash").refuses(problem("causal")) is None
+    assert "dense" in registry.peer("sdpa-flash").refuses(sparse)
+    assert registry.peer("sdpa-flash").refuses(problem("causal")) is None
     doubled = replace(sparse, q=sparse.q.double())
-    assert peers.peer("sparse_flash:triton").refuses(doubled)
-    assert peers.peer("sparse_flash:torch").refuses(doubled) is None
-    assert "window" in peers.peer("fa4").refuses(sparse)
+    assert registry.peer("sparse_flash:triton").refuses(doubled)
+    assert registry.peer("sparse_flash:torch").refuses(doubled) is None
+    assert "window" in registry.peer("fa4").refuses(sparse)
     dropped = replace(problem("full"), dropout_p=0.1)
-    assert all("dropout" in peers.peer(name).refuses(dropped) for name in ("flex", "fa4"))
+    assert all("dropout" in registry.peer(name).refuses(dropped) for name in ("flex", "fa4"))
     with pytest.raises(ValueError, match="unknown peer"):
-        peers.peer("flax")
+        registry.peer("flax")
     with pytest.raises(ValueError, match="unknown peer"):
-        peers.peer("flex:triton")
+        registry.peer("flex:triton")
 
 
 def test_a_deterministic_peer_whose_gradients_differ_is_wrong(monkeypatch):
     case = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sparse_flash-deterministic")
-    steady = measure.run(case, CPU, seconds=0.01)
+    steady = throughput.run(case, CPU, seconds=0.01)
     assert steady["repeatable"] and steady["correct"]
-    prepare, number = peers.SparseFlash.prepare, itertools.count()
+    prepare, number = registry.SparseFlash.prepare, itertools.count()
 
     def unsteady(self, p):
         fn = prepare(self, p)
         return lambda: fn() * (1 + 1e-6 * (next(number) % 5))  # never twice the same in a row
 
-    monkeypatch.setattr(peers.SparseFlash, "prepare", unsteady)
-    shaky = measure.run(case, CPU, seconds=0.01)
+    monkeypatch.setattr(registry.SparseFlash, "prepare", unsteady)
+    shaky = throughput.run(case, CPU, seconds=0.01)
     assert not shaky["repeatable"] and not shaky["correct"] and max(shaky["errors"].values()) < 1e-3
 
 
@@ -277,17 +281,17 @@ def test_host_time_is_until_the_call_returns_and_time_is_until_the_work_is_done(
         now["device"] = max(now["device"], now["host"]) + 50e-6
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.update(host=max(now.values())))
-    monkeypatch.setattr(calls.time, "perf_counter", lambda: now["host"])
-    time_us, host_us = calls.microseconds(call, torch.device("cuda"), 0.01)
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now["host"])
+    time_us, host_us = latency.microseconds(call, torch.device("cuda"), 0.01)
     assert time_us.median == pytest.approx(50, rel=0.05) and host_us.median == pytest.approx(2, rel=0.05)
 
 
 def test_a_graph_whose_replay_writes_nothing_is_wrong(monkeypatch):
     p = problem("causal")
-    attend = check.eagerly(p, peers.SparseFlash("torch").prepare(p))
+    attend = check.eagerly(p, registry.SparseFlash("torch").prepare(p))
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    replay = calls.captured(attend, torch.randn_like(p.q))
+    replay = latency.captured(attend, torch.randn_like(p.q))
     errors = check.sampled_errors(p, replay)
     assert set(errors) == {"out", "dq", "dk", "dv"} and not any(check.is_right({n: e}, torch.float32) for n, e in errors.items())
 
@@ -306,7 +310,7 @@ def test_ratios_are_to_the_fastest_right_result_of_the_same_problem():
         entry("sdpa-cudnn", 900, 900, correct=False),
     ]
     stored = {str(number): entry for number, entry in enumerate(entries)}
-    (table,) = beside.tables({"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored})
+    (table,) = peer_tables.tables({"settings": {"device": "cuda"}, "suites": {"peers": list(stored)}, "cases": stored})
     line = dict(zip(table.columns, table.rows[0], strict=True))
     assert line["x best peer"] == "1.20 / 1.00" and line["triton x flex"] == "1.10 / 0.90"
     assert line["sdpa-cudnn"] == "wrong" and line["by"] == "hopper" and line["correct"] == "yes"
@@ -318,19 +322,19 @@ def test_memory_counts_what_is_held_at_once():
         del a
         return torch.empty(1 << 18), torch.empty(1 << 18)  # 1 MiB each
 
-    assert measure.peak_bytes(fn, CPU) == pytest.approx(4 << 20, rel=0.01)
+    assert throughput.peak_bytes(fn, CPU) == pytest.approx(4 << 20, rel=0.01)
 
 
 def test_a_case_that_runs_long_is_stopped_and_said_so():
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(measure.OverLimit), measure.time_limit(1):
+    with pytest.raises(throughput.OverLimit), throughput.time_limit(1):
         time.sleep(5)
     assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_an_error_of_a_peer_is_a_result(monkeypatch):
-    monkeypatch.setattr(peers.SparseFlash, "prepare", lambda *_: 1 / 0)
-    result = measure.run(cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sparse_flash"), CPU)
+    monkeypatch.setattr(registry.SparseFlash, "prepare", lambda *_: 1 / 0)
+    result = throughput.run(cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sparse_flash"), CPU)
     assert result["failed"].startswith("ZeroDivisionError") and not finished(result)
 
 
@@ -379,31 +383,31 @@ def test_a_cell_of_the_paper_has_each_pass_and_memory_or_the_reason_why_not(pape
 @pytest.mark.parametrize("changes", [{"dropout_p": 0.0}, {"dropout_p": 0.3}, {"kv_lens": None}], ids=str)
 def test_a_peer_that_drops_at_another_rate_or_sees_padding_is_wrong(monkeypatch, changes):
     case = cases.PaperCase(cases.Shape(2, 2, 128, 16), masks.FULL, "sdpa-math", dropout_p=0.1, padded=True)
-    right = measure.run(case, CPU, seconds=0.01)
+    right = throughput.run(case, CPU, seconds=0.01)
     assert right["correct"] and {"out", "dq", "mean", "rate"} <= set(right["errors"])
-    prepare = peers.Sdpa.prepare
+    prepare = registry.Sdpa.prepare
 
     def wrong(self, p):
         asked = {name: value for name, value in changes.items() if name != "dropout_p" or p.dropout_p}
         return prepare(self, replace(p, **asked))
 
-    monkeypatch.setattr(peers.Sdpa, "prepare", wrong)
-    assert not measure.run(case, CPU, seconds=0.01)["correct"]
+    monkeypatch.setattr(registry.Sdpa, "prepare", wrong)
+    assert not throughput.run(case, CPU, seconds=0.01)["correct"]
 
 
 def test_lack_of_memory_is_a_result(monkeypatch):
     def greedy(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB")
 
-    monkeypatch.setattr(peers.SparseFlash, "prepare", greedy)
-    result = measure.run(cases.PaperCase(cases.Shape(1, 1, 128, 16), masks.FULL, "sparse_flash"), CPU)
+    monkeypatch.setattr(registry.SparseFlash, "prepare", greedy)
+    result = throughput.run(cases.PaperCase(cases.Shape(1, 1, 128, 16), masks.FULL, "sparse_flash"), CPU)
     assert "128.00 GiB" in result["out_of_memory"] and not finished(result) and "128.00 GiB" in why_not(result)
 
 
 @pytest.mark.parametrize("end, said", [({"over_limit": 90}, "too long"), ({"out_of_memory": "of 128 GiB"}, "out of memory")])
 def test_who_ran_out_of_time_or_memory_is_not_asked_for_more_tokens(tmp_path, monkeypatch, end, said):
     measured = []
-    monkeypatch.setattr(measure, "run", lambda case, *_: measured.append(case.shape.tokens) or dict(end))
+    monkeypatch.setattr(throughput, "run", lambda case, *_: measured.append(case.shape.tokens) or dict(end))
     results = run(Options(out=tmp_path, quick=True, device="cpu", suites=("paper",), only=("| full | sdpa-math | plain",)), QUIET)
     assert measured == [128]
     assert "at 128 tokens already" in why_not(results.get("paper | B2 H2 N256 D64 | full | sdpa-math | plain"))
@@ -437,7 +441,7 @@ def test_resuming_measures_only_what_is_missing(quick, tmp_path, monkeypatch):
     del data["cases"][gone]
     (tmp_path / "results.json").write_text(json.dumps(data))
     measured = []
-    monkeypatch.setattr(measure, "run", lambda case, *_: measured.append(case.key) or {"refused": "stub"})
+    monkeypatch.setattr(throughput, "run", lambda case, *_: measured.append(case.key) or {"refused": "stub"})
     again = run(Options(out=tmp_path, quick=True, device="cpu", only=("N1024", "N512", "N256", "N4096 | causal")), QUIET)
     assert measured == [gone] and len(again.data["cases"]) == len(quick.data["cases"])
 
@@ -446,7 +450,7 @@ def test_results_of_another_environment_are_set_aside(quick, tmp_path, monkeypat
     data = json.loads(quick.path.read_text())
     data["environment"]["torch"] = "1.0"
     (tmp_path / "results.json").write_text(json.dumps(data))
-    monkeypatch.setattr(measure, "run", lambda *_: {"refused": "stub"})
+    monkeypatch.setattr(throughput, "run", lambda *_: {"refused": "stub"})
     options = Options(out=tmp_path, quick=True, device="cpu", only=("N1024 D64 | butterfly | sparse",))
     assert len(run(options, QUIET).data["cases"]) == 1
     (aside,) = tmp_path.glob("results-*.json")
@@ -468,15 +472,15 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return {"refused": "stub"}
 
-    monkeypatch.setattr(measure, "run", stop_at_second)
+    monkeypatch.setattr(throughput, "run", stop_at_second)
     with pytest.raises(KeyboardInterrupt):
         run(Options(out=tmp_path, quick=True, device="cpu", suites=("speedup",)), QUIET)
     assert list(Results.read(tmp_path).data["cases"]) == ["B1 H2 N1024 D64 | full | sdpa-flash"]
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "page.html").exists()
 
 
 def test_the_report_is_one_file_with_the_tables_of_the_json(quick):
-    page = report.write(Results.read(quick.folder)).read_text()
+    page = page.write(Results.read(quick.folder)).read_text()
     assert page.count("data:image/png;base64,") >= 4
     assert "http://" not in page and "https://" not in page and "<script" not in page
     assert 'name="viewport"' in page and "@media (max-width" in page
@@ -498,7 +502,7 @@ def test_results_of_earlier_versions_are_read_and_nothing_in_them_is_doubted(pat
     data = Results.read(path.parent).data
     cells = [cell for table in tables(data) for row in table.rows for cell in row]
     assert len(cells) > 10 and not any(cell.endswith(noise.MARK) for cell in cells)
-    assert "no figure" not in dict(report.headlines(data))
+    assert "no figure" not in dict(page.headlines(data))
     assert not any("spread" in table.columns for table in tables(data))
 
 

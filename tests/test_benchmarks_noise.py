@@ -13,12 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from sparse_flash.benchmarks import baselines, beside, calls, cases, masks, measure, noise, plots, report, suites
-from sparse_flash.benchmarks.baselines import Baselines
-from sparse_flash.benchmarks.noise import MARK, Load, Timing, doubts
+from sparse_flash.benchmarks.measure import drift, latency, noise, throughput
+from sparse_flash.benchmarks.measure.drift import Baselines
+from sparse_flash.benchmarks.measure.noise import MARK, Load, Timing, doubts
+from sparse_flash.benchmarks.report import page, peer_tables, plots
+from sparse_flash.benchmarks.report.tables import gains, tables
 from sparse_flash.benchmarks.results import Results
 from sparse_flash.benchmarks.run import Options, default_folder, run
-from sparse_flash.benchmarks.tables import gains, tables
+from sparse_flash.benchmarks.workload import cases, masks, suites
 
 CPU = torch.device("cpu")
 SHAPE = cases.Shape(1, 2, 1024, 64)
@@ -41,7 +43,7 @@ def test_a_time_is_the_median_with_its_quartiles(clock):
     def fn():
         clock.s += next(lengths) * 1e-3
 
-    timing = measure.timed_ms(fn, CPU, seconds=0.016)
+    timing = throughput.timed_ms(fn, CPU, seconds=0.016)
     assert timing == Timing(pytest.approx(3.0), pytest.approx(2.0), pytest.approx(4.0))
     assert timing.named("forward_ms") == {"forward_ms": pytest.approx(3.0), "forward_ms_spread": pytest.approx([2.0, 4.0])}
 
@@ -52,7 +54,7 @@ def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
     def call():
         clock.s += next(steps) * 1e-2  # as long as a run may take, so that a run is one call
 
-    for timing in calls.microseconds(call, CPU, 0.05):
+    for timing in latency.microseconds(call, CPU, 0.05):
         assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
         assert timing.low < timing.median < timing.high
 
@@ -111,8 +113,8 @@ class Machine:
     def __init__(self, monkeypatch):
         self.speed, self.timed, self.spread, self.load, self.prepared = 1.0, [], 0.02, STEADY, []
         self.before_timing = lambda key: None
-        monkeypatch.setattr(measure, "run", self.measured)
-        monkeypatch.setattr(baselines, "_Prepared", self.peer)
+        monkeypatch.setattr(throughput, "run", self.measured)
+        monkeypatch.setattr(drift, "_Prepared", self.peer)
 
     def ms(self, key: str) -> float:
         self.before_timing(key)
@@ -135,11 +137,11 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr(report, "write", lambda results: None)  # pictures take the most time of all
+    monkeypatch.setattr(page, "write", lambda results: None)  # pictures take the most time of all
     return Machine(monkeypatch)
 
 
-write = report.write
+write = page.write
 
 
 def measured(folder, **options) -> tuple[Results, str]:
@@ -172,7 +174,7 @@ def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
     assert results.get(FULL)["forward_ms"] == 30.0 and results.get(MINE)["forward_ms"] == 10.0
     gain = next(gain for gain in gains(results.data) if gain.row.key == MINE)
     assert gain.forward == gain.total == pytest.approx(6.0) and not gain.doubtful
-    assert dict(report.headlines(results.data))["6.0x"].startswith("as fast as dense sdpa-flash")
+    assert dict(page.headlines(results.data))["6.0x"].startswith("as fast as dense sdpa-flash")
 
 
 def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path, monkeypatch):
@@ -191,9 +193,7 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     assert any(MARK in note for note in speedup.notes)
     (listed,) = (table for table in tables(results.data) if table.title == "Not to be relied on")
     assert [row[0] for row in listed.rows] == [MINE]
-    assert dict(report.headlines(results.data)).get("0.9x") and not any(
-        "local" in text for _, text in report.headlines(results.data)
-    )
+    assert dict(page.headlines(results.data)).get("0.9x") and not any("local" in text for _, text in page.headlines(results.data))
     figures = []
     save = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, *names: figures.append(figure) or save(figure, *names))
@@ -209,7 +209,7 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
 def test_nothing_that_is_measured_on_a_busy_machine_makes_a_headline(machine, tmp_path, change):
     vars(machine).update(change)
     results, _ = measured(tmp_path)
-    headlines = dict(report.headlines(results.data))
+    headlines = dict(page.headlines(results.data))
     assert "no figure" in headlines and not any(key.endswith("x") for key in headlines)
 
 
@@ -239,12 +239,12 @@ def test_every_real_kind_of_case_is_timed_again_as_it_was_timed_first(clock):
     window = cases.Case(cases.Shape(1, 1, 128, 16), masks.CAUSAL, "sdpa-flash")
     for case in (window, cases.CallCase(window.shape, masks.CAUSAL, "sdpa-flash")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "timed_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
-            patch.setattr(calls, "microseconds", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
+            patch.setattr(throughput, "timed_ms", lambda fn, *_: fn() is None or Timing(1.0, 1.0, 1.0))
+            patch.setattr(latency, "microseconds", lambda call, *_: (call(), (Timing(2.0, 2, 2), Timing(1.0, 1, 1)))[1])
             around = Baselines(CPU, None, 0.01)
             around.before([case])
             passes = around.after()["around"][case.key]
-            first = measure.run(case, CPU, seconds=0.01)
+            first = throughput.run(case, CPU, seconds=0.01)
         assert passes and all(first[name] == before == after for name, (before, after) in passes.items())
         assert set(passes) == {name.removesuffix("_spread") for name in first if name.endswith("_spread")}
 
@@ -293,7 +293,7 @@ def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, 
         asked.append(case.key)
         return {"over_limit": 60} if case.key == MINE else {"refused": "it does not run this"}
 
-    monkeypatch.setattr(measure, "run", slow)
+    monkeypatch.setattr(throughput, "run", slow)
     measured(tmp_path)
     asked.clear()
     measured(tmp_path)
@@ -305,11 +305,11 @@ def test_timeouts_are_tried_again_by_the_next_run_and_refusals_are_not(machine, 
 
 def test_a_length_is_tried_again_once_a_shorter_one_is_no_longer_too_long(machine, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(measure, "run", lambda case, *_: asked.append(case.shape.tokens) or {"over_limit": 60})
+    monkeypatch.setattr(throughput, "run", lambda case, *_: asked.append(case.shape.tokens) or {"over_limit": 60})
     options = {"suites": ("paper",), "only": ("| full | sdpa-math | plain",)}
     measured(tmp_path, **options)
     assert asked == [128]
-    monkeypatch.setattr(measure, "run", lambda case, *_: asked.append(case.shape.tokens) or {"refused": "not this"})
+    monkeypatch.setattr(throughput, "run", lambda case, *_: asked.append(case.shape.tokens) or {"refused": "not this"})
     measured(tmp_path, **options)
     assert asked == [128, 128, 256]
 
@@ -363,12 +363,12 @@ def test_figures_of_a_cpu_are_milliseconds(machine, tmp_path):
             "b": {"case": small.as_data(), "result": us | {"correct": True}},
         },
     }
-    made = beside.tables(data)
+    made = peer_tables.tables(data)
     assert made[0].rows[0][3] == "5.00 / 10.0" and made[0].notes[0].startswith("ms forward / backward")
     assert made[1].notes[0].startswith("ms forward / backward")
     assert made[2].title == "Time of one call, ms, short problems" and made[2].rows[0][3] == "1.50 / 4.00"
     data["settings"]["device"] = "cuda"
-    assert beside.tables(data)[2].rows[0][3] == "1,500 / 4,000"
+    assert peer_tables.tables(data)[2].rows[0][3] == "1,500 / 4,000"
 
 
 def test_names_stand_beside_their_dots_and_on_nothing_else():

@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparse_flash.benchmarks.noise import MARK
-from sparse_flash.benchmarks.suites import DEFAULT, SUITES
+from sparse_flash.benchmarks.measure.noise import MARK
+from sparse_flash.benchmarks.workload.suites import DEFAULT, SUITES
 
 from .console import output, user_errors
 
@@ -44,18 +44,19 @@ def bench(
     import torch
 
     import sparse_flash
-    from sparse_flash.benchmarks import report, suites
+    from sparse_flash.benchmarks.report import page
+    from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
+    from sparse_flash.benchmarks.report.tables import tables
     from sparse_flash.benchmarks.results import Results
-    from sparse_flash.benchmarks.rows import TEXT_COLUMNS
     from sparse_flash.benchmarks.run import Options, run, selected
-    from sparse_flash.benchmarks.tables import tables
+    from sparse_flash.benchmarks.workload import suites
 
     console = output()
     with user_errors():
         asked = _suites(suite, specs)
         if report_only:
             results = Results.read(report_only)
-            report.write(results)
+            page.write(results)
         else:
             for spec in specs or ():
                 sparse_flash.parse(spec)
@@ -75,7 +76,7 @@ def bench(
         console.print(_printed(table, TEXT_COLUMNS))
         for note in table.notes:
             console.print(Text(note, "dim"))
-    console.print(f"\nreport: {results.folder / report.PAGE}\nnumbers: {results.path}", highlight=False)
+    console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", highlight=False)
 
 
 def _run(options, console, run):

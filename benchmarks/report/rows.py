@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .cases import OURS, Shape
-from .noise import doubts
-from .results import finished
+from ..measure.noise import doubts
+from ..results import finished
+from ..workload.cases import OURS, Shape
 
 TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .problem import Problem
+from ..workload.problem import Problem
 
 SAMPLES = 32
 # Largest relative error (Frobenius norm) by dtype: a few times what rounding gives; a wrong mask is far beyond.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
+from ..measure.noise import MARK, MOST_SPREAD, doubts
+from ..results import Results, finished
 from . import plots
-from .beside import ratios_to_best
-from .noise import MARK, MOST_SPREAD, doubts
-from .results import Results, finished
+from .peer_tables import ratios_to_best
 from .rows import TEXT_COLUMNS
 from .tables import gains, tables
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from .cases import OURS
+from ..workload.cases import OURS
+from .format import marked, noted, number, spread
 from .rows import Row, Table, around, rows
-from .written import marked, noted, number, spread
 
 Passes = tuple[float | None, float | None]  # forward, and backward or both; None where there is no number
 _RATIO = (

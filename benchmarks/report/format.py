@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import noise
-from .noise import MARK
+from ..measure import noise
+from ..measure.noise import MARK
 from .rows import Row, Table
 
 MARKED = f"{MARK}: not to be relied on, for the reasons listed at the end; no headline is made from it."

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from . import beside, paper, written
-from .noise import doubts
-from .results import finished, why_not
+from ..measure.noise import doubts
+from ..results import finished, why_not
+from . import format, paper, peer_tables
 from .rows import Row, Table, around, rows
 
 _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hundreds
@@ -54,7 +54,7 @@ def tables(data: dict) -> list[Table]:
     made = [
         _speedup(data),
         *_length(data),
-        *beside.tables(data),
+        *peer_tables.tables(data),
         *paper.tables(data),
         _compile(data),
         _doubtful(data),
@@ -67,8 +67,8 @@ def _speedup(data: dict) -> Table | None:
     lines = []
     for row in rows(data, "speedup"):
         if not row.ours:
-            line = [row.label, row.peer, *written.shares(row), *written.times(row), written.spread(row)]
-            lines.append([*line, "", "", "", written.memory(row), written.right(row)])
+            line = [row.label, row.peer, *format.shares(row), *format.times(row), format.spread(row)]
+            lines.append([*line, "", "", "", format.memory(row), format.right(row)])
     compared = gains(data)
     for gain in compared:
         row = gain.row
@@ -77,14 +77,14 @@ def _speedup(data: dict) -> Table | None:
             [
                 row.label,
                 row.peer,
-                *written.shares(row),
-                *written.times(row),
-                written.spread(row),
-                written.marked(written.ratio(gain.forward), gain.doubtful),
-                written.marked(written.ratio(gain.total), gain.doubtful),
-                written.ratio(ideal),
-                written.memory(row),
-                written.right(row),
+                *format.shares(row),
+                *format.times(row),
+                format.spread(row),
+                format.marked(format.ratio(gain.forward), gain.doubtful),
+                format.marked(format.ratio(gain.total), gain.doubtful),
+                format.ratio(ideal),
+                format.memory(row),
+                format.right(row),
             ]
         )
     if not lines:
@@ -109,7 +109,7 @@ def _speedup(data: dict) -> Table | None:
         "after each row); at best: all blocks / visited blocks."
     )
     title = f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})"
-    return written.noted(Table(title, columns, lines, [note]))
+    return format.noted(Table(title, columns, lines, [note]))
 
 
 def _length(data: dict) -> list[Table]:
@@ -126,24 +126,24 @@ def _length(data: dict) -> list[Table]:
             [
                 name,
                 *(_total(row) for row in line),
-                written.marked(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
+                format.marked(_growth(line, lambda r: r.total_ms), any(row.doubtful for row in line[-2:] if row)),
             ]
         )
         bytes_grow = _growth(line, lambda r: r.result.get("extra_bytes"))
-        memory.append([name, *(written.memory(row) if row else "" for row in line), bytes_grow])
+        memory.append([name, *(format.memory(row) if row else "" for row in line), bytes_grow])
     columns = ["mask, by", *(f"{n:,}" for n in lengths), "grows as"]
     grows = "grows as: N to this power, between the two longest lengths."
     shape = found[0].shape.replace(f"N{found[0].tokens} ", "")
     no_backward = any(row.total_ms is None for row in found)
     notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are of the forward pass."] if no_backward else [])
     return [
-        written.noted(Table(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
+        format.noted(Table(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
         Table(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
     ]
 
 
 def _total(row: Row | None) -> str:
-    return written.marked(written.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
+    return format.marked(format.number(row.total_ms or row.result["forward_ms"]), row.doubtful) if row else ""
 
 
 def _growth(line: list[Row | None], value) -> str:
@@ -160,20 +160,20 @@ def _compile(data: dict) -> Table | None:
         entry = data["cases"].get(key)
         if entry and finished(entry["result"]):
             case, r = entry["case"], entry["result"]
-            sizes = (written.size(r["table_bytes"]), written.size(r["peak_bytes"]))
+            sizes = (format.size(r["table_bytes"]), format.size(r["peak_bytes"]))
             lines.append(
                 [
                     case["label"],
                     f"{case['tokens']:,}",
                     f"{r['kept_blocks']:,}",
-                    written.percent(r["density"]),
-                    written.marked(f"{r['compile_s']:.3f}", bool(doubts(r))),
-                    written.spread(r),
+                    format.percent(r["density"]),
+                    format.marked(f"{r['compile_s']:.3f}", bool(doubts(r))),
+                    format.spread(r),
                     *sizes,
                 ]
             )
     columns = ["mask", "tokens", "blocks", "kept", "seconds", "spread", "table", "peak memory"]
-    return written.noted(Table("Compiling masks", columns, lines)) if lines else None
+    return format.noted(Table("Compiling masks", columns, lines)) if lines else None
 
 
 def _doubtful(data: dict) -> Table:

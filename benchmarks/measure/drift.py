@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from . import calls, measure
-from .cases import CallCase, Case
-from .check import eagerly
+from ..workload.cases import CallCase, Case
+from . import latency, throughput
+from .accuracy import eagerly
 
 
 class Baselines:
     """Baselines of one case after another. What was timed after a case is what was timed before the next one, and whoever is
-    needed again is not prepared again. seconds, limit: as those of ``measure.run``, of each timing."""
+    needed again is not prepared again. seconds, limit: as those of ``throughput.run``, of each timing."""
 
     def __init__(self, device: torch.device, limit: int | None, seconds: float | None):
-        self._device, self._limit, self._seconds = device, limit, seconds or measure.CPU_SECONDS
+        self._device, self._limit, self._seconds = device, limit, seconds or throughput.CPU_SECONDS
         self._prepared: dict[str, _Prepared] = {}
         self._before: dict[str, dict[str, float]] = {}
         self._just_timed = False
@@ -42,10 +42,10 @@ class Baselines:
     def _timed(self, key: str, case: Case | None = None) -> dict[str, dict[str, float]]:
         """{key: times}; {} where it gives none now, so that the row is compared with what the baseline had when it was alone."""
         try:
-            with measure.time_limit(self._limit):
+            with throughput.time_limit(self._limit):
                 held = self._prepared.get(key) or _Prepared(case, self._device)
                 times = held.times(self._device, self._seconds)
-        except (measure.OverLimit, Exception):
+        except (throughput.OverLimit, Exception):
             self._prepared.pop(key, None)
             return {}
         self._prepared[key] = held
@@ -57,18 +57,18 @@ class _Prepared:
 
     def __init__(self, case: Case, device: torch.device):
         self._case = case
-        self._problem, self._rival, self._backward = measure.asked(case, device)
+        self._problem, self._rival, self._backward = throughput.asked(case, device)
         with self._rival.settings():
             self._fn = self._rival.prepare(self._problem)
             if isinstance(case, CallCase):
                 attend = eagerly(self._problem, self._fn)
                 self._dout = torch.randn_like(attend()[0])
-                self._attend = calls.captured(attend, self._dout) if case.graph else attend
+                self._attend = latency.captured(attend, self._dout) if case.graph else attend
 
     def times(self, device: torch.device, seconds: float) -> dict[str, float]:
         with self._rival.settings():
             if isinstance(self._case, CallCase):
-                found = calls.times(self._attend, self._dout, device, seconds)
+                found = latency.times(self._attend, self._dout, device, seconds)
             else:
-                found = measure.passes(self._problem, self._fn, device, seconds, self._backward)
+                found = throughput.passes(self._problem, self._fn, device, seconds, self._backward)
             return {name: timing.median for name, timing in found}

@@ -11,8 +11,8 @@ import torch
 
 from sparse_flash.masks.pattern import And, Pattern
 
-from .peer import Peer
-from .problem import Problem
+from ..workload.problem import Problem
+from .base import Peer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Not, Or, Pattern
 from sparse_flash.masks.tiles import unpack_bits, unpack_runs
 
-from .peer import Peer
-from .problem import Problem
+from ..workload.problem import Problem
+from .base import Peer
 
 LEAST_BLOCK = 128  # the tile of its kernels at head_dim 128, which must divide the table's block
 

@@ -10,11 +10,11 @@ import torch
 import sparse_flash
 from sparse_flash import backends
 
-from .cases import OURS
+from ..workload.cases import OURS
+from ..workload.problem import Problem
+from .base import Peer
 from .fa4 import FlashAttention4
 from .flex import Flex
-from .peer import Peer
-from .problem import Problem
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cases import OURS
-from .noise import MARK, spread
+from ..measure.noise import MARK, spread
+from ..workload.cases import OURS
 from .rows import Row, rows
 from .tables import gains
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .check import Attend, eagerly, is_right, sampled_errors
+from ..baselines.base import Peer
+from ..workload.problem import Problem
+from .accuracy import Attend, eagerly, is_right, sampled_errors
 from .noise import Timing
-from .peer import Peer
-from .problem import Problem
 
 _SECONDS = 0.3  # a figure, at most
 _WARM_CALLS = 20

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .problem import Problem
+from ..workload.problem import Problem
 
 
 class Peer:

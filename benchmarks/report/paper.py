@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import written
-from .results import gave_up
+from ..results import gave_up
+from . import format
 from .rows import Row, Table, rows
 
 _VALUES = (("Forward", "forward_ms"), ("Backward", "backward_ms"), ("Forward and backward", "both_ms"), ("Memory", "extra_bytes"))
@@ -30,7 +30,7 @@ def tables(data: dict) -> list[Table]:
             made.append(Table(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
     if made:
         made[-1].notes.extend(_NOTES)
-    return list(map(written.noted, made))
+    return list(map(format.noted, made))
 
 
 def _cell(row: Row | None, value: str) -> str:
@@ -40,4 +40,4 @@ def _cell(row: Row | None, value: str) -> str:
         return "wrong" if row.finished else gave_up(row.result) or "-"
     if value not in row.result:
         return ""
-    return written.memory(row) if value == "extra_bytes" else written.marked(written.number(row.result[value]), row.doubtful)
+    return format.memory(row) if value == "extra_bytes" else format.marked(format.number(row.result[value]), row.doubtful)

@@ -21,14 +21,14 @@ import torch
 
 import sparse_flash
 
-from . import calls
-from .cases import CallCase, Case, CompileCase, PaperCase
-from .check import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
+from ..baselines.base import Peer
+from ..baselines.registry import peer
+from ..results import finished
+from ..workload.cases import CallCase, Case, CompileCase, PaperCase
+from ..workload.problem import Problem, problem_of
+from . import latency
+from .accuracy import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
 from .noise import Load, Timing
-from .peer import Peer
-from .peers import peer
-from .problem import Problem, problem_of
-from .results import finished
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
@@ -116,7 +116,7 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
         facts["backend"] = rival.runs_on(problem)
     with rival.settings():
         if isinstance(case, CallCase):
-            return facts | calls.measured(problem, rival, device, case.graph, seconds)
+            return facts | latency.measured(problem, rival, device, case.graph, seconds)
         if isinstance(case, PaperCase):
             return facts | _paper(problem, rival, device, seconds, backward)
         return facts | _timed(problem, rival, 4 * kept * shape.head_dim, device, seconds, backward)
