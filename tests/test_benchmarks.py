@@ -476,21 +476,21 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(Options(out=tmp_path, quick=True, device="cpu", suites=("speedup",)), QUIET)
     assert list(Results.read(tmp_path).data["cases"]) == ["B1 H2 N1024 D64 | full | sdpa-flash"]
-    assert (tmp_path / "page.html").exists()
+    assert (tmp_path / "report.html").exists()
 
 
 def test_the_report_is_one_file_with_the_tables_of_the_json(quick):
-    page = page.write(Results.read(quick.folder)).read_text()
-    assert page.count("data:image/png;base64,") >= 4
-    assert "http://" not in page and "https://" not in page and "<script" not in page
-    assert 'name="viewport"' in page and "@media (max-width" in page
-    assert page.count("<table") == page.count('<div class="scroll"><table') and page.count("<img") == page.count(
+    written = page.write(Results.read(quick.folder)).read_text()
+    assert written.count("data:image/png;base64,") >= 4
+    assert "http://" not in written and "https://" not in written and "<script" not in written
+    assert 'name="viewport"' in written and "@media (max-width" in written
+    assert written.count("<table") == written.count('<div class="scroll"><table') and written.count("<img") == written.count(
         'class="picture"><picture>'
     )
     for table in tables(quick.data):
-        assert table.title in page
+        assert table.title in written
         for row in table.rows:
-            assert all(f">{cell}<" in page for cell in row if "&" not in cell and "'" not in cell)
+            assert all(f">{cell}<" in written for cell in row if "&" not in cell and "'" not in cell)
 
 
 COMMITTED = sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*/results.json"))

@@ -32,7 +32,7 @@ STEADY = {"others": 0.0, "threads": 2, "cpus": 2}
 def clock(monkeypatch):
     """Time that passes only where a test says so."""
     now = SimpleNamespace(s=0.0)
-    for module in (measure, calls, noise):
+    for module in (throughput, latency, noise):
         monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
     return now
 
@@ -197,12 +197,12 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     figures = []
     save = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, *names: figures.append(figure) or save(figure, *names))
-    page = write(results).read_text()
+    written = write(results).read_text()
     texts = {text.get_text() for text in figures[0].axes[0].texts}
     assert texts == {f"causal & local(128) {MARK}", "full"}
     hollow = [line for line in figures[0].axes[0].lines if line.get_marker() == "o" and line.get_markerfacecolor() == "#ffffff"]
     assert len(hollow) == 1
-    assert f'<td class="doubtful">5.00 {MARK}</td>' in page
+    assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
 
 @pytest.mark.parametrize("change", [{"spread": 0.5}, {"load": {"others": 1.5, "threads": 2, "cpus": 2}}], ids=str)
