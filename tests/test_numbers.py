@@ -97,7 +97,7 @@ def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
 def test_results_and_gradients_repeat_bit_for_bit_on_a_cpu(backend):
     q, k, v = (torch.randn(1, 2, 48, 16, requires_grad=True) for _ in range(3))
     if numerics.DEVICE != "cpu":
-        pytest.skip("tests/test_gpu.py has this of a GPU")
+        pytest.skip("tests/backends/test_gpu.py has this of a GPU")
     skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
     mask = sf.compile_mask("causal & local(20)", 48, block_size=16)
     runs = [(out := sf.attention(q, k, v, mask, backend=backend), *torch.autograd.grad(out.sum(), (q, k, v))) for _ in range(2)]

@@ -27,7 +27,7 @@ def kernels():
 def compiled_by(program: str) -> list[dict]:
     """What a program of this folder says of the kernels that it compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = pathlib.Path(__file__).with_name(program)
+    path = pathlib.Path(__file__).parents[1] / program
     run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]

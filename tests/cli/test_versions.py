@@ -16,7 +16,7 @@ from sparse_flash.backends import triton as portable
 from sparse_flash.cli import versions
 from sparse_flash.cli.app import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

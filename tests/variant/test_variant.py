@@ -336,11 +336,11 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 
 if triton:
-    from sparse_flash.kernels.portable.lengths import existing_of_kind
+    from sparse_flash.kernels.portable.lengths import valid_of_kind
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-        low, whole_begin, whole_end, high = existing_of_kind(index, begin, end, first, last, length, BLOCK, SPARSE)
+        low, whole_begin, whole_end, high = valid_of_kind(index, begin, end, first, last, length, BLOCK, SPARSE)
         tl.store(found, low)
         tl.store(found + 1, whole_begin)
         tl.store(found + 2, whole_end)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash import patterns
+from sparse_flash.masks.pattern import pattern_class
 
 TOKENS = 44
 EARLIEST = -9  # queries before the first key, as where there are more queries than keys
@@ -129,10 +130,10 @@ def test_token_rule_is_the_formula(name, data):
 
 
 def test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name():
-    built_in = [name for name in sf.list_patterns() if sf.pattern.pattern_class(name).__module__.startswith("sparse_flash.")]
+    built_in = [name for name in sf.list_patterns() if pattern_class(name).__module__.startswith("sparse_flash.")]
     assert list(patterns.__all__) == sorted(patterns.__all__) == built_in == sorted(PICTURED)
     assert {*FORMULAS, "from_mask_fn"} == set(PICTURED) and set(strategies.by_name) == set(FORMULAS)
-    assert all(getattr(sf, name) is sf.pattern.pattern_class(name) for name in built_in)
+    assert all(getattr(sf, name) is pattern_class(name) for name in built_in)
 
 
 @pytest.mark.parametrize("name", sorted(PICTURED))

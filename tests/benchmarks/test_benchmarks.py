@@ -493,7 +493,7 @@ def test_the_report_is_one_file_with_the_tables_of_the_json(quick):
             assert all(f">{cell}<" in written for cell in row if "&" not in cell and "'" not in cell)
 
 
-COMMITTED = sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*/results.json"))
+COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/results.json"))
 COMMITTED = [path for path in COMMITTED if "tuning" not in path.parent.name]  # those are raw figures
 
 
