@@ -6,6 +6,7 @@ import triton
 from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
+from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.packed import repack, spans
 
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
@@ -22,7 +23,7 @@ def compiled(kernel, warps: int, target=TARGET, **constants):
             attributes[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {place: what for place, what in attributes.items() if kernel.arg_names[place[0]] not in constants}
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": warps})
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": warps} | FUSED)
 
 
 def report(kernel, warps: int, **constants) -> None:
