@@ -248,7 +248,12 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     }
 
 
-README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def codes(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+
+
+README = codes("README.md")
+GUIDE = codes("docs/guide.md")
 
 
 @pytest.fixture(scope="module")
@@ -264,19 +269,19 @@ def test_the_first_code_of_the_readme_runs_by_itself_and_says_what_is_kept(first
     assert mask.density < 0.3 and torch.isfinite(out).all() and torch.isfinite(first_of_readme["q"].grad).all()
 
 
-@pytest.mark.parametrize("number", range(1, len(README)))
-def test_each_code_of_the_readme_runs_as_it_stands_after_the_first(number, first_of_readme):
-    code = README[number]
+@pytest.mark.parametrize("code", README[1:] + GUIDE)
+def test_each_code_of_the_readme_and_the_guide_runs_as_it_stands_after_the_first(code, first_of_readme):
     if "transformers" in code:
         pytest.importorskip("transformers")
     torch.manual_seed(0)
-    exec(compile(code, f"README.md, {number}", "exec"), dict(first_of_readme))
+    exec(compile(code, "README.md or docs/guide.md", "exec"), dict(first_of_readme))
 
 
-def test_every_line_of_python_in_the_readme_is_in_a_block_that_is_run():
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_every_line_of_python_in_the_readme_and_the_guide_is_in_a_block_that_is_run(page):
     """Blocks without a language are of the shell."""
-    text = (ROOT / "README.md").read_text()
-    assert text.count("```") == 2 * len(README)
+    text = (ROOT / page).read_text()
+    assert text.count("```") == 2 * len(codes(page)) > 0
     shell = re.findall(r"^    (\S+)", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     assert set(shell) <= {"make", "sparse-flash", "pip", "python", "torchrun", "git", "cd"}
 
