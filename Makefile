@@ -1,6 +1,7 @@
 # make bench   the benchmark, on whatever this machine has        make test   the tests
 # make lint    what .ci/run asks of the source                    make wheel  builds the wheel and tries it elsewhere
 # make chips   compiles the kernels for GPUs that are not here, into docs/chips.csv; only what changed
+# make record  compiles the kernels of the tests and more, and writes their registers, stack and shared memory down
 # make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
 #
 # Each makes .venv first where it is missing or older than what it is made of; matrix makes .matrix/oldest and .matrix/newest.
@@ -32,7 +33,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench test lint chips wheel matrix clean
+.PHONY: bench test lint chips record wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -44,6 +45,9 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+record: $(READY)
+	$(BIN)/python tests/sm90.py --record > /dev/null
 
 chips: $(READY)
 	$(BIN)/python tests/chips.py $(ARGS)

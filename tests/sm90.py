@@ -1,5 +1,9 @@
 """Compiles the kernels for sm_90 without a GPU and prints what became of each, one JSON object a line.
 
+    python tests/sm90.py             the kernels that the tests compile
+    python tests/sm90.py --record    these, float16 and head_dim 256, with this Triton; writes tests/kernels/recorded.json, and says
+                                     which differ from what it held
+
 Run as a program, in a process of its own: kernels defined under TRITON_INTERPRET cannot be compiled.
 """
 
@@ -8,7 +12,9 @@ import io
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import triton
@@ -111,6 +117,7 @@ def compiled_for_hopper(
     fixed: bool = False,
     dropout: bool = False,
     ragged: bool = False,
+    dtype: str = "bf16",
 ):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
@@ -123,7 +130,7 @@ def compiled_for_hopper(
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<bf16[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
+            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
@@ -187,11 +194,11 @@ def resources(binary: bytes) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
 
-def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
+def report(name: str, dim: int, sparse: bool, compile_kernel, *details, **options) -> dict:
     # ptxas notes C7510 to C7518 where it has to run products one after another; Triton drops its log when it succeeds.
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
-        result = compile_kernel(*details)
+        result = compile_kernel(*details, **options)
     ptx = result.asm["ptx"]
     row = {"kernel": name, "dim": dim, "sparse": sparse, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "tma": ptx.count("cp.async.bulk.tensor")}
@@ -200,35 +207,81 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details) -> None:
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
-    print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+    row |= resources(result.asm["cubin"])
+    print(json.dumps(row), flush=True)
+    return row
 
 
 DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
 
-if __name__ == "__main__":
-    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
+
+def of_the_tests():
+    """What became of each kernel that the tests compile."""
     for dim in (64, 128):
         for sparse, rows, q_len, page in DECODING:
             config = configs.decode_config(torch.bfloat16, dim, 128, rows)
-            report("decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
+            yield report("decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
-                report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
+                yield report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
-                report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+                yield report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
             details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
             for split, fixed in ((False, False), (True, False), (False, True)):
-                report("hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
+                yield report("hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
             if not sparse:
-                report("hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
+                yield report("hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
     for dim in (64, 128):
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
-        report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
+        yield report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
-            report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
+            yield report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 of v
-        report(f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_TERMS, NO_SWITCHES, 128)
-        report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
-        report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
+        yield report(f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_TERMS, NO_SWITCHES, 128)
+        yield report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
+        yield report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
+
+
+def of_the_record():
+    """The same, and of what the tests leave out as it takes long."""
+    yield from of_the_tests()
+    for name, (kernel, table) in KERNELS.items():
+        for dim in (64, 128):
+            yield report(f"{name}_of_fp16", dim, True, compiled, kernel, table[dim], dim, True, dtype="fp16")
+        for sparse in (False, True):
+            yield report(name, 256, sparse, compiled, kernel, table[256], 256, sparse)
+    for dim in (64, 128):
+        for name, kernel, table in (
+            ("hopper_forward", hopper_forward.attention_forward_kernel, hopper_configs.FORWARD),
+            ("hopper_backward", hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD),
+        ):
+            yield report(f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
+    yield report(
+        "decode", 256, True, compiled_for_decoding, configs.decode_config(torch.bfloat16, 256, 128, 32), 256, True, 32, 16, 128
+    )
+
+
+RECORD = Path(__file__).with_name("kernels") / "recorded.json"
+RECORDED = ("kernel", "dim", "sparse", "reg", "stack", "shared")
+
+
+def write_record(rows: list[dict]) -> int:
+    """1 where something differs from what was recorded of this Triton, which is then written anew, else 0."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    before, now = record.get(triton.__version__, []), [[row[name] for name in RECORDED] for row in rows]
+    differing = [(old, new) for old, new in zip(before, now, strict=False) if old != new]
+    print(f"{len(now)} kernels, {len(before)} before; {len(differing)} differ", *differing, sep="\n", file=sys.stderr)
+    record[triton.__version__] = now
+    lines = [f"{json.dumps(version)}: [\n" + ",\n".join(map(json.dumps, record[version])) + "\n]" for version in sorted(record)]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return int(before != now)
+
+
+if __name__ == "__main__":
+    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
+    if sys.argv[1:] == ["--record"]:
+        sys.exit(write_record(list(of_the_record())))
+    for _ in of_the_tests():
+        pass

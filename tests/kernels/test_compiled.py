@@ -11,7 +11,7 @@ import pytest
 from sparse_flash.kernels.hopper.configs import FOOTPRINT
 from sparse_flash.kernels.portable import configs
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
@@ -36,6 +36,15 @@ def compiled_by(program: str) -> list[dict]:
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
     assert len(kernels) == 59
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
+
+
+def test_registers_stack_and_shared_memory_are_those_recorded(kernels):
+    """A change of code that is to change no kernel changes none of these. One that is to does: `make record` writes them anew."""
+    record = json.loads(pathlib.Path(__file__).with_name("recorded.json").read_text())
+    if triton.__version__ not in record:
+        pytest.skip(f"recorded of Triton {', '.join(record)}, not of {triton.__version__}")
+    now = [[k[name] for name in ("kernel", "dim", "sparse", "reg", "stack", "shared")] for k in kernels]
+    assert now == record[triton.__version__][: len(now)]
 
 
 def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_registers(kernels):
