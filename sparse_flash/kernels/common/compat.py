@@ -1,4 +1,4 @@
-"""What differs between Triton's releases, for the portable kernels: see also ``hopper/gluon.py``."""
+"""What differs between Triton's releases, for the portable kernels: see also ``gluon.py`` beside it."""
 
 import os
 
