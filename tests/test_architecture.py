@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,13 @@ def test_every_room_says_what_lives_there():
     for name in FLOORS:
         module = "sparse_flash" if name == "sparse_flash" else f"sparse_flash.{name.replace('/', '.')}"
         assert ast.get_docstring(ast.parse(modules()[module].read_text())), f"{module} has no docstring"
+
+
+def test_no_two_classes_have_one_name():
+    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+    named = [(node.name, name) for name, tree in trees.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    count = Counter(cls for cls, _ in named)
+    assert count and {cls: [name for other, name in named if other == cls] for cls in count if count[cls] > 1} == {}
 
 
 def importers(library: str) -> set[str]:

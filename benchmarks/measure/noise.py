@@ -45,7 +45,7 @@ class Timing:
         return {name: self.median, f"{name}_spread": [self.low, self.high]}
 
 
-class Load:
+class MachineLoad:
     """What other programs use of this machine's processors, from its construction on."""
 
     def __init__(self, threads: int):

@@ -28,7 +28,7 @@ from ..workload.cases import CallCase, Case, CompileCase, PaperCase
 from ..workload.problem import Problem, problem_of
 from . import latency
 from .accuracy import dropout_errors, dropout_is_right, eagerly, is_right, sampled_errors
-from .noise import Load, Timing
+from .noise import MachineLoad, Timing
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CPU_SECONDS, _CPU_LEAST, _CPU_MOST = 0.5, 3, 50
@@ -61,7 +61,7 @@ def time_limit(seconds: int | None):
 def run(case: Case | CompileCase, device: torch.device, limit: int | None = None, seconds: float | None = None) -> dict:
     """The result of a case as plain data: its numbers, or one of {"refused": why}, {"over_limit": seconds},
     {"out_of_memory": error}, {"failed": error}; and what ``noise`` judges them by. seconds: how long to repeat on a CPU."""
-    load, begin = Load(_threads(case, device)), time.perf_counter()
+    load, begin = MachineLoad(_threads(case, device)), time.perf_counter()
     try:
         with time_limit(limit):
             measured = _compile(case) if isinstance(case, CompileCase) else _attention(case, device, seconds or CPU_SECONDS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..measure import noise
 from ..measure.noise import MARK
-from .rows import Row, Table
+from .rows import ReportTable, Row
 
 MARKED = f"{MARK}: not to be relied on, for the reasons listed at the end; no headline is made from it."
 SPREAD = "spread: from the first to the third quartile of repeated times, as a share of their median; of both passes the larger."
@@ -17,7 +17,7 @@ def marked(text: str, doubtful: bool) -> str:
     return f"{text} {MARK}" if text and doubtful else text
 
 
-def noted(table: Table) -> Table:
+def noted(table: ReportTable) -> ReportTable:
     """The table with what its marks and spreads mean, where it has any."""
     table = table.without("spread") if "spread" in table.columns else table
     marks = any(cell.endswith(f" {MARK}") for row in table.rows for cell in row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..results import gave_up
 from . import format
-from .rows import Row, Table, rows
+from .rows import ReportTable, Row, rows
 
 _VALUES = (("Forward", "forward_ms"), ("Backward", "backward_ms"), ("Forward and backward", "both_ms"), ("Memory", "extra_bytes"))
 _NOTES = (
@@ -15,7 +15,7 @@ _NOTES = (
 )
 
 
-def tables(data: dict) -> list[Table]:
+def tables(data: dict) -> list[ReportTable]:
     found = rows(data, "paper", every=True)
     made = []
     for how in dict.fromkeys(row.how for row in found):
@@ -27,7 +27,7 @@ def tables(data: dict) -> list[Table]:
             lines = [[name, *(_cell(at.get((name, n)), value) for n in lengths)] for name in dict.fromkeys(name for name, _ in at)]
             unit = "" if value == "extra_bytes" else ", ms"
             columns = ["mask, by", *(f"{n:,}" for n in lengths)]
-            made.append(Table(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
+            made.append(ReportTable(f"{title}{unit}, against tokens, {how} ({shape})", columns, lines))
     if made:
         made[-1].notes.extend(_NOTES)
     return list(map(format.noted, made))

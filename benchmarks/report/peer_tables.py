@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ..workload.cases import OURS
 from .format import marked, noted, number, spread
-from .rows import Row, Table, around, rows
+from .rows import ReportTable, Row, around, rows
 
 Passes = tuple[float | None, float | None]  # forward, and backward or both; None where there is no number
 _RATIO = (
@@ -14,7 +14,7 @@ _RATIO = (
 )
 
 
-def tables(data: dict) -> list[Table]:
+def tables(data: dict) -> list[ReportTable]:
     made = [_peers(data), _deterministic(data), *_small(data)]
     return [table for table in made if table]
 
@@ -27,7 +27,7 @@ def ratios_to_best(data: dict) -> list[float]:
     return [ratio for *pair, doubtful in pairs if not doubtful for ratio in pair if ratio]
 
 
-def _peers(data: dict) -> Table | None:
+def _peers(data: dict) -> ReportTable | None:
     found, figures = _problems(rows(data, "peers", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
@@ -63,10 +63,10 @@ def _peers(data: dict) -> Table | None:
     ]
     unit = "TFLOP/s forward / backward, over kept pairs only: 4 x pairs x head_dim x heads x batch, backward 2.5 times that"
     note = f"{'ms forward / backward' if _on_cpu(data) else unit}. {_RATIO}. by: the back end that {main} takes."
-    return noted(Table("Beside the peers", columns, lines, [note]))
+    return noted(ReportTable("Beside the peers", columns, lines, [note]))
 
 
-def _deterministic(data: dict) -> Table | None:
+def _deterministic(data: dict) -> ReportTable | None:
     found, figures = _problems(rows(data, "deterministic", every=True)), _ms if _on_cpu(data) else _tflops
     if not found:
         return None
@@ -90,10 +90,10 @@ def _deterministic(data: dict) -> Table | None:
     columns = ["shape", "mask", *ours, *others, "spread", "x best deterministic", f"x {free or OURS}", "correct"]
     unit = "ms" if _on_cpu(data) else "TFLOP/s"
     note = f"{unit} forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit by bit."
-    return noted(Table("Deterministic backward pass", columns, lines, [note]))
+    return noted(ReportTable("Deterministic backward pass", columns, lines, [note]))
 
 
-def _small(data: dict) -> list[Table]:
+def _small(data: dict) -> list[ReportTable]:
     found = _problems(rows(data, "small", every=True))
     if not found:
         return []
@@ -121,7 +121,7 @@ def _small(data: dict) -> list[Table]:
         f"{common} Calls back to back, until the device is done with them, over their number.",
         f"{common} Until the call returns, with nothing waiting for the device.",
     )
-    return [noted(Table(*table, [note])) for table, note in zip(made, notes, strict=True)]
+    return [noted(ReportTable(*table, [note])) for table, note in zip(made, notes, strict=True)]
 
 
 def _problems(found: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:

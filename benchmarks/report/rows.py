@@ -59,13 +59,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     title: str
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
 
-    def without(self, column: str) -> Table:
+    def without(self, column: str) -> ReportTable:
         """The table without a column that is empty in every row; itself where it is not."""
         place = self.columns.index(column)
         if any(row[place] for row in self.rows):

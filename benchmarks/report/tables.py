@@ -8,7 +8,7 @@ from math import log2
 from ..measure.noise import doubts
 from ..results import finished, why_not
 from . import format, paper, peer_tables
-from .rows import Row, Table, around, rows
+from .rows import ReportTable, Row, around, rows
 
 _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hundreds
 
@@ -49,7 +49,7 @@ def _gain(row: Row, dense: list[Row]) -> Gain:
     )
 
 
-def tables(data: dict) -> list[Table]:
+def tables(data: dict) -> list[ReportTable]:
     """The tables of the suites that were measured, and one of what gave no numbers."""
     made = [
         _speedup(data),
@@ -63,7 +63,7 @@ def tables(data: dict) -> list[Table]:
     return [table for table in made if table and table.rows]
 
 
-def _speedup(data: dict) -> Table | None:
+def _speedup(data: dict) -> ReportTable | None:
     lines = []
     for row in rows(data, "speedup"):
         if not row.ours:
@@ -109,10 +109,10 @@ def _speedup(data: dict) -> Table | None:
         "after each row); at best: all blocks / visited blocks."
     )
     title = f"Speed-up against density ({next(iter(rows(data, 'speedup'))).shape})"
-    return format.noted(Table(title, columns, lines, [note]))
+    return format.noted(ReportTable(title, columns, lines, [note]))
 
 
-def _length(data: dict) -> list[Table]:
+def _length(data: dict) -> list[ReportTable]:
     found = rows(data, "length")
     if not found:
         return []
@@ -137,8 +137,8 @@ def _length(data: dict) -> list[Table]:
     no_backward = any(row.total_ms is None for row in found)
     notes = [grows] + (["FlexAttention has no backward pass on a CPU: its times are of the forward pass."] if no_backward else [])
     return [
-        format.noted(Table(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
-        Table(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
+        format.noted(ReportTable(f"Forward and backward, ms, against tokens ({shape})", columns, times, notes)),
+        ReportTable(f"Memory beyond the inputs against tokens ({shape})", columns, memory, [grows]),
     ]
 
 
@@ -154,7 +154,7 @@ def _growth(line: list[Row | None], value) -> str:
     return f"N^{log2(y / x) / log2(b / a):.2f}"
 
 
-def _compile(data: dict) -> Table | None:
+def _compile(data: dict) -> ReportTable | None:
     lines = []
     for key in data["suites"].get("compile", []):
         entry = data["cases"].get(key)
@@ -173,12 +173,12 @@ def _compile(data: dict) -> Table | None:
                 ]
             )
     columns = ["mask", "tokens", "blocks", "kept", "seconds", "spread", "table", "peak memory"]
-    return format.noted(Table("Compiling masks", columns, lines)) if lines else None
+    return format.noted(ReportTable("Compiling masks", columns, lines)) if lines else None
 
 
-def _doubtful(data: dict) -> Table:
+def _doubtful(data: dict) -> ReportTable:
     lines = [[key, "; ".join(why)] for key, entry in _entries(data).items() if entry and (why := doubts(entry["result"]))]
-    return Table("Not to be relied on", ["case", "why"], lines)
+    return ReportTable("Not to be relied on", ["case", "why"], lines)
 
 
 def _entries(data: dict) -> dict[str, dict | None]:
@@ -186,11 +186,11 @@ def _entries(data: dict) -> dict[str, dict | None]:
     return {key: data["cases"].get(key) for keys in data["suites"].values() for key in keys}
 
 
-def _left_out(data: dict) -> Table:
+def _left_out(data: dict) -> ReportTable:
     entries = _entries(data)
     lines = [[key, why_not(entry["result"])] for key, entry in entries.items() if entry and not finished(entry["result"])]
     waiting = [key for key, entry in entries.items() if not entry]
     lines += [[key, "not run yet"] for key in waiting[:_WAITING_NAMED]]
     if len(waiting) > _WAITING_NAMED:
         lines.append([f"{len(waiting) - _WAITING_NAMED} more", "not run yet"])
-    return Table("Without a result", ["case", "why"], lines)
+    return ReportTable("Without a result", ["case", "why"], lines)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sparse_flash.benchmarks.measure import drift, latency, noise, throughput
 from sparse_flash.benchmarks.measure.drift import Baselines
-from sparse_flash.benchmarks.measure.noise import MARK, Load, Timing, doubts
+from sparse_flash.benchmarks.measure.noise import MARK, MachineLoad, Timing, doubts
 from sparse_flash.benchmarks.report import page, peer_tables, plots
 from sparse_flash.benchmarks.report.tables import gains, tables
 from sparse_flash.benchmarks.results import Results
@@ -64,7 +64,7 @@ def test_what_other_programs_use_is_counted_and_what_this_one_uses_is_not(clock,
     monkeypatch.setattr(noise, "busy_seconds", lambda: seconds.busy)
     monkeypatch.setattr(noise.os, "times", lambda: (seconds.own, 0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
-    load = Load(threads=2)
+    load = MachineLoad(threads=2)
     assert load.seen() is None  # too soon to say
     clock.s, seconds.busy, seconds.own = 10.0, 118.0, 13.0
     assert load.seen() == {"others": 0.5, "threads": 2, "cpus": 2}
