@@ -155,7 +155,7 @@ def _of_nothing(q, k, v, sinks, return_lse: bool):
 
 
 _TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
-_SETTLED_MOST = 4096
+_MOST_SELECTED = 4096
 _selected_backends: dict[tuple, str] = {}
 
 
@@ -185,7 +185,7 @@ def select_backend(q, k, v, mask, walked, terms, deterministic: bool, backend: s
     block_size = None if walked is None else walked.block_size
     name = backends.choose(backend, backends.Call.of(q, k, v, block_size, terms, deterministic=deterministic))
     if key is not None:
-        if len(_selected_backends) >= _SETTLED_MOST:
+        if len(_selected_backends) >= _MOST_SELECTED:
             _selected_backends.clear()
         _selected_backends[key] = name
     return name
