@@ -118,7 +118,10 @@ def failure(call: DrawnCall) -> str | None:
         )
     except AssertionError as error:
         return str(error)
-    wrong = {name: both for name, both in errors.items() if not both[0] <= both[1]}
+    # Shifted scores: the rounding of a row's weights moves its whole gradient one way, so the largest error is that of a few
+    # rows, and of few rows PyTorch's says little about ours.
+    few = call.score_shift and min(dout.shape[:3].numel(), k.shape[:3].numel()) < 64
+    wrong = {name: both for name, both in errors.items() if not both[0] <= both[1] * (4 if few else 1)}
     return "; ".join(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in wrong.items()) or None
 
 
