@@ -1,6 +1,7 @@
 """sparse_flash: block-sparse attention whose cost is proportional to what the mask keeps."""
 
 from .api.attention import attention
+from .api.caches import clear_caches
 from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
 from .api.topk import topk_blocks
@@ -32,6 +33,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "check",
+    "clear_caches",
     "compile_mask",
     "draw",
     "explain",

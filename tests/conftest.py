@@ -24,9 +24,9 @@ settings.load_profile("sparse_flash")
 @pytest.fixture(autouse=True)
 def unsettled():
     """A test that changes what back ends there are, or what they can do, is asked about no call before it."""
-    from sparse_flash.api import attention
+    from sparse_flash.api import arguments
 
-    attention._selected_backends.clear()
+    arguments._selected.clear()
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_the_table_names_every_room_and_no_other():
     # sparse_flash.kernels itself says what its rooms have in common, and holds no code.
     assert not IMPORTS["sparse_flash.kernels"]
     assert {room(name) for name in IMPORTS if name != "sparse_flash.kernels"} == FLOORS.keys()
-    assert len(FLOORS) <= 1 + 16  # beside the public names
+    assert len({name.split("/")[0] for name in FLOORS} - {"sparse_flash"}) <= 16  # kernels, seen from above, are one
 
 
 @pytest.mark.parametrize("name", sorted(IMPORTS.keys() - {"sparse_flash.kernels"}))
@@ -104,9 +104,25 @@ def test_triton_is_known_to_kernels_and_to_those_that_ask_whether_it_is_there():
 
 
 def test_patterns_and_the_algebra_know_no_devices():
-    of_tables = {f"sparse_flash.masks.{name}" for name in ("block_mask", "from_flex", "select_blocks", "table")}
+    of_tables = {f"sparse_flash.masks.{name}" for name in ("block_mask", "build", "cache", "from_flex", "select_blocks", "table")}
     knowing = {name for name in IMPORTS if any(other.split(".")[0] == "torch" for other in IMPORTS[name])}
     assert {name for name in knowing if room(name) in ("masks", "patterns")} == of_tables
+
+
+PRIVATE_OF_TORCH = re.compile(r"\btorch\.(\w+\.)*_[A-Za-z]\w*|\b_dynamo_\w+|ops\.aten\._\w+")
+
+
+def test_private_names_of_pytorch_are_in_one_place():
+    """And in ``streams``, as kernels import nothing of the package. (``compat.pytorch`` names them in strings.)"""
+    found = set()
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            of_import = [node.module or "", *(a.name for a in node.names)] if isinstance(node, ast.ImportFrom) else []
+            private = PRIVATE_OF_TORCH.search(dotted.replace("__version__", "").replace("torch.__", ""))
+            if private or (of_import and of_import[0].startswith("torch") and re.search(r"(^|\.)_", " ".join(of_import))):
+                found.add(name)
+    assert found == {"sparse_flash.compat.dynamo", "sparse_flash.kernels.common.streams"}
 
 
 def test_kernels_know_arrays_and_nothing_else_of_the_package():

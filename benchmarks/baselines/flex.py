@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import sparse_flash
+from sparse_flash.compat.dynamo import keep_saved_tensors
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Not, Or, Pattern
 from sparse_flash.masks.tiles import unpack_bits, unpack_runs
@@ -30,13 +31,12 @@ class Flex(Peer):
         return "it has no dropout" if problem.dropout_p else None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        import torch._functorch.config
         from torch.nn.attention.flex_attention import flex_attention
 
         # Graphs of earlier cases would each add a check to every call.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
-        torch._functorch.config.donated_buffer = False
+        keep_saved_tensors()
         options = {
             "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_within_reach(problem)),
             "kernel_options": {"BACKEND": self.backend} if self.backend else None,

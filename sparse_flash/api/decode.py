@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from .. import backends
+from ..compat.dynamo import constant_in_graphs
+from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
-from ..masks.block_mask import BlockMask, as_block_mask, of_another_library, plain_tensors
+from ..masks.block_mask import BlockMask
+from ..masks.cache import as_block_mask, of_another_library
+from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
 from ..patterns import causal, full, local
-from ..variant.variant import check_dtype, int32_lengths
-from .attention import DEFAULT_BLOCK_SIZE, check_mask_fits, checked_scale
+from .arguments import (
+    DEFAULT_BLOCK_SIZE,
+    MAX_QUERIES,
+    check_decoding_mask,
+    check_decoding_tensors,
+    checked_cache_lengths,
+    checked_scale,
+)
 from .keywords import shown_without_foreign, unexpected
-
-MAX_QUERIES = 64
 
 
 @shown_without_foreign
@@ -64,8 +70,8 @@ def attention_decode(
     """
     if foreign:
         raise unexpected(attention_decode, foreign)
-    _check_tensors(q, k, v, block_table)
-    kv_lens, block_table = _checked_lengths(q, k.shape[2], kv_lens, block_table)
+    check_decoding_tensors(q, k, v, block_table)
+    kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])
     capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
     mask, is_causal = _resolved(mask, capacity, q)
@@ -94,7 +100,7 @@ def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
     if not isinstance(mask, (BlockMask, Pattern, str)):
         mask = of_another_library(mask)
     if isinstance(mask, BlockMask):
-        _check_mask(mask, capacity, q)
+        check_decoding_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
     length = _rounded(capacity)
     if torch.compiler.is_compiling():
@@ -110,7 +116,7 @@ def _rounded(capacity: int) -> int:
     return -(-capacity // unit) * unit
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tuple[BlockMask | None, bool]:
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if pattern in (causal(), full()):
@@ -120,79 +126,9 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
     return as_block_mask(pattern, q_len=length, kv_len=length, block_size=DEFAULT_BLOCK_SIZE, device=device), False
 
 
+@constant_in_graphs
 def _constant_tables(pattern, length: int, device) -> tuple[bool, list[torch.Tensor]]:
     """As constants of a compiled graph; see masks/block_mask.py."""
     with plain_tensors():
         mask, is_causal = _compiled(pattern, length, device)
         return is_causal, [] if mask is None else mask.constants()
-
-
-_constant_tables._dynamo_marked_constant = True
-
-
-def _check_tensors(q, k, v, block_table) -> None:
-    order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
-    for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(f"{name} must have shape {shape}, none of it 0; got {tuple(tensor.shape)}")
-        check_dtype(name, tensor)
-        if tensor.dtype != q.dtype:
-            raise ValueError(
-                f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; cast q with .to({tensor.dtype})"
-            )
-        if tensor.device != q.device:
-            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
-            "torch.no_grad()"
-        )
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            "q and k must agree in head_dim, and the number of key heads divide that of query heads; got shapes "
-            f"{tuple(q.shape)} and {tuple(k.shape)}, k of {order}"
-        )
-    if block_table is None and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
-    if q.shape[2] > MAX_QUERIES:
-        raise ValueError(
-            f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
-            "more"
-        )
-
-
-def _checked_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both in int32."""
-    batch = q.shape[0]
-    if kv_lens is not None:
-        kv_lens = int32_lengths(_integers("kv_lens", kv_lens, q))
-        if tuple(kv_lens.shape) != (batch,):
-            raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
-    if block_table is not None:
-        block_table = _integers("block_table", block_table, q).to(torch.int32)
-        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
-            raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
-        if page_size & (page_size - 1):
-            raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
-    return kv_lens, block_table
-
-
-def _integers(name: str, tensor, q) -> torch.Tensor:
-    way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
-    way_out = f"use {way_out}.to({str(q.device)!r})"
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
-        raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
-    return tensor
-
-
-def _check_mask(mask: BlockMask, capacity: int, q) -> None:
-    if mask.q_len != mask.kv_len or mask.q_len < capacity:
-        raise ValueError(
-            f"a mask for decoding must be square and cover the cache's capacity of {capacity} tokens; got q_len={mask.q_len}, "
-            f"kv_len={mask.kv_len}; compile it for {capacity}, or pass the pattern itself"
-        )
-    check_mask_fits(mask, q)

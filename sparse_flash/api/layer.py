@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..masks.block_mask import BlockMask, of_another_library
+from ..masks.block_mask import BlockMask
+from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
-from ..variant.variant import check_deterministic
+from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 

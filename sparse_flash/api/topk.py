@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from ..masks.block_mask import BlockMask, as_block_mask, is_recorded, one_mask
+from ..masks.block_mask import BlockMask
+from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
+from ..masks.memory import remembered
 from ..masks.pattern import Pattern
-from .attention import DEFAULT_BLOCK_SIZE, check_tensors
+from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors
 
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, which shall not be 8
 
@@ -60,7 +61,7 @@ def topk_blocks(
     for the query heads that share keys).
     """
     check_tensors(q, k, k)
-    _check_keep(keep)
+    check_keep(keep)
     grid = BlockGrid(q.shape[2], k.shape[2], block_size)
     for mask in (within, always):
         if not (mask is None or isinstance(mask, (Pattern, str, BlockMask))):
@@ -76,15 +77,6 @@ def topk_blocks(
         scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
     mask = BlockMask.from_blocks(_highest(scores, keep, limits), block_size, grid.q_len, grid.kv_len, within=within)
     return replace(mask, mask_index=mask.mask_index.repeat_interleave(group, 1)) if share_group else mask
-
-
-def _check_keep(keep) -> None:
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
-        raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
-    if isinstance(keep, int) and keep < 1:
-        raise ValueError(f"keep must be at least one block a row; got {keep}")
-    if isinstance(keep, float) and not 0 < keep <= 1:
-        raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
 
 
 class _Limits(NamedTuple):
@@ -113,7 +105,7 @@ def _limits(within, always, grid: BlockGrid, device: torch.device) -> _Limits:
     return _Limits(forced, bias, allowed.sum(1, keepdim=True, dtype=torch.float64))
 
 
-_cached_limits = lru_cache(maxsize=64)(_limits)
+_cached_limits = remembered(maxsize=64)(_limits)
 
 
 def _block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from itertools import pairwise
-
 import torch
 
 from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
 from ..packed.repack import Axis, Side, pack
-from .attention import attention, autocast, check_tensors
+from .arguments import autocast, check_packed, checked_documents
+from .attention import attention
 from .keywords import shown_without_foreign, unexpected
 
 
@@ -62,7 +60,7 @@ def attention_varlen(
     """
     if foreign:
         raise unexpected(attention_varlen, foreign)
-    _check_packed(q, k, v)
+    check_packed(q, k, v)
     mask = "full" if mask is None else mask
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
@@ -111,56 +109,7 @@ def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = Fa
     return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
 
 
-def _check_packed(q, k, v) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
-    # Said here as well as in check_tensors, as that would show shapes that the caller never passed.
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
-    check_tensors(*(t.transpose(0, 1)[None] for t in (q, k, v)))
-
-
 def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
-    """What is packed in x, checked as far as the host can see."""
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(
-            f"cu_seqlens_{name} must be a tensor on {x.device}; got {type(cu_seqlens).__name__}; "
-            f"use torch.tensor(..., dtype=torch.int32, device={str(x.device)!r})"
-        )
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens_{name} must be int32 or int64 of shape (documents + 1,), at least one document; "
-            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.device != x.device:
-        raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
-    tokens = len(x)
-    longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
-    return Side(cu_seqlens.contiguous(), tokens, longest)
-
-
-def _count(name: str, value) -> int:
-    """A number of tokens, of any integer type of the host."""
-    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
-    whole = operator.index(value) if of_numpy else value
-    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
-        raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
-    return whole
-
-
-def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
-        raise ValueError(
-            f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
-            f"got {bounds[:4]}{' ...' * (len(bounds) > 4)} {bounds[-1]}"
-        )
-    if max(lengths) > longest:
-        raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
+    """What is packed in x."""
+    longest = checked_documents(name, x, cu_seqlens, longest)
+    return Side(cu_seqlens.contiguous(), len(x), longest)

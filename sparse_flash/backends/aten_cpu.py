@@ -1,5 +1,5 @@
 """PyTorch's own attention kernel for CPUs, which scaled_dot_product_attention takes there, on whole tensors and on the blocks
-that a table lists. Its operators are private: their names stand here alone, and a test holds them to what is relied on.
+that a table lists.
 
 Threads wait for each other at the end of every operation, and where other programs want the processors too, for some
 milliseconds each time. So a table is walked in few and long calls of the kernel. A row of the table that visits many blocks
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..compat.pytorch import cpu_attention, cpu_attention_backward
 from ..masks.tiles import unique_rows
 
 _WIDEST = 2048  # keys of a piece: results of the pieces of a row are put together by operations that wait, one for each piece
@@ -32,14 +33,13 @@ def forward(q, k, v, scale: float, causal: bool = False, bias=None):
     biases are all -inf has out 0 and an lse without meaning.
     """
     q, k, v = (_in_rows(t) for t in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def backward(dout, q, k, v, out, lse, scale: float, causal: bool = False, bias=None):
     """(dq, dk, dv) in any memory order, of what depends on out alone. lse may be that over more keys than these."""
     dout, q, k, v, out = (_in_rows(t) for t in (dout, q, k, v, out))
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _in_rows(x):

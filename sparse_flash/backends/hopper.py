@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.dynamo import constant_in_graphs
 from . import Call, lacking
 from . import triton as portable
 
@@ -42,7 +43,8 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and _capability(device) == (9, 0)
 
 
-available._dynamo_marked_constant = _is_hopper._dynamo_marked_constant = True  # see masks/block_mask.py
+for _function in (available, _is_hopper):  # torch.compile cannot trace their imports
+    constant_in_graphs(_function)
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
+from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from . import aten_cpu
@@ -31,7 +32,9 @@ _LOG2_E = 1.4426950408889634
 _LN_2 = 0.6931471805599453
 _TILE_PAIRS = 1 << 23  # pairs of mask tiles that are kept decoded; more are decoded as they are used
 _KEPT_ENTRIES, _KEPT_PAIRS = 1 << 18, 1 << 20  # of a mask whose tables, once read, are kept as long as it: some megabytes
+# Of a mask by dtype, for as long as the mask lives; two dtypes of few masks at a time.
 _known_tables: WeakKeyDictionary[BlockMask, dict[torch.dtype, _HostTables]] = WeakKeyDictionary()
+cleared_by(_known_tables.clear)
 
 
 def supports(call) -> str | None:

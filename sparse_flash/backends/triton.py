@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from functools import cache, partial
+from importlib.util import find_spec
 
 import numpy
 import torch
 
+from ..compat.dynamo import constant_in_graphs
+from ..kernels.common.streams import current_gpu
 from ..variant.variant import LEARNED
 from . import Call, empty_out
 
@@ -56,9 +59,16 @@ def _refusal(device: torch.device, dropout: bool) -> str | None:
     return refusal(device, dropout)
 
 
-# For torch.compile, which cannot trace an import; see block_mask.py.
-for _function in (available, interpreted, _refusal):
-    _function._dynamo_marked_constant = True
+for _function in (available, interpreted, _refusal):  # torch.compile cannot trace their imports
+    constant_in_graphs(_function)
+
+
+def forget_launches() -> None:
+    """See ``kernels/launch/memory.clear``."""
+    if find_spec("triton") is not None:
+        from ..kernels.launch import memory
+
+        memory.clear()
 
 
 @cache
@@ -155,7 +165,7 @@ _AS_IT_IS = nullcontext()
 
 def current_device(device: torch.device):
     """Triton launches on the current GPU, which need not be that of the tensors."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+    if device.type != "cuda" or device.index == current_gpu():
         return _AS_IT_IS
     return torch.cuda.device(device)
 

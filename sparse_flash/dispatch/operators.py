@@ -8,33 +8,61 @@ their tensors, their names and their numbers (``Terms.packed()``).
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import backends
-from ..masks.block_mask import BlockMask, compiled_once
+from ..compat.pytorch import (
+    active_modes,
+    apply_directly,
+    has_forward_derivative,
+    in_differentiating_transform,
+    in_function_transform,
+)
+from ..masks.block_mask import BlockMask
+from ..masks.cache import compiled_once
 from ..variant.variant import NO_TERMS, Terms
+from . import observers
+from .call import AttentionCall
 
 PATTERN_BLOCK_SIZE = 128  # tokens, of the tables of patterns
+NOTHING = "nothing"  # in place of a back end, where there is nothing to compute
 
 
-def attention(
-    q, k, v, mask: BlockMask | str | None, scale: float | None, deterministic: bool, backend: str, terms: Terms | None = None
-):
-    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both.
+def attention(call: AttentionCall, backend: str):
+    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both. Observers see it.
 
-    Where ``is_seen``, mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
+    Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
     """
+    if backend == NOTHING:
+        return _of_nothing(call.q, call.k, call.v)
+    if not observers.looked_at():
+        return _computed(call, backend)
+    call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
+    out, lse = _computed(call, backend)
+    observers.saw(call.q, call.k, call.v, call.given, call.scale, out, lse, call.terms)
+    return out, lse
+
+
+def _of_nothing(q, k, v):
+    """The results where there are no queries or no keys at all, which no kernel need see; gradients are 0."""
+    zero = sum(t.flatten()[:0].sum() for t in (q, k, v))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype)
+    return torch.zeros_like(backends.empty_out(q, v.shape[3])) + zero, lse + zero.to(lse_dtype)
+
+
+def _computed(call: AttentionCall, backend: str):
+    q, k, v, mask, terms = call.q, call.k, call.v, call.mask, call.terms
     more = () if terms is None else terms.tensors()
     _refuse_transforms(q, k, v, *more)
     if is_plain_eager(q, k, v, *more):
         learned = terms is not None and terms.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _direct(q, k, v, (mask, scale, deterministic, backend), terms, *more)
-        return backends.backend(backend).forward(q, k, v, mask, scale, terms)
+            return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), terms, *more)
+        return backends.backend(backend).forward(q, k, v, mask, call.scale, terms)
     tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
     pattern = mask if isinstance(mask, str) else ""
     packed = NO_TERMS if terms is None else terms.packed()
-    return _forward(q, k, v, tables, block_size, pattern, scale, deterministic, backend, *packed)
+    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
@@ -51,10 +79,7 @@ def _refuse_transforms(*tensors) -> None:
     first two in words that name no way out, and for an operator takes the last to be 0."""
     if torch.compiler.is_compiling():
         return
-    inner = torch._C._functorch.peek_interpreter_stack()
-    transform = inner is not None and inner.key() != torch._C._functorch.TransformType.Functionalize
-    forward = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    if transform or forward:
+    if in_differentiating_transform() or has_forward_derivative(*tensors):
         raise NotImplementedError(
             "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, "
             "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
@@ -64,7 +89,7 @@ def _refuse_transforms(*tensors) -> None:
 
 def is_seen() -> bool:
     """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or active_modes() > 0
 
 
 def is_plain_eager(*tensors) -> bool:
@@ -73,8 +98,8 @@ def is_plain_eager(*tensors) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not tensors[0].is_meta
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
+        and active_modes() == 0
+        and not in_function_transform()
         and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
     )
 
@@ -112,8 +137,7 @@ class _Direct(torch.autograd.Function):
         return (*grads[:3], None, None, *of_terms)
 
 
-# What ``apply`` comes to where no function transform is active, which takes a fifth of a short call's host time to find out.
-_direct = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Direct)
+_direct = apply_directly(_Direct)  # no function transform is active where ``is_plain_eager``
 
 
 class _Once(torch.autograd.Function):

@@ -17,14 +17,13 @@ Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-atte
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
 from ..masks.block_mask import BlockMask
+from ..masks.memory import remembered
 from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from ..packed.gather_rows import take_rows
 
@@ -369,7 +368,7 @@ def _kept(causal: bool, window_size, mask):
     )
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _joined(mask: Pattern, own: str) -> Pattern:
     return mask & own
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, singledispatch
+from functools import cached_property
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
-from . import coarsen, from_flex
+from ..compat.dynamo import length_may_vary
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
-from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
-from .table import Entries, Table, at_least_two, table_of, transposed_table_of, with_work, work_of_whole_rows
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, unpack_bits, unpack_runs
+from .select_blocks import counted
+from .table import Table, work_of_whole_rows
+from .tiles import unpack_bits, unpack_runs
 
-_DENSE_CHUNK = 1 << 24  # pairs decoded at a time
-_CACHED_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
+DENSE_CHUNK = 1 << 24  # pairs decoded at a time
+# The module ``build`` beside this one makes masks, and so imports this one; it puts itself here. (An import within a method would
+# do, but torch.compile traces none.)
+build = cast(ModuleType, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,44 +66,9 @@ class BlockMask:
         if torch.compiler.is_compiling():
             return
         for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
-            tensor._dynamo_weak_dynamic_indices = {0}
+            length_may_vary(tensor, 0)
         for tensor in (self.by_query.work, self.by_query.parts, self.by_key.work, self.by_key.parts):
-            tensor._dynamo_weak_dynamic_indices = {1}
-
-    @classmethod
-    def from_entries(cls, grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
-        """One mask, the same for every batch and head, from kept blocks and their tiles."""
-        rows, cols, tiles = entries
-        if len(rows) >= 2**31:
-            raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
-        segment = np.zeros(len(tiles), np.int8)
-        partial = np.flatnonzero(tiles != FULL_TILE)
-        segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
-        # In 32 bits but for the key: dense masks of a million tokens take gigabytes.
-        rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
-        key = (rows * np.int64(3) + segment) * grid.kv_blocks + cols
-        if (key[1:] < key[:-1]).any():
-            order = np.argsort(key, kind="stable")
-            rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
-        index, stacks = np.zeros(len(tiles), np.int32), []
-        for kind in (1, 2):
-            # Tiles are numbered by first appearance in the table, so that equal masks have equal tables.
-            used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
-            rank = np.argsort(np.argsort(first))
-            index[segment == kind] = rank[inverse]
-            stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
-        keeps_all = len(tiles) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, rows, cols, tiles, pool)
-        return cls(
-            q_len=grid.q_len,
-            kv_len=grid.kv_len,
-            block_size=grid.block_size,
-            keeps_all=bool(keeps_all),
-            mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
-            by_query=table_of(rows, cols, segment, index, grid.q_blocks),
-            by_key=transposed_table_of(rows, cols, segment, index, grid.kv_blocks),
-            tile_runs=stacks[0],
-            tile_bits=stacks[1],
-        )
+            length_may_vary(tensor, 1)
 
     @classmethod
     def from_blocks(
@@ -122,46 +86,7 @@ class BlockMask:
         at its first use with these lengths, which is on the host, and cached: use it once before a graph is captured. The
         table has room for every block that ``within`` keeps, as the number kept is not known on the host.
         """
-        if not isinstance(blocks, torch.Tensor):
-            raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
-        if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
-            raise ValueError(
-                "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
-                f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
-            )
-        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
-        q_blocks, kv_blocks = blocks.shape[2:]
-        q_len = q_blocks * block_size if q_len is None else q_len
-        kv_len = kv_blocks * block_size if kv_len is None else kv_len
-        grid = BlockGrid(q_len, kv_len, block_size)
-        if grid.shape != (q_blocks, kv_blocks):
-            raise ValueError(
-                f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
-                f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
-            )
-        if within is None:
-            keep_it = q_blocks * kv_blocks <= _CACHED_BLOCKS and not is_recorded(blocks.device)
-            within = (_cached_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
-        else:
-            within = one_mask("within", within, grid, blocks.device)
-        listing = within._listing()
-        batch, heads = blocks.shape[:2]
-        if batch * heads * listing.block.numel() >= 2**31:  # of both tables
-            raise ValueError(
-                f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
-            )
-        by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listing)
-        return cls(
-            q_len=grid.q_len,
-            kv_len=grid.kv_len,
-            block_size=grid.block_size,
-            keeps_all=False,
-            mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
-            by_query=by_query,
-            by_key=by_key,
-            tile_runs=within.tile_runs,
-            tile_bits=within.tile_bits,
-        )
+        return build.from_blocks(blocks, block_size, q_len, kv_len, within)
 
     @classmethod
     def from_dense(cls, kept: torch.Tensor, block_size: int = 128) -> BlockMask:
@@ -170,24 +95,7 @@ class BlockMask:
         kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that exist as such a tensor: it takes a
         pass over all pairs on the host, which ``compile_mask`` does not. Equal masks of several heads are stored once.
         """
-        if kept.dtype != torch.bool or kept.dim() not in (2, 4):
-            raise ValueError(
-                "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len); got "
-                f"{kept.dtype} of shape {tuple(kept.shape)}"
-            )
-        dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
-        grid = BlockGrid(*dense.shape[2:], block_size)
-        pool = TilePool(block_size)
-        rows, cols = (axis.ravel() for axis in np.indices(grid.shape))
-        below, beyond = grid.q_blocks * block_size - grid.q_len, grid.kv_blocks * block_size - grid.kv_len
-        masks = []
-        for one in dense.reshape(-1, *dense.shape[2:]):
-            padded = np.pad(one, ((0, below), (0, beyond)))
-            blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
-            tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
-            some = tiles != EMPTY_TILE
-            masks.append(cls.from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
-        return cls._of_heads(masks, dense.shape[:2]).to(kept.device)
+        return build.from_dense(kept, block_size)
 
     @classmethod
     def from_flex(cls, mask) -> BlockMask:
@@ -197,10 +105,7 @@ class BlockMask:
         that it lists as partial. A rule of flex_attention counts queries from 0, and so does this, whatever the lengths: the
         alignment at the end is that of patterns, not of tables. A ``score_mod`` is no part of a mask.
         """
-        grid = from_flex.grid_of(mask)
-        pool = TilePool(grid.block_size)
-        masks = [cls.from_entries(grid, Entries(*entries), pool) for entries in from_flex.entries_of(mask, pool)]
-        return cls._of_heads(masks, mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+        return build.of_flex(mask)
 
     @classmethod
     def from_mask_mod(
@@ -230,27 +135,7 @@ class BlockMask:
 
         Raises TypeError or ValueError for a function that is not of this kind.
         """
-        if not callable(mask_mod):
-            raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
-        for name, count in (("batch", batch), ("heads", heads)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
-        grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
-        pool, stored = TilePool(block_size), {}
-        masks = [[None] * shape[1] for _ in range(shape[0])]
-        device = torch.device(device or "cpu")
-        for served, entries in from_flex.all_entries_of(mask_mod, grid, shape, device, pool, progress):
-            mask = cls.from_entries(grid, Entries(*entries), pool)
-            mask = stored.setdefault(mask._digest, mask)
-            for b, h in served:
-                masks[b][h] = mask
-        return cls._of_heads([mask for row in masks for mask in row], shape).to(device)
-
-    @classmethod
-    def _of_heads(cls, masks: list[BlockMask], shape: tuple[int, int]) -> BlockMask:
-        """A mask for each head of each batch entry, of which there are ``shape``."""
-        joined = cls.per_head(masks)
-        return replace(joined, mask_index=joined.mask_index.view(shape))
+        return build.from_mask_mod(mask_mod, batch, heads, q_len, kv_len, block_size, device, progress)
 
     @classmethod
     def per_head(cls, masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
@@ -259,87 +144,33 @@ class BlockMask:
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the lengths and
         block size given, or for those of the first BlockMask in the list.
         """
-        if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
-            raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
-        masks = [of_flex(mask) if isinstance(mask, from_flex.FlexMask) else mask for mask in masks]
-        if not masks:
-            raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
-        first = next((m for m in masks if isinstance(m, BlockMask)), None)
-        if first is not None:
-            q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
-            device = device or first.device
-        compiled, cache = [], {}
-        for item in masks:
-            key = id(item) if isinstance(item, BlockMask) else item
-            if key not in cache:
-                cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
-            compiled.append(cache[key])
-        for head, mask in enumerate(compiled):
-            if mask.mask_index.numel() != 1:
-                raise ValueError(f"per_head needs masks of one head each; mask {head} has {tuple(mask.mask_index.shape)}")
-            if mask._shape_key != compiled[0]._shape_key:
-                raise ValueError(
-                    "per_head needs masks of one (q_len, kv_len, block_size); "
-                    f"mask 0 has {compiled[0]._shape_key}, mask {head} has {mask._shape_key}"
-                )
-        digests = [mask._digest for mask in compiled]
-        stored = dict(zip(digests, compiled, strict=True))
-        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-        joined = _join([stored[digest] for digest in numbers])
-        index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32, device="cpu")
-        return replace(joined, mask_index=index, coarse=None).with_coarse().to(device or "cpu")
+        return build.per_head(masks, q_len, kv_len, block_size, device)
 
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
         """The mask of one head of one batch entry, as a mask of its own, on its device."""
-        mine = np.flatnonzero(self._entry_masks == self._stored(batch, head))
-        rows, cols, kind, tile = (axis[mine] for axis in self.entries())
-        pool, numbers = TilePool(self.block_size), np.full(len(rows), FULL_TILE, np.int64)
-        for which, stored in ((1, self.tile_runs), (2, self.tile_bits)):
-            chosen = np.flatnonzero(kind == which)
-            used, inverse = np.unique(tile[chosen], return_inverse=True)
-            tiles = stored.cpu().numpy()[used]
-            if len(used):
-                numbers[chosen] = (pool.add_runs(tiles) if which == 1 else pool.add_bits(tiles))[inverse]
-        return BlockMask.from_entries(self.grid, Entries(rows, cols, numbers), pool).with_coarse().to(self.device)
+        return build.select(self, head, batch)
 
-    def _stored(self, batch: int, head: int) -> int:
+    def transpose(self) -> BlockMask:
+        """The mask with queries and keys exchanged, same map of heads."""
+        return build.transpose(self)
+
+    def in_blocks_of(self, block_size: int) -> BlockMask:
+        """The same mask in larger blocks, on its device. Raises ValueError for a size that is not a multiple of its own."""
+        return build.in_blocks_of(self, block_size)
+
+    def stored_index(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
         index = self.mask_index
         return int(index[batch if index.shape[0] > 1 else 0, head if index.shape[1] > 1 else 0])
 
-    def with_coarse(self) -> BlockMask:
-        """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
-        rows, cols, *_ = self.entries()
-        if not coarsen.pays(self.grid, self._entry_masks, rows, cols):
-            return self
-        return replace(self, coarse=self.in_blocks_of(coarsen.KERNEL_BLOCK))
-
-    def in_blocks_of(self, block_size: int) -> BlockMask:
-        """The same mask in larger blocks, on its device. Raises ValueError for a size that is not a multiple of its own."""
-        if block_size % self.block_size:
-            raise ValueError(f"block_size must be a multiple of the mask's {self.block_size}; got {block_size}")
-        grid = BlockGrid(self.q_len, self.kv_len, block_size)
-        rows, cols, kind, tile = self.entries()
-        pool = TilePool(block_size)
-        single = []
-        for mask in range(self.masks):
-            mine = np.flatnonzero(self._entry_masks == mask)
-
-            def decode(index, mine=mine):
-                return self.tile_pairs(kind[mine[index]], tile[mine[index]])
-
-            entries = coarsen.merged(self.grid, rows[mine], cols[mine], self.entry_pairs[mine], decode, pool)
-            single.append(BlockMask.from_entries(grid, Entries(*entries), pool))
-        return replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all).to(self.device)
-
     @property
-    def _shape_key(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int]:
         return self.q_len, self.kv_len, self.block_size
 
     @cached_property
     def fits(self) -> tuple:
         """All that says which q and k the mask is for."""
-        return *self._shape_key, *self.mask_index.shape, self.device
+        return *self.sizes, *self.mask_index.shape, self.device
 
     @cached_property
     def keeps_causal(self) -> bool:
@@ -360,16 +191,16 @@ class BlockMask:
         return bool(np.where(col == row, (kind == 1) & lower, (kind == 0) | whole).all())
 
     @cached_property
-    def _digest(self) -> bytes:
+    def digest(self) -> bytes:
         """Equal for equal masks on the CPU (compiled tables are canonical)."""
-        digest = hashlib.sha256(repr(self._shape_key).encode())
+        digest = hashlib.sha256(repr(self.sizes).encode())
         for tensor in self.tensors():
             digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
         return digest.digest()
 
     @property
     def grid(self) -> BlockGrid:
-        return BlockGrid(*self._shape_key)
+        return BlockGrid(*self.sizes)
 
     @property
     def device(self) -> torch.device:
@@ -416,34 +247,13 @@ class BlockMask:
         """The same mask on another device (itself where it is there already)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
-        moved = BlockMask.from_tensors(*self._shape_key, [t.to(device) for t in self.tensors()], self.keeps_all)
+        moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         return replace(moved, coarse=self.coarse and self.coarse.to(device))
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
         """What a back end is given: on a GPU the coarse mask, where there is one; None where every pair is kept."""
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
-
-    def transpose(self) -> BlockMask:
-        """The mask with queries and keys exchanged, same map of heads."""
-        rows, cols, segment, tile = self.entries()
-        pool = TilePool(self.block_size)
-        numbers = np.full(len(rows), FULL_TILE, np.int64)
-        size = self.block_size
-        for low in range(0, len(rows), max(1, _DENSE_CHUNK // size**2)):
-            part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
-            partial = segment[part] > 0
-            if partial.any():
-                dense = self.tile_pairs(segment[part][partial], tile[part][partial])
-                numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
-        grid = BlockGrid(self.kv_len, self.q_len, size)
-        which = np.searchsorted(self._mask_bounds(), np.arange(len(rows)), side="right")
-        single = []
-        for mask in range(self.masks):
-            mine = which == mask
-            single.append(BlockMask.from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
-        turned = replace(_join(single), mask_index=self.mask_index.cpu(), keeps_all=self.keeps_all)
-        return turned.with_coarse().to(self.device)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in
@@ -456,7 +266,7 @@ class BlockMask:
         cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.by_query.col_idx, self.by_query.tile_idx))
         return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
 
-    def _mask_bounds(self) -> np.ndarray:
+    def mask_bounds(self) -> np.ndarray:
         """Where the entries of each stored mask end."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
 
@@ -472,11 +282,11 @@ class BlockMask:
 
     def kept_pairs(self) -> np.ndarray:
         """(masks,) int64: how many (query, key) pairs each stored mask keeps."""
-        return np.bincount(self._entry_masks, self.entry_pairs, self.masks).astype(np.int64)
+        return np.bincount(self.entry_masks, self.entry_pairs, self.masks).astype(np.int64)
 
     @cached_property
-    def _entry_masks(self) -> np.ndarray:
-        bounds = self._mask_bounds()
+    def entry_masks(self) -> np.ndarray:
+        bounds = self.mask_bounds()
         return np.repeat(np.arange(self.masks), np.diff(bounds, prepend=0))
 
     @cached_property
@@ -498,7 +308,7 @@ class BlockMask:
     @property
     def block_density(self) -> float:
         """Visited blocks / all blocks, averaged over batch and heads."""
-        visited = np.diff(self._mask_bounds(), prepend=0)
+        visited = np.diff(self.mask_bounds(), prepend=0)
         return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
 
     def block_states(self) -> torch.Tensor:
@@ -509,7 +319,7 @@ class BlockMask:
         rows, cols, *_ = self.entries()
         full = self.entry_pairs == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
-        states[self._entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
+        states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._per_head(torch.from_numpy(states))
 
     def kept_blocks(self) -> torch.Tensor:
@@ -525,15 +335,6 @@ class BlockMask:
         kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
 
-    def _listing(self) -> Listing:
-        """The entries of one mask, to choose from; made once."""
-        known = self.__dict__.get("_listed")
-        if known is None:
-            known = listing_of(self.by_query, self.by_key)
-            if not is_recorded(self.device):
-                self.__dict__["_listed"] = known
-        return known
-
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
         return self._line(self.by_query, query, self.q_len, batch, head, axis=1)[: self.kv_len]
@@ -545,7 +346,7 @@ class BlockMask:
     def _line(self, table: Table, token: int, length: int, batch: int, head: int, axis: int) -> torch.Tensor:
         if not 0 <= token < length:
             raise IndexError(f"the mask has tokens 0 to {length - 1} on that side; got {token}")
-        mask = self._stored(batch, head)
+        mask = self.stored_index(batch, head)
         row, place = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()
@@ -563,9 +364,9 @@ class BlockMask:
         rows, cols, kind, tile = self.entries()
         size = self.block_size
         dense = np.zeros((self.masks, self.grid.q_blocks, self.grid.kv_blocks, size, size), bool)
-        for low in range(0, len(rows), max(1, _DENSE_CHUNK // size**2)):
-            part = slice(low, low + max(1, _DENSE_CHUNK // size**2))
-            dense[self._entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
+        for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
+            part = slice(low, low + max(1, DENSE_CHUNK // size**2))
+            dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
         dense = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
         return self._per_head(torch.from_numpy(dense[:, : self.q_len, : self.kv_len].copy()))
 
@@ -576,9 +377,7 @@ class BlockMask:
     def equal(self, other: BlockMask) -> bool:
         """Whether both keep the same pairs in the same table (compiled tables are canonical)."""
         mine, theirs = self.tensors(), other.tensors()
-        return self._shape_key == other._shape_key and all(
-            torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True)
-        )
+        return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
 
     def __getstate__(self):
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -588,226 +387,6 @@ class BlockMask:
             f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
             f"batch_heads={tuple(self.mask_index.shape)}, nbytes={self.nbytes}, device={str(self.device)!r})"
         )
-
-
-@singledispatch
-def as_block_mask(mask, **lengths) -> BlockMask:
-    """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
-    the table's format, need not know how tables are compiled."""
-    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
-
-
-def _way_out(mask) -> str:
-    """How to make a mask of what is none; nothing where there is no saying."""
-    if isinstance(mask, torch.Tensor):
-        return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
-    if isinstance(mask, (list, tuple)):
-        return "; use BlockMask.per_head for a mask of each head"
-    if isinstance(mask, type):
-        return f" {mask.__name__} itself; call it for a pattern"
-    if callable(mask):
-        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
-    return "; use 'full' to keep every pair" if mask is None else ""
-
-
-@as_block_mask.register(BlockMask)
-def _(mask, **lengths) -> BlockMask:
-    return mask
-
-
-_of_flex = WeakIdKeyDictionary()  # FlexAttention's mask -> (what it was made of, BlockMask)
-
-
-@as_block_mask.register(from_flex.FlexMask)
-def of_flex(mask, **lengths) -> BlockMask:
-    """``BlockMask.from_flex``, once for each mask: again only where its function or tables were replaced by others."""
-    if torch.compiler.is_compiling():
-        raise TypeError(
-            "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
-            "function and pass that"
-        )
-    made_of = from_flex.parts_of(mask)
-    known = _of_flex.get(mask)
-    if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        _keep_if_captured(known[1])
-        return known[1]
-    if is_recorded(mask.kv_indices.device):
-        raise ValueError(
-            "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
-            "BlockMask.from_flex(mask) before, or call attention with it once before"
-        )
-    made = BlockMask.from_flex(mask)
-    _of_flex[mask] = made_of, made
-    return made
-
-
-def of_another_library(mask) -> BlockMask:
-    """A BlockMask from what is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
-    # torch.compile cannot trace into the dispatch.
-    return of_flex(mask) if isinstance(mask, from_flex.FlexMask) else as_block_mask(mask)
-
-
-def _keep_if_captured(mask: BlockMask) -> None:
-    """What a CUDA graph is captured with stays for good, as replays read it."""
-    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured[id(mask)] = mask
-
-
-def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
-    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
-    FakeTensorMode, of its tensors."""
-    if not torch.compiler.is_compiling():
-        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-        _keep_if_captured(mask)
-        fake = torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if not fake:
-            return mask
-        tensors = [fake.from_tensor(t) for t in mask.tensors()]
-        return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
-    # operator.index makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
-    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
-    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
-    return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
-
-
-_captured: dict[int, BlockMask] = {}
-
-
-def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
-    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
-    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-    with plain_tensors():
-        return mask.keeps_all, mask.constants()
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and with it triton.
-_constant_tables._dynamo_marked_constant = True
-
-
-@contextmanager
-def plain_tensors():
-    """Exporters show whatever is computed to their modes, and tables are made of plain tensors."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
-@lru_cache(maxsize=64)
-def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
-            "is captured; make the call once before, or pass compile_mask(...)"
-        )
-    # In a thread of its own: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs
-    # are a thread's, and a table that stays is to be of none of them.
-    with ThreadPoolExecutor(1) as thread:
-        lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "device": device}
-        return thread.submit(as_block_mask, pattern, **lengths).result()
-
-
-def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:
-    """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
-    Raises ValueError, which calls it ``name``, where it does not fit."""
-    if isinstance(mask, from_flex.FlexMask):
-        mask = of_flex(mask)
-    if not isinstance(mask, BlockMask):
-        # torch.compile cannot trace into the dispatch.
-        if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
-            return as_block_mask(mask)  # says what a mask must be
-        return compiled_once(mask, *_lengths(grid), device)
-    if mask.masks != 1 or mask.mask_index.numel() != 1:
-        raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
-    if mask._shape_key != _lengths(grid):
-        raise ValueError(
-            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_lengths(grid)}; got "
-            f"{mask._shape_key}; compile it for these, or pass the pattern itself"
-        )
-    if mask.device != device:
-        raise ValueError(f"{name} is on {mask.device}, what it is to limit on {device}; use {name}.to({str(device)!r})")
-    return mask
-
-
-def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
-    return grid.q_len, grid.kv_len, grid.block_size
-
-
-def _keeps_all(grid: BlockGrid, rows, cols, tiles, pool: TilePool) -> bool:
-    kept = np.append(pool.kept, grid.block_size**2)
-    return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
-
-
-def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The mask that keeps every pair, made on the device: no copy from the host, which each replay of a graph would repeat."""
-    size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
-    # Which tile says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
-    tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
-    if cut_row:
-        tile[-1] = 1
-        tile[-1, -1:] += cut_col > 0
-    heights = [size, cut_row or size, cut_row or size]
-    widths = [cut_col or size, size, cut_col or size]
-    token = counted(size, device)
-    runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
-    return BlockMask(
-        q_len=grid.q_len,
-        kv_len=grid.kv_len,
-        block_size=size,
-        keeps_all=True,
-        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
-        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
-        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
-        tile_runs=torch.stack(runs),
-        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
-    )
-
-
-_cached_of_all_blocks = lru_cache(maxsize=16)(_of_all_blocks)
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, for a CUDA graph or by torch.compile, or shown to a mode, which may put other
-    tensors in their place: their results are not to be kept."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _join(masks: list[BlockMask]) -> BlockMask:
-    """Several stored masks behind one table, their tiles pooled. mask_index is left as that of the first."""
-    if len(masks) == 1:
-        return masks[0]
-    pools, index = [], []
-    for kind in range(2):
-        stacked = torch.cat([m.tiles[kind] for m in masks])
-        pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
-        pools.append(torch.from_numpy(at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
-        index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
-    tables = []
-    for name in ("by_query", "by_key"):
-        parts, base = [], 0
-        for number, mask in enumerate(masks):
-            table = getattr(mask, name)
-            count = int(table.row_ptr[0, -1])
-            ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
-            entry = torch.arange(count, device=ptr.device)
-            row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
-            kinds = torch.where(entry >= split[0, row, 1], 1, 0)
-            remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
-            in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
-            remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
-            parts.append((ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
-            base += count
-        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[3:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[3:]]
-        tables.append(with_work(*joined))
-    return replace(
-        masks[0],
-        keeps_all=all(m.keeps_all for m in masks),
-        by_query=tables[0],
-        by_key=tables[1],
-        tile_runs=pools[0],
-        tile_bits=pools[1],
-    )
 
 
 # torch.load takes a saved mask without weights_only=False.

@@ -14,7 +14,9 @@ from functools import reduce
 import numpy as np
 import scipy.sparse
 
-from .block_mask import BlockMask, as_block_mask
+from .block_mask import BlockMask
+from .build import from_entries, with_coarse
+from .cache import as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from .progress import Progress
@@ -40,7 +42,7 @@ def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, pr
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    return BlockMask.from_entries(grid, *_Compilation(pattern, grid, progress).run()).with_coarse().to(device or "cpu")
+    return with_coarse(from_entries(grid, *_Compilation(pattern, grid, progress).run())).to(device or "cpu")
 
 
 @as_block_mask.register(Pattern)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
+from ..compat.pytorch import leaves_of, without_subclasses
 from .grid import BlockGrid
 from .progress import Progress
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
@@ -149,10 +149,10 @@ class _Watched(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        for value in pytree.tree_leaves((args, kwargs or {})):
+        for value in leaves_of((args, kwargs or {})):
             if isinstance(value, cls):
                 value.was_read = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return function(*args, **(kwargs or {}))
 
 

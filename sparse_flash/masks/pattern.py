@@ -10,14 +10,16 @@ import difflib
 import inspect
 import warnings
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from importlib import metadata
 from typing import ClassVar
 
 import numpy as np
 
+from ..compat.dynamo import constant_in_graphs
 from . import spec
 from .grid import BlockGrid
+from .memory import clear, remembered
 
 ENTRY_POINT_GROUP = "sparse_flash.patterns"
 
@@ -245,6 +247,7 @@ def register_pattern(name: str):
             raise ValueError(f"pattern {name!r} of {_owner(cls)} is already registered by {_owner(owner)}; choose another name")
         cls.name = name
         _registry[name] = cls
+        clear()  # what spec text means may be another now
         return cls
 
     return decorate
@@ -294,16 +297,14 @@ def parse(text: str) -> Pattern:
     return _build(spec.read(text), text)
 
 
+@constant_in_graphs
 def text_of(pattern: Pattern | str) -> str | None:
     """The spec text that reads back as this pattern; None where there is none, as some part of it is not registered. Raises
     ``SpecError`` for text that cannot be read."""
     return _text_of(pattern)
 
 
-text_of._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets; see block_mask.py
-
-
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _text_of(pattern: Pattern | str) -> str | None:
     if isinstance(pattern, str):
         return parse(pattern).to_spec()

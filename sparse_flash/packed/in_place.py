@@ -10,7 +10,6 @@ lengths. On a GPU nothing waits for the host, and shapes depend on the numbers o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from operator import index
 from typing import NamedTuple
 
@@ -18,9 +17,12 @@ import numpy as np
 import torch
 
 from ..backends import triton as portable
+from ..compat.dynamo import constant_in_graphs
 from ..dispatch.operators import is_plain_eager
 from ..masks.block_mask import BlockMask
+from ..masks.build import from_entries
 from ..masks.grid import BlockGrid
+from ..masks.memory import remembered
 from ..masks.table import Entries
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 from . import gather_rows
@@ -58,6 +60,7 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(constants, *starts, plan))
 
 
+@constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a InPlacePlan, what _assemble takes); both empty for a pattern of other than single runs."""
     # Powers of two, so that few lengths are compiled.
@@ -70,9 +73,6 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
     tiles = min(entries, 6 * k_blocks + 10 * q_blocks)  # see most_entries
     sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, max(2, entries), max(2, tiles), same)
     return [*map(int, sizes)], runs.constants
-
-
-_planned._dynamo_marked_constant = True  # see masks/block_mask.py
 
 
 class _LongRuns:
@@ -113,7 +113,7 @@ class _LongRuns:
         return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
     return runs and _LongRuns(*runs, k_blocks, before, device)
@@ -208,7 +208,7 @@ def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Ten
         here, there = (np.clip(bound[rows[batch]] - key, 0, BLOCK) for bound in (first, stop))
         tiles[batch] = pool.add_runs(pack_runs(here, there))
     kept = tiles != EMPTY_TILE
-    mask = BlockMask.from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
+    mask = from_entries(grid, Entries(rows[kept], cols[kept], tiles[kept]), pool)
     return mask.to(q_starts.device).tensors()
 
 

@@ -11,7 +11,7 @@ On a GPU nothing waits for the host, and shapes depend on the numbers of tokens 
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import index
 from typing import NamedTuple
 
@@ -19,9 +19,13 @@ import numpy as np
 import torch
 
 from ..backends import triton as portable
+from ..compat.dynamo import constant_in_graphs
 from ..dispatch.operators import is_plain_eager
-from ..masks.block_mask import BlockMask, as_block_mask
+from ..masks.block_mask import BlockMask
+from ..masks.build import from_entries
+from ..masks.cache import as_block_mask
 from ..masks.grid import BlockGrid
+from ..masks.memory import remembered
 from ..masks.table import PART_FIELDS, WORK_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 from . import gather_rows
@@ -95,6 +99,7 @@ def _split(tensors: list[torch.Tensor]):
     return Axis(*tensors[:2]), Axis(*tensors[2:4]), tensors[4], by_query, by_key, tensors[5 + 2 * size :]
 
 
+@constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a RepackPlan, the tensors of the long document's mask and the parts of a table that has none)."""
     # Powers of two, so that few lengths are compiled.
@@ -105,9 +110,6 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
     return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
-
-
-_planned._dynamo_marked_constant = True  # see masks/block_mask.py
 
 
 def power_of_two(number: int) -> int:
@@ -145,7 +147,7 @@ class LongDocument:
         return int(q_blocks * self._densest[max(0, longest - 1)]) + 1
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def long_document(pattern, k_blocks, before, device) -> LongDocument:
     return LongDocument(pattern, k_blocks, before, device)
 
@@ -253,7 +255,7 @@ def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]
     long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
     entries, pool = _documents_entries(long, plan.before, q_first, q_blocks, k_first, k_blocks, k_len)
-    mask = BlockMask.from_entries(grid, entries, pool).to(device)
+    mask = from_entries(grid, entries, pool).to(device)
     q_axis = _axis(plan.q_tokens, plan.q_blocks, q_start, q_len, q_first * BLOCK + skipped, device)
     k_axis = q_axis if plan.same else _axis(plan.k_tokens, plan.k_blocks, k_start, k_len, k_first * BLOCK, device)
     return [*q_axis, *k_axis, *mask.tensors()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..masks.block_mask import BlockMask, as_block_mask
+from ..masks.block_mask import BlockMask
+from ..masks.cache import as_block_mask
 from ..masks.pattern import Pattern
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's border.
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
@@ -161,7 +160,7 @@ def terms_of(
             raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
         terms["softcap"] = float(softcap)
     if alibi_slopes is not None:
-        _check_tensor("alibi_slopes", alibi_slopes, q, "detach them; a bias that is learned is rel_bias")
+        check_same_device("alibi_slopes", alibi_slopes, q, "detach them; a bias that is learned is rel_bias")
         if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
             raise ValueError(
                 f"alibi_slopes must have shape (heads,) or (batch, heads), here ({heads},) or ({batch}, {heads}); got "
@@ -171,7 +170,7 @@ def terms_of(
             raise ValueError(f"alibi_slopes must be of a floating-point type; got {alibi_slopes.dtype}")
         terms["alibi_slopes"] = alibi_slopes.to(exact).expand(batch, heads).contiguous()
     if rel_bias is not None:
-        _check_tensor("rel_bias", rel_bias, q)
+        check_same_device("rel_bias", rel_bias, q)
         if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
             raise ValueError(
                 f"rel_bias must have shape (heads, 2 * max_distance + 1), here ({heads}, an odd number); got "
@@ -194,7 +193,7 @@ def terms_of(
         if score_mod is None:
             raise ValueError("score_params are the tensors of a score_mod; pass that too")
         for number, tensor in enumerate(score_params):
-            _check_tensor(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
+            check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         terms["score_params"] = tuple(t.contiguous() for t in score_params)
     return Terms(**terms) if terms else None
 
@@ -206,34 +205,6 @@ def check_number(name: str, value, what: str = "a number") -> None:
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
 
-def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for q, k or v of a dtype that no back end takes, as are those of 8 bits."""
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(
-            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
-            ".to(torch.bfloat16)"
-        )
-
-
-def check_deterministic(deterministic: bool | None) -> None:
-    """Raises TypeError for what is neither a bool nor None, a number too: 1 equals True where calls are remembered."""
-    if deterministic is not None and deterministic is not True and deterministic is not False:
-        raise TypeError(
-            f"deterministic must be True, False or None; got {deterministic!r}; None follows "
-            "torch.are_deterministic_algorithms_enabled()"
-        )
-
-
-def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises ValueError or TypeError for sinks that do not fit."""
-    _check_tensor("sinks", sinks, q)
-    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
-            f"{tuple(sinks.shape)}"
-        )
-
-
 def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
@@ -242,7 +213,7 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             f"{name} must be int32 or int64 of shape (batch,), here ({q.shape[0]},); got {value.dtype} of shape "
             f"{tuple(value.shape)}"
         )
-    _check_tensor(name, value, q)
+    check_same_device(name, value, q)
     return int32_lengths(value).contiguous()
 
 
@@ -254,8 +225,9 @@ def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.to(torch.int32)
 
 
-def _check_tensor(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """constant: the way out for a tensor that asks for a gradient that there is none of."""
+def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
+    """Raises TypeError or ValueError for what is no tensor on q's device. constant: the way out for one that asks for a gradient
+    where there is none."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
     if value.device != q.device:

@@ -11,7 +11,7 @@ from sparse_flash import backends
 from sparse_flash.api import decode
 from sparse_flash.backends import empty_out
 from sparse_flash.dispatch import operators
-from sparse_flash.masks.block_mask import _cached_mask
+from sparse_flash.masks.cache import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize

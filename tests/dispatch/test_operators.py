@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.dispatch import operators
-from sparse_flash.masks.block_mask import compiled_once
+from sparse_flash.masks.cache import compiled_once
 from sparse_flash.masks.pattern import text_of
 from sparse_flash.variant.variant import NO_TERMS
 

@@ -150,15 +150,15 @@ def limited(monkeypatch):
 
     limit = 32
     monkeypatch.setattr(launch, "launch", launched)
-    monkeypatch.setattr(launch, "_within_memory", {})
+    monkeypatch.setattr(launch, "within_memory", {})
     return ran
 
 
 def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(limited):
     check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
     check("triton", None, 40, dtype=torch.float16, lse_gradient=False)
-    assert len(set(limited)) == 1 and len(launch._within_memory) == 1
-    (key, config), *_ = launch._within_memory.items()
+    assert len(set(limited)) == 1 and len(launch.within_memory) == 1
+    (key, config), *_ = launch.within_memory.items()
     assert config == configs.Config(32, 32, 2, 1) and key[-1] == configs.Config(128, 64, 4, 3)
     q = torch.zeros(1, 1, 40, 32, dtype=torch.float16)
     with pytest.raises(OutOfResources):  # a config that was asked for is the one that runs

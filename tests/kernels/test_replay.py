@@ -104,8 +104,8 @@ def call(kernel, arguments, tensors, rooms=()):
 @pytest.fixture
 def driver(monkeypatch):
     stand_in = Driver()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # as the index of a CPU
+    monkeypatch.setattr(replay, "raw_stream", lambda device: 5)
+    monkeypatch.setattr(replay, "current_gpu", lambda: None)  # as the index of a CPU
     monkeypatch.setattr(replay, "_driver", lambda: stand_in)
     replay._driver_version.cache_clear()
     yield stand_in

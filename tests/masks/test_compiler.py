@@ -299,7 +299,7 @@ def test_size_of_the_batches_that_bound_memory_makes_no_difference(pattern, leng
         small.setattr(compiler, "_BATCH_NUMBERS", 3 * block_size)
         small.setattr(rules, "_CHUNK", 2 * block_size)
         small.setattr(tiles, "_BATCH_PAIRS", 2 * block_size**2)
-        small.setattr(block_mask, "_DENSE_CHUNK", 2 * block_size**2)
+        small.setattr(block_mask, "DENSE_CHUNK", 2 * block_size**2)
         pieces = sf.compile_mask(pattern, *lengths, block_size)
         assert pieces.equal(whole)
         np.testing.assert_array_equal(pieces.to_dense().numpy(), strategies.dense(pattern, *lengths))

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask
+from sparse_flash.masks import cache
 
 DOCUMENT = torch.tensor([0] * 100 + [1] * 33 + [2] * 260 + [3] * 7)
 
@@ -161,10 +161,10 @@ def test_a_flex_mask_passed_as_the_mask_is_read_once_and_goes_with_it(rule, batc
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept, enable_gqa=True)
     torch.testing.assert_close(sf.attention(q, k, v, flex), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(sf.attention(q, k, v, flex, softcap=1e6), expected, atol=1e-4, rtol=1e-3)
-    made = block_mask.of_flex(flex)
-    assert block_mask.of_flex(flex) is made
+    made = cache.from_flex_once(flex)
+    assert cache.from_flex_once(flex) is made
     flex.mask_mod = causal  # as who shifts a mask for decoding does
-    assert block_mask.of_flex(flex) is not made
+    assert cache.from_flex_once(flex) is not made
     alive = weakref.ref(flex)
     del flex
     gc.collect()
@@ -191,11 +191,11 @@ def test_a_flex_mask_that_cannot_be_read_now_is_refused_with_the_way_out(monkeyp
     flex = create_block_mask(window, None, None, 256, 256, device="cpu")
     with pytest.raises(Exception, match=r"BlockMask.from_flex\(mask\) outside of the compiled"):
         torch.compile(lambda q: sf.attention(q, q, q, flex), fullgraph=True, backend="eager")(q)
-    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
+    monkeypatch.setattr(cache, "is_recorded", lambda device: True)
     with pytest.raises(ValueError, match="call attention with it once before"):
         sf.attention(q, q, q, flex)
     monkeypatch.undo()
     expected = sf.attention(q, q, q, flex)
     torch.testing.assert_close(torch.compile(lambda q: sf.attention(q, q, q, flex), backend="eager")(q), expected)
-    monkeypatch.setattr(block_mask, "is_recorded", lambda device: True)
+    monkeypatch.setattr(cache, "is_recorded", lambda device: True)
     torch.testing.assert_close(sf.attention(q, q, q, flex), expected)  # it was read before

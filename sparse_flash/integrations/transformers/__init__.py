@@ -27,12 +27,12 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ...api.arguments import check_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern, parse
 from ...variant.definition import with_sinks
-from ...variant.variant import check_deterministic
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
 

@@ -7,14 +7,17 @@ it gets a ``ModelMask``, which says in spec text what a tensor would have said b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ...masks.block_mask import BlockMask, compiled_once
+from ...compat.pytorch import assert_in_graph
+from ...masks.block_mask import BlockMask
+from ...masks.build import with_coarse
+from ...masks.cache import compiled_once
+from ...masks.memory import remembered
 from ...masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from ...patterns import block_diagonal, full, sinks
 
@@ -198,7 +201,7 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
     run = (token >= first) & (token < first + count)
     if torch.compiler.is_compiling():
         # Compiled code looks at no values, but can fail where it runs.
-        torch._assert_async((exist == run).all(), f"attention_mask has zeros between its ones; {_UNCOMPILED}")
+        assert_in_graph((exist == run).all(), f"attention_mask has zeros between its ones; {_UNCOMPILED}")
     elif check and not torch.equal(exist, run):
         mask.dense = exist[:, None, None, mask.kv_offset :]
         return
@@ -221,7 +224,7 @@ def _assert_single(arguments, q_length) -> None:
     token = torch.arange(1, q_length, device=device)
     batch = torch.arange(arguments["batch_size"], device=device)[:, None]
     seen = arguments["mask_function"](batch, torch.zeros_like(batch), token, token - 1)
-    torch._assert_async(seen.all(), f"position_ids are of packed sequences; {_UNCOMPILED}")
+    assert_in_graph(seen.all(), f"position_ids are of packed sequences; {_UNCOMPILED}")
 
 
 def _said(arguments) -> tuple[str, str | None]:
@@ -357,7 +360,7 @@ def joined(mask, limits: tuple, offset: int = 0):
     return mask if mask is None and not limits else _joined_patterns(mask, limits, offset)
 
 
-@lru_cache(maxsize=1024)
+@remembered(maxsize=1024)
 def _joined_patterns(mask, limits, offset) -> Pattern:
     patterns = [parse(one) if isinstance(one, str) else one for one in (mask, *limits) if one is not None]
     return moved(And.of(*patterns), offset)
@@ -394,9 +397,9 @@ def moved(pattern: Pattern, offset: int) -> Pattern:
     return _Moved(pattern, offset) if offset else pattern
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
     """A mask for each batch entry."""
     every = [full() if pattern is None else pattern for pattern in patterns]
     masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
-    return replace(masks, mask_index=masks.mask_index.view(-1, 1), coarse=None).with_coarse().to(device)
+    return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, 1), coarse=None)).to(device)

@@ -4,7 +4,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch.launch import lasting_zeros
+from ..common.streams import raw_stream
+from ..launch.memory import zeros_of_stream
 
 # Bytes of keys and values that stay in the L2 cache while programs walk them, with room left for all else.
 L2_BYTES = 16 << 20
@@ -38,15 +39,9 @@ def comes_in_parts(table) -> bool:
     return table is not None and table.work.shape[1] > table.row_order.shape[1]
 
 
-_queues: dict[tuple, torch.Tensor] = {}
-
-
 def tile_queue(device: torch.device) -> torch.Tensor:
-    """(2,) int32 zeros, which a launch leaves as zeros: see ``schedule``. One for each stream, on which launches do not
-    overlap; one of its own for a launch in a graph, which may be replayed beside anything."""
+    """(2,) int32 zeros, which a launch leaves as zeros: see ``scheduler``. A launch in a graph, which may be replayed beside
+    anything, has its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _queues:
-        _queues[key] = lasting_zeros(2, device)
-    return _queues[key]
+    return zeros_of_stream("queue", 2, device, raw_stream(device.index))

@@ -1,19 +1,19 @@
 """What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 import triton
-from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
+from ..common.streams import raw_stream
 from ..common.tiles import Rows
 from ..common.variant import KernelTerms
 from .first_calls import compile_only, compiles_only, first_call, together
+from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
 
 # Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
@@ -85,49 +85,18 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros that stay: made in a thread of its own, which torch.compile's pool of CUDA graphs does not reach."""
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-
-    def made() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
-
-
-_ARRIVALS_OF_GRAPHS = 1 << 16
-_arrivals: dict[tuple, torch.Tensor] = {}
-_arrivals_taken: dict[torch.device, int] = {}
-
-
 def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
-    """(count or more,) int32 zeros, which the launch must leave as zeros. One tensor for each stream, on which launches do not
-    overlap. A launch in a graph, which may be replayed beside anything, has its own for good, zeroed before the capture, so
-    that no replay has to."""
+    """(count or more,) int32 zeros, which the launch must leave as zeros."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    for_graphs = (device, "graphs")
     if torch.cuda.is_current_stream_capturing():
-        taken = _arrivals_taken.get(device, 0)
-        if for_graphs not in _arrivals or taken + count > _ARRIVALS_OF_GRAPHS:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        _arrivals_taken[device] = taken + triton.cdiv(count, 4) * 4  # the next begins on 16 bytes
-        return _arrivals[for_graphs][taken : taken + count]
-    stream = device, torch._C._cuda_getCurrentRawStream(device.index)
-    if stream not in _arrivals or _arrivals[stream].shape[0] < count:
-        _arrivals[stream] = lasting_zeros(max(count, 1024), device)
-        if for_graphs not in _arrivals:
-            _arrivals[for_graphs] = lasting_zeros(_ARRIVALS_OF_GRAPHS, device)
-    return _arrivals[stream]
+        return zeros_of_a_graph(count, device)
+    make_room_for_graphs(device)
+    return zeros_of_stream("arrivals", max(count, 1024), device, raw_stream(device.index))
 
 
 # Products and sums are fused, one rounding in place of two, as all was measured and tested; Triton 3.10 has another default.
 FUSED = {"enable_fp_fusion": True}
-_launched: dict[tuple, CompiledKernel] = {}
 
 
 def launch(
@@ -157,10 +126,10 @@ def launch(
     key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     enter_context(first.device.index)
-    if aligned and key in _launched:
+    if aligned and key in launched:
         if not compiles_only():
-            _launched[key][(*grid, 1)](*arguments, *constants.values())
-        return _launched[key]
+            launched[key][(*grid, 1)](*arguments, *constants.values())
+        return launched[key]
     known = getattr(kernel, "params", ())  # the interpreter's kernels have none
     several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
     assert not several or variant, f"{kernel.fn.__name__} is compiled for values of {several}, which no variant tells apart"
@@ -176,11 +145,8 @@ def launch(
             together(first.device, lambda: launch(kernel, grid, arguments, constants, options, variant), beside)
         compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
-        _launched[key] = compiled
+        launched[key] = compiled
     return compiled
-
-
-_within_memory: dict[tuple, Config] = {}
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
@@ -191,8 +157,8 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
     the kernel is compiled for, but for the config; what fits is known from then on.
     """
     wanted = config
-    if _within_memory:
-        config = _within_memory.get((*key(), wanted), wanted)
+    if within_memory:
+        config = within_memory.get((*key(), wanted), wanted)
     while True:
         try:
             run(config)
@@ -203,7 +169,7 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
                     f"this call takes {error.required} bytes of {error.name} in the smallest tiles, and this GPU has "
                     f"{error.limit}; pass backend='torch'"
                 ) from error
-            _within_memory[*key(), wanted] = config
+            within_memory[*key(), wanted] = config
         else:
             return
 

@@ -19,15 +19,14 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from ..common.streams import current_gpu, raw_stream
 from .first_calls import compiles_only
-
-_MOST = 512  # launches remembered for dense attention, some KB each
-_dense: dict = {}
+from .memory import keep_launch, launches_of
 
 
 def known_call(mask, key: tuple) -> "ReplayedCall | None":
     """The launches that were remembered for this mask under this key."""
-    return None if compiles_only() else _memory(mask).get(key)
+    return None if compiles_only() else launches_of(mask).get(key)
 
 
 def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, facts) -> None:
@@ -37,11 +36,8 @@ def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, fac
     and pointers to their parts stand for. launches: (compiled, grid, all arguments, compile-time ones too) of each kernel.
     facts: what the caller wants to know next time.
     """
-    memory = _memory(mask)
-    if key not in memory:
-        if mask is None and len(memory) >= _MOST:
-            memory.clear()
-        memory[key] = None
+    if key not in launches_of(mask):
+        keep_launch(mask, key, None)
         return
     if _hooked() or any(t.data_ptr() % 16 for t in tensors) or any(compiled is None for compiled, *_ in launches):
         return
@@ -49,7 +45,7 @@ def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, fac
         if reason := refusal(compiled):
             _say(reason)
             return
-    memory[key] = ReplayedCall([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
+    launches_of(mask)[key] = ReplayedCall([Replay(*launch, tensors, rooms) for launch in launches], tensors, facts)
 
 
 @cache
@@ -116,11 +112,6 @@ def _size(kind: str) -> int:
     return 8 if kind.startswith("*") else 128 if kind == "map" else _SIZES.get(kind, 0)
 
 
-def _memory(mask) -> dict:
-    """For as long as the mask lives, whose tables the launches read."""
-    return _dense if mask is None else mask.__dict__.setdefault("_launches", {})
-
-
 def _hooked() -> bool:
     """Whether a profiler has to see launches."""
     runtime = knobs.runtime
@@ -154,12 +145,12 @@ class ReplayedCall:
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """False, with nothing launched, where these tensors need another kernel, another GPU is the current one, or a profiler
         has to see the launches."""
-        if _hooked() or torch._C._cuda_getDevice() != self.device:
+        if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
             enter_context(self.device)
         pointers = [t.data_ptr() for t in tensors]
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        stream = raw_stream(self.device)
         with self.lock:
             before = self.pointers
             if pointers != before:

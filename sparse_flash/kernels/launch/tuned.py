@@ -86,7 +86,8 @@ _remembering: list[Callable] = []
 
 
 def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
-    """lru_cache, until the file is written: launchers ask at every call, and shall get a plain lookup."""
+    """lru_cache of 256 results, emptied where the file is written or read again: launchers ask at every call, and get a plain
+    lookup."""
     cached = lru_cache(maxsize=256)(function)
     _remembering.append(cached)
     return cached

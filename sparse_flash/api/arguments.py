@@ -1,0 +1,378 @@
+"""Arguments of calls, checked: what is wrong, what was passed, and the way out. What a call does besides its mask checks itself
+(``variant.terms_of``); keywords of other libraries are in ``keywords``."""
+
+from __future__ import annotations
+
+import math
+import operator
+from itertools import pairwise
+
+import torch
+
+from .. import backends
+from ..dispatch import operators
+from ..dispatch.call import AttentionCall
+from ..masks.block_mask import BlockMask
+from ..masks.cache import compiled_once, of_another_library
+from ..masks.memory import cleared_by
+from ..masks.pattern import Pattern, text_of
+from ..variant.variant import check_number, check_same_device, int32_lengths, terms_of
+
+DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
+MAX_QUERIES = 64  # of a sequence, in decoding
+
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
+
+# The back end of calls that were checked before, by all that checks and choice depend on: at most _MOST_SELECTED, then all are
+# dropped. Never out of date: what back ends can do on a device does not change while a process runs.
+_selected: dict[tuple, str] = {}
+_MOST_SELECTED = 4096
+cleared_by(_selected.clear)
+
+
+def checked(
+    q,
+    k,
+    v,
+    mask,
+    scale,
+    dropout_p,
+    kv_lens,
+    q_lens,
+    kv_starts,
+    q_starts,
+    softcap,
+    alibi_slopes,
+    rel_bias,
+    score_mod,
+    score_params,
+    sinks,
+    return_lse,
+    deterministic,
+    backend,
+) -> AttentionCall:
+    """The arguments of ``sf.attention`` as one call. Raises ValueError for those that do not fit together, TypeError for wrong
+    types. A plain call like one before is not checked a second time."""
+    check_types(q, k, v)
+    check_deterministic(deterministic)
+    q, k, v = autocast(q, k, v)
+    if 0 in q.shape or 0 in k.shape:
+        check_tensors(q, k, v, may_be_empty=True)
+        if sinks is not None:
+            check_sinks(sinks, q)
+        return AttentionCall(q, k, v, mask, None, None, False, backend, None, sinks, return_lse, operators.NOTHING, None)
+    if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
+        mask = of_another_library(mask)
+    given, terms = mask, None
+    has_terms = (
+        dropout_p
+        or softcap is not None
+        or not isinstance(score_params, tuple)
+        or score_params
+        or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
+    )
+    is_pattern = mask is not None and not isinstance(mask, BlockMask)
+    if has_terms or sinks is not None or is_pattern:  # what follows reads their shapes
+        check_tensors(q, k, v)
+    if has_terms:
+        terms = terms_of(
+            q,
+            k,
+            dropout_p=dropout_p,
+            kv_lens=kv_lens,
+            q_lens=q_lens,
+            kv_starts=kv_starts,
+            q_starts=q_starts,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            rel_bias=rel_bias,
+            score_mod=score_mod,
+            score_params=score_params,
+        )
+    if sinks is not None:
+        check_sinks(sinks, q)
+    if is_pattern:
+        mask = _table_or_text(mask, q.shape[2], k.shape[2], q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    walked = mask.walked(q.is_cuda) if isinstance(mask, BlockMask) else mask
+    key = selected = None
+    if terms is None and not isinstance(mask, str) and not torch.compiler.is_compiling():
+        fits = None if mask is None else (mask.fits, walked is None or walked.block_size)
+        shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        key = (*shapes, fits, deterministic, backend)
+        selected = _selected.get(key)
+    if selected is None:
+        check_tensors(q, k, v)
+        if isinstance(mask, BlockMask):
+            check_mask(mask, q, k)
+    scale = checked_scale(scale, q.shape[3])
+    return AttentionCall(q, k, v, given, walked, scale, deterministic, backend, terms, sinks, return_lse, selected, key)
+
+
+def select_backend(call: AttentionCall) -> str:
+    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError where there
+    is none."""
+    if call.selected is not None:
+        return call.selected
+    if isinstance(call.mask, str) or torch.compiler.is_compiling():
+        # The operator chooses: compiled code is compiled anew for what depends on a length here.
+        if call.backend != "auto":
+            backends.backend(call.backend)
+        return call.backend
+    block_size = None if call.mask is None else call.mask.block_size
+    asked = backends.Call.of(call.q, call.k, call.v, block_size, call.terms, deterministic=call.deterministic)
+    name = backends.choose(call.backend, asked)
+    if call.key is not None:
+        if len(_selected) >= _MOST_SELECTED:
+            _selected.clear()
+        _selected[call.key] = name
+    return name
+
+
+def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
+    """Its table for these lengths; where the operator is seen, the spec text of a pattern that has some."""
+    if not operators.is_seen():
+        return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
+    if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):
+        raise TypeError(
+            f"torch.compile of PyTorch {torch.__version__} takes no Pattern objects; pass pattern.to_spec(), or a table"
+        )
+    # Not through as_block_mask, which torch.compile would trace into its dispatch.
+    text = text_of(pattern)
+    return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
+
+
+def autocast(q, k, v):
+    """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
+    device_type = q.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for "meta"
+        dtype = torch.get_autocast_dtype(device_type)
+        return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float | None:
+    """The scale of a call; raises ValueError or TypeError for one that cannot be. Within torch.compile None stays None, as a
+    head_dim may be symbolic there."""
+    if scale is None:
+        return None if torch.compiler.is_compiling() else head_dim**-0.5
+    check_number("scale", scale)
+    scale = float(scale)
+    if not 0 < scale < math.inf:  # torch.compile traces no isfinite of a symbolic number
+        raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
+    return scale
+
+
+def check_types(q, k, v) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
+
+
+def check_alike(q, k, v, cast: str = "cast with .to({0})") -> None:
+    """Raises ValueError where dtypes are not one that back ends take, or dtypes or devices differ. cast: the way out, of q's dtype
+    and the other."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
+                ".to(torch.bfloat16)"
+            )
+        if tensor.dtype != q.dtype:
+            way_out = cast.format(q.dtype, tensor.dtype)
+            raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; {way_out}")
+        if tensor.device != q.device:
+            raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
+
+
+def check_tensors(q, k, v, may_be_empty: bool = False) -> None:
+    """Raises ValueError where q, k and v do not fit together. may_be_empty: but for head_dim."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
+    check_alike(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[3] == 0 or (0 in tensor.shape and not may_be_empty):
+            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, heads and tokens; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
+    _check_groups(q.shape[1], k.shape[1])
+
+
+def _check_groups(heads: int, kv_heads: int) -> None:
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"the number of key heads must divide that of query heads; got {heads} query heads and {kv_heads} key heads"
+        )
+
+
+def check_deterministic(deterministic: bool | None) -> None:
+    """Raises TypeError for what is neither a bool nor None, a number too: 1 equals True where calls are remembered."""
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        raise TypeError(
+            f"deterministic must be True, False or None; got {deterministic!r}; None follows "
+            "torch.are_deterministic_algorithms_enabled()"
+        )
+
+
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    """Raises ValueError or TypeError for sinks that do not fit."""
+    check_same_device("sinks", sinks, q)
+    if tuple(sinks.shape) != (q.shape[1],) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be of a floating-point type and shape (heads,), here ({q.shape[1]},); got {sinks.dtype} of shape "
+            f"{tuple(sinks.shape)}"
+        )
+
+
+def check_mask(mask: BlockMask, q, k) -> None:
+    """Raises ValueError where a mask is not for these queries and keys."""
+    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
+            "tokens; compile it for these lengths, or pass the pattern itself"
+        )
+    _check_mask_fits(mask, q)
+
+
+def _check_mask_fits(mask: BlockMask, q) -> None:
+    if mask.device != q.device:
+        raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
+    for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
+        if size not in (1, wanted):
+            raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
+
+
+def check_decoding_tensors(q, k, v, block_table) -> None:
+    """As ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
+    order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
+    for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ValueError(f"{name} must have shape {shape}, none of it 0; got {tuple(tensor.shape)}")
+    check_alike(q, k, v, cast="cast q with .to({1})")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "attention_decode gives no gradients, and q, k or v requires one; use sparse_flash.attention, or call it under "
+            "torch.no_grad()"
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            "q and k must agree in head_dim, and the number of key heads divide that of query heads; got shapes "
+            f"{tuple(q.shape)} and {tuple(k.shape)}, k of {order}"
+        )
+    if block_table is None and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
+    if q.shape[2] > MAX_QUERIES:
+        raise ValueError(
+            f"attention_decode takes up to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use sparse_flash.attention for "
+            "more"
+        )
+
+
+def checked_cache_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(kv_lens, block_table) of ``attention_decode``, both in int32."""
+    batch = q.shape[0]
+    if kv_lens is not None:
+        kv_lens = int32_lengths(_integers("kv_lens", kv_lens, q))
+        if tuple(kv_lens.shape) != (batch,):
+            raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
+    if block_table is not None:
+        block_table = _integers("block_table", block_table, q).to(torch.int32)
+        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:
+            raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size, the third dimension of k, must be a power of two; got {page_size}")
+    return kv_lens, block_table
+
+
+def _integers(name: str, tensor, q) -> torch.Tensor:
+    way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
+    way_out = f"use {way_out}.to({str(q.device)!r})"
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be an int32 or int64 tensor on {q.device}; got {type(tensor).__name__}; {way_out}")
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != q.device:
+        raise ValueError(f"{name} must be int32 or int64 on {q.device}; got {tensor.dtype} on {tensor.device}; {way_out}")
+    return tensor
+
+
+def check_decoding_mask(mask: BlockMask, capacity: int, q) -> None:
+    """Raises ValueError where a mask is not for a cache of this capacity."""
+    if mask.q_len != mask.kv_len or mask.q_len < capacity:
+        raise ValueError(
+            f"a mask for decoding must be square and cover the cache's capacity of {capacity} tokens; got q_len={mask.q_len}, "
+            f"kv_len={mask.kv_len}; compile it for {capacity}, or pass the pattern itself"
+        )
+    _check_mask_fits(mask, q)
+
+
+def check_packed(q, k, v) -> None:
+    """As ``check_tensors``, for ``attention_varlen``, whose tensors have no batch."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+    check_alike(q, k, v)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
+    _check_groups(q.shape[1], k.shape[1])
+
+
+def checked_documents(name: str, x: torch.Tensor, cu_seqlens, longest) -> int:
+    """No document of x, (tokens, heads, head_dim), is longer than this. Raises ValueError or TypeError where cu_seqlens, checked as
+    far as the host can see, or ``longest`` is not for x, which is called ``name``."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(
+            f"cu_seqlens_{name} must be a tensor on {x.device}; got {type(cu_seqlens).__name__}; "
+            f"use torch.tensor(..., dtype=torch.int32, device={str(x.device)!r})"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens_{name} must be int32 or int64 of shape (documents + 1,), at least one document; "
+            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
+    tokens = len(x)
+    longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
+    return longest
+
+
+def _count(name: str, value) -> int:
+    """A number of tokens, of any integer type of the host."""
+    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
+    whole = operator.index(value) if of_numpy else value
+    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+        raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
+    return whole
+
+
+def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
+        raise ValueError(
+            f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
+            f"got {bounds[:4]}{' ...' * (len(bounds) > 4)} {bounds[-1]}"
+        )
+    if max(lengths) > longest:
+        raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
+
+
+def check_keep(keep) -> None:
+    """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share of them."""
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
+        raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
+    if isinstance(keep, int) and keep < 1:
+        raise ValueError(f"keep must be at least one block a row; got {keep}")
+    if isinstance(keep, float) and not 0 < keep <= 1:
+        raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")

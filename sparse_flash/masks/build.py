@@ -1,0 +1,346 @@
+"""BlockMasks made: from blocks and tiles, maps of blocks, dense tensors, functions of FlexAttention, the masks of heads; and from
+other BlockMasks. ``BlockMask``'s class methods are the public names of what is here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from . import block_mask, coarsen, from_flex
+from .block_mask import DENSE_CHUNK, BlockMask
+from .cache import as_block_mask, from_flex_once, is_recorded, one_mask
+from .from_flex import FlexMask
+from .grid import BlockGrid
+from .memory import remembered
+from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
+from .table import Entries, at_least_two, table_of, transposed_table_of, with_work
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool
+
+_MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
+
+
+def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
+    """One mask, the same for every batch and head, from kept blocks and their tiles."""
+    rows, cols, tiles = entries
+    if len(rows) >= 2**31:
+        raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
+    segment = np.zeros(len(tiles), np.int8)
+    partial = np.flatnonzero(tiles != FULL_TILE)
+    segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
+    # In 32 bits but for the key: dense masks of a million tokens take gigabytes.
+    rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
+    key = (rows * np.int64(3) + segment) * grid.kv_blocks + cols
+    if (key[1:] < key[:-1]).any():
+        order = np.argsort(key, kind="stable")
+        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
+    index, stacks = np.zeros(len(tiles), np.int32), []
+    for kind in (1, 2):
+        # Tiles are numbered by first appearance in the table, so that equal masks have equal tables.
+        used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
+        rank = np.argsort(np.argsort(first))
+        index[segment == kind] = rank[inverse]
+        stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
+    keeps_all = len(tiles) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, rows, cols, tiles, pool)
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=grid.block_size,
+        keeps_all=bool(keeps_all),
+        mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
+        by_query=table_of(rows, cols, segment, index, grid.q_blocks),
+        by_key=transposed_table_of(rows, cols, segment, index, grid.kv_blocks),
+        tile_runs=stacks[0],
+        tile_bits=stacks[1],
+    )
+
+
+def _keeps_all(grid: BlockGrid, rows, cols, tiles, pool: TilePool) -> bool:
+    kept = np.append(pool.kept, grid.block_size**2)
+    return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
+
+
+def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within) -> BlockMask:
+    """See ``BlockMask.from_blocks``."""
+    if not isinstance(blocks, torch.Tensor):
+        raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
+    if blocks.dtype != torch.bool or blocks.dim() not in (2, 4):
+        raise ValueError(
+            "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
+            f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
+        )
+    blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+    q_blocks, kv_blocks = blocks.shape[2:]
+    q_len = q_blocks * block_size if q_len is None else q_len
+    kv_len = kv_blocks * block_size if kv_len is None else kv_len
+    grid = BlockGrid(q_len, kv_len, block_size)
+    if grid.shape != (q_blocks, kv_blocks):
+        raise ValueError(
+            f"blocks is a map of {q_blocks} x {kv_blocks} blocks, but {grid.q_len} x {grid.kv_len} tokens in blocks of "
+            f"{block_size} are {grid.q_blocks} x {grid.kv_blocks}"
+        )
+    if within is None:
+        keep_it = q_blocks * kv_blocks <= _MOST_KEPT_BLOCKS and not is_recorded(blocks.device)
+        within = (_kept_of_all_blocks if keep_it else _of_all_blocks)(grid, blocks.device)
+    else:
+        within = one_mask("within", within, grid, blocks.device)
+    listing = _listing(within)
+    batch, heads = blocks.shape[:2]
+    if batch * heads * listing.block.numel() >= 2**31:  # of both tables
+        raise ValueError(
+            f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
+        )
+    by_query, by_key = chosen(blocks.reshape(batch * heads, -1), listing)
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=grid.block_size,
+        keeps_all=False,
+        mask_index=torch.arange(batch * heads, dtype=torch.int32, device=blocks.device).view(batch, heads),
+        by_query=by_query,
+        by_key=by_key,
+        tile_runs=within.tile_runs,
+        tile_bits=within.tile_bits,
+    )
+
+
+def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
+    """The mask that keeps every pair, made on the device: no copy from the host, which each replay of a graph would repeat."""
+    size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
+    # Which tile says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
+    tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
+    if cut_row:
+        tile[-1] = 1
+        tile[-1, -1:] += cut_col > 0
+    heights = [size, cut_row or size, cut_row or size]
+    widths = [cut_col or size, size, cut_col or size]
+    token = counted(size, device)
+    runs = [(token < h).to(torch.int32) * (w << 16) for h, w in zip(heights, widths, strict=True)]
+    return BlockMask(
+        q_len=grid.q_len,
+        kv_len=grid.kv_len,
+        block_size=size,
+        keeps_all=True,
+        mask_index=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        by_query=table_of_all(tile, cut_row > 0, cut_col > 0),
+        by_key=table_of_all(tile.T, cut_col > 0, cut_row > 0),
+        tile_runs=torch.stack(runs),
+        tile_bits=torch.zeros((2, size, -(-size // 32)), dtype=torch.int32, device=device),
+    )
+
+
+_kept_of_all_blocks = remembered(maxsize=16)(_of_all_blocks)
+
+
+def _listing(mask: BlockMask) -> Listing:
+    """The entries of one mask, to choose from; made once for each mask, and kept as long as it lives."""
+    known = mask.__dict__.get("_listed")
+    if known is None:
+        known = listing_of(mask.by_query, mask.by_key)
+        if not is_recorded(mask.device):
+            mask.__dict__["_listed"] = known
+    return known
+
+
+def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
+    """See ``BlockMask.from_dense``."""
+    if kept.dtype != torch.bool or kept.dim() not in (2, 4):
+        raise ValueError(
+            "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len); got "
+            f"{kept.dtype} of shape {tuple(kept.shape)}"
+        )
+    dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
+    grid = BlockGrid(*dense.shape[2:], block_size)
+    pool = TilePool(block_size)
+    rows, cols = (axis.ravel() for axis in np.indices(grid.shape))
+    below, beyond = grid.q_blocks * block_size - grid.q_len, grid.kv_blocks * block_size - grid.kv_len
+    masks = []
+    for one in dense.reshape(-1, *dense.shape[2:]):
+        padded = np.pad(one, ((0, below), (0, beyond)))
+        blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
+        tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
+        some = tiles != EMPTY_TILE
+        masks.append(from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
+    return _of_heads(masks, dense.shape[:2]).to(kept.device)
+
+
+def of_flex(mask: FlexMask) -> BlockMask:
+    """See ``BlockMask.from_flex``."""
+    grid = from_flex.grid_of(mask)
+    pool = TilePool(grid.block_size)
+    masks = [from_entries(grid, Entries(*entries), pool) for entries in from_flex.entries_of(mask, pool)]
+    return _of_heads(masks, mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+
+
+def from_mask_mod(
+    mask_mod: Callable,
+    batch: int | None,
+    heads: int | None,
+    q_len: int,
+    kv_len: int | None,
+    block_size: int,
+    device,
+    progress: bool | None,
+) -> BlockMask:
+    """See ``BlockMask.from_mask_mod``."""
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+    for name, count in (("batch", batch), ("heads", heads)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
+    grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
+    pool, stored = TilePool(block_size), {}
+    masks = [[None] * shape[1] for _ in range(shape[0])]
+    device = torch.device(device or "cpu")
+    for served, entries in from_flex.all_entries_of(mask_mod, grid, shape, device, pool, progress):
+        mask = from_entries(grid, Entries(*entries), pool)
+        mask = stored.setdefault(mask.digest, mask)
+        for b, h in served:
+            masks[b][h] = mask
+    return _of_heads([mask for row in masks for mask in row], shape).to(device)
+
+
+def _of_heads(masks: list[BlockMask], shape: tuple[int, int]) -> BlockMask:
+    """A mask for each head of each batch entry, of which there are ``shape``."""
+    joined = per_head(masks)
+    return replace(joined, mask_index=joined.mask_index.view(shape))
+
+
+def per_head(masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+    """See ``BlockMask.per_head``."""
+    if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
+        raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
+    masks = [from_flex_once(mask) if isinstance(mask, FlexMask) else mask for mask in masks]
+    if not masks:
+        raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
+    first = next((m for m in masks if isinstance(m, BlockMask)), None)
+    if first is not None:
+        q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
+        device = device or first.device
+    compiled, cache = [], {}
+    for item in masks:
+        key = id(item) if isinstance(item, BlockMask) else item
+        if key not in cache:
+            cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
+        compiled.append(cache[key])
+    for head, mask in enumerate(compiled):
+        if mask.mask_index.numel() != 1:
+            raise ValueError(f"per_head needs masks of one head each; mask {head} has {tuple(mask.mask_index.shape)}")
+        if mask.sizes != compiled[0].sizes:
+            raise ValueError(
+                "per_head needs masks of one (q_len, kv_len, block_size); "
+                f"mask 0 has {compiled[0].sizes}, mask {head} has {mask.sizes}"
+            )
+    digests = [mask.digest for mask in compiled]
+    stored = dict(zip(digests, compiled, strict=True))
+    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+    joined = _stacked([stored[digest] for digest in numbers])
+    index = torch.tensor([[numbers[digest] for digest in digests]], dtype=torch.int32, device="cpu")
+    return with_coarse(replace(joined, mask_index=index, coarse=None)).to(device or "cpu")
+
+
+def _stacked(masks: list[BlockMask]) -> BlockMask:
+    """Several stored masks behind one table, their tiles pooled. mask_index is left as that of the first."""
+    if len(masks) == 1:
+        return masks[0]
+    pools, index = [], []
+    for kind in range(2):
+        stacked = torch.cat([m.tiles[kind] for m in masks])
+        pool, inverse = torch.unique(stacked.flatten(1), dim=0, return_inverse=True)
+        pools.append(torch.from_numpy(at_least_two(pool.view(-1, *stacked.shape[1:]).numpy())))
+        index.append(inverse.split([len(m.tiles[kind]) for m in masks]))
+    tables = []
+    for name in ("by_query", "by_key"):
+        parts, base = [], 0
+        for number, mask in enumerate(masks):
+            table = getattr(mask, name)
+            count = int(table.row_ptr[0, -1])
+            ptr, split, tile = table.row_ptr, table.row_split, table.tile_idx[:count].long()
+            entry = torch.arange(count, device=ptr.device)
+            row = torch.searchsorted(ptr[0].contiguous(), entry, right=True) - 1
+            kinds = torch.where(entry >= split[0, row, 1], 1, 0)
+            remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
+            in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
+            remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
+            parts.append((ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
+            base += count
+        joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        joined[3:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[3:]]
+        tables.append(with_work(*joined))
+    return replace(
+        masks[0],
+        keeps_all=all(m.keeps_all for m in masks),
+        by_query=tables[0],
+        by_key=tables[1],
+        tile_runs=pools[0],
+        tile_bits=pools[1],
+    )
+
+
+def select(mask: BlockMask, head: int, batch: int) -> BlockMask:
+    """See ``BlockMask.select``."""
+    mine = np.flatnonzero(mask.entry_masks == mask._stored(batch, head))
+    rows, cols, kind, tile = (axis[mine] for axis in mask.entries())
+    pool, numbers = TilePool(mask.block_size), np.full(len(rows), FULL_TILE, np.int64)
+    for which, stored in ((1, mask.tile_runs), (2, mask.tile_bits)):
+        chosen = np.flatnonzero(kind == which)
+        used, inverse = np.unique(tile[chosen], return_inverse=True)
+        tiles = stored.cpu().numpy()[used]
+        if len(used):
+            numbers[chosen] = (pool.add_runs(tiles) if which == 1 else pool.add_bits(tiles))[inverse]
+    return with_coarse(from_entries(mask.grid, Entries(rows, cols, numbers), pool)).to(mask.device)
+
+
+def transpose(mask: BlockMask) -> BlockMask:
+    """See ``BlockMask.transpose``."""
+    rows, cols, segment, tile = mask.entries()
+    pool = TilePool(mask.block_size)
+    numbers = np.full(len(rows), FULL_TILE, np.int64)
+    size = mask.block_size
+    for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
+        part = slice(low, low + max(1, DENSE_CHUNK // size**2))
+        partial = segment[part] > 0
+        if partial.any():
+            dense = mask.tile_pairs(segment[part][partial], tile[part][partial])
+            numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
+    grid = BlockGrid(mask.kv_len, mask.q_len, size)
+    which = np.searchsorted(mask.mask_bounds(), np.arange(len(rows)), side="right")
+    single = []
+    for number in range(mask.masks):
+        mine = which == number
+        single.append(from_entries(grid, Entries(cols[mine], rows[mine], numbers[mine]), pool))
+    turned = replace(_stacked(single), mask_index=mask.mask_index.cpu(), keeps_all=mask.keeps_all)
+    return with_coarse(turned).to(mask.device)
+
+
+def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
+    """See ``BlockMask.in_blocks_of``."""
+    if block_size % mask.block_size:
+        raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
+    grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
+    rows, cols, kind, tile = mask.entries()
+    pool = TilePool(block_size)
+    single = []
+    for number in range(mask.masks):
+        mine = np.flatnonzero(mask.entry_masks == number)
+
+        def decode(index, mine=mine):
+            return mask.tile_pairs(kind[mine[index]], tile[mine[index]])
+
+        entries = coarsen.merged(mask.grid, rows[mine], cols[mine], mask.entry_pairs[mine], decode, pool)
+        single.append(from_entries(grid, Entries(*entries), pool))
+    return replace(_stacked(single), mask_index=mask.mask_index.cpu(), keeps_all=mask.keeps_all).to(mask.device)
+
+
+def with_coarse(mask: BlockMask) -> BlockMask:
+    """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
+    rows, cols, *_ = mask.entries()
+    if not coarsen.pays(mask.grid, mask.entry_masks, rows, cols):
+        return mask
+    return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))
+
+
+block_mask.build = sys.modules[__name__]

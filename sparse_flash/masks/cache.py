@@ -1,0 +1,156 @@
+"""A BlockMask for whatever stands for one: a pattern, its spec text, a mask of FlexAttention; made once, and remembered."""
+
+from __future__ import annotations
+
+import operator
+from concurrent.futures import ThreadPoolExecutor
+from functools import singledispatch
+
+import torch
+
+from ..compat.dynamo import constant_in_graphs
+from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
+from . import from_flex
+from .block_mask import BlockMask
+from .from_flex import FlexMask
+from .grid import BlockGrid
+from .memory import cleared_by, remembered
+
+# A FlexAttention mask -> (what it was made of, BlockMask), for as long as the mask lives.
+_of_flex = WeakIdKeyDictionary()
+cleared_by(_of_flex.clear)
+# What CUDA graphs were captured with, by id: replays read it, so that it is never dropped. As many as were captured.
+_captured: dict[int, BlockMask] = {}
+
+
+@singledispatch
+def as_block_mask(mask, **lengths) -> BlockMask:
+    """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
+    the table's format, need not know how tables are compiled."""
+    raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
+
+
+def _way_out(mask) -> str:
+    """How to make a mask of what is none; nothing where there is no saying."""
+    if isinstance(mask, torch.Tensor):
+        return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
+    if isinstance(mask, (list, tuple)):
+        return "; use BlockMask.per_head for a mask of each head"
+    if isinstance(mask, type):
+        return f" {mask.__name__} itself; call it for a pattern"
+    if callable(mask):
+        return "; use from_mask_fn for a function of positions (q, kv), BlockMask.from_mask_mod for one of (b, h, q_idx, kv_idx)"
+    return "; use 'full' to keep every pair" if mask is None else ""
+
+
+@as_block_mask.register(BlockMask)
+def _(mask, **lengths) -> BlockMask:
+    return mask
+
+
+@as_block_mask.register(FlexMask)
+def from_flex_once(mask, **lengths) -> BlockMask:
+    """``BlockMask.from_flex``, once for each mask: again only where its function or tables were replaced by others."""
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
+            "function and pass that"
+        )
+    made_of = from_flex.parts_of(mask)
+    known = _of_flex.get(mask)
+    if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
+        _keep_if_captured(known[1])
+        return known[1]
+    if is_recorded(mask.kv_indices.device):
+        raise ValueError(
+            "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
+            "BlockMask.from_flex(mask) before, or call attention with it once before"
+        )
+    made = BlockMask.from_flex(mask)
+    _of_flex[mask] = made_of, made
+    return made
+
+
+def of_another_library(mask) -> BlockMask:
+    """A BlockMask from what is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
+    # torch.compile cannot trace into the dispatch.
+    return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
+
+
+def _keep_if_captured(mask: BlockMask) -> None:
+    """What a CUDA graph is captured with stays for good, as replays read it."""
+    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[id(mask)] = mask
+
+
+def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
+    FakeTensorMode, of its tensors."""
+    if not torch.compiler.is_compiling():
+        mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+        _keep_if_captured(mask)
+        fake = fake_mode()
+        if fake is None:
+            return mask
+        tensors = [fake.from_tensor(t) for t in mask.tensors()]
+        return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
+    # operator.index makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
+    return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
+
+
+@constant_in_graphs
+def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
+    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
+    mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
+    with plain_tensors():
+        return mask.keeps_all, mask.constants()
+
+
+@remembered(maxsize=64)
+def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
+            "is captured; make the call once before, or pass compile_mask(...)"
+        )
+    # In a thread of its own: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs
+    # are a thread's, and a table that stays is to be of none of them.
+    with ThreadPoolExecutor(1) as thread:
+        lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "device": device}
+        return thread.submit(as_block_mask, pattern, **lengths).result()
+
+
+def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:
+    """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
+    Raises ValueError, which calls it ``name``, where it does not fit."""
+    if isinstance(mask, FlexMask):
+        mask = from_flex_once(mask)
+    if not isinstance(mask, BlockMask):
+        # torch.compile cannot trace into the dispatch.
+        if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
+            return as_block_mask(mask)  # says what a mask must be
+        return compiled_once(mask, *_lengths(grid), device)
+    if mask.masks != 1 or mask.mask_index.numel() != 1:
+        raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
+    if mask.sizes != _lengths(grid):
+        raise ValueError(
+            f"{name} must have the lengths and block size of the blocks, (q_len, kv_len, block_size) = {_lengths(grid)}; got "
+            f"{mask.sizes}; compile it for these, or pass the pattern itself"
+        )
+    if mask.device != device:
+        raise ValueError(f"{name} is on {mask.device}, what it is to limit on {device}; use {name}.to({str(device)!r})")
+    return mask
+
+
+def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
+    return grid.q_len, grid.kv_len, grid.block_size
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether operations are only recorded now, for a CUDA graph or by torch.compile, or shown to a mode, which may put other
+    tensors in their place: their results are not to be kept."""
+    if torch.compiler.is_compiling() or active_modes():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

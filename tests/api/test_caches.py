@@ -1,0 +1,99 @@
+"""What calls remember, and how it is given back."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracle import DEVICE
+
+import sparse_flash as sf
+from sparse_flash.api import arguments
+from sparse_flash.masks import cache, memory, pattern
+
+
+def calls(dtype=torch.float32) -> list[torch.Tensor]:
+    q = torch.randn(1, 2, 150, 64, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(0))
+    decoded = sf.attention_decode(q[:, :, :1], q, q, "causal & local(20)")
+    documents = torch.tensor([0, 70, 150], dtype=torch.int32, device=DEVICE)
+    packed = sf.attention_varlen(*[q[0].transpose(0, 1)] * 3, documents, mask="causal & strided(2, block=16)")
+    topk = sf.attention(q, q, q, sf.topk_blocks(q, q, 2, block_size=16), backend="torch")
+    return [sf.attention(q, q, q, "causal & local(20)"), sf.attention(q, q, q), decoded, packed, topk]
+
+
+def test_cleared_caches_change_no_result():
+    before = calls()
+    sf.clear_caches()
+    for ours, wanted in zip(calls(), before, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_clearing_empties_every_memory_of_calls():
+    calls()
+    assert cache._cached_mask.cache_info().currsize and arguments._selected
+    sf.clear_caches()
+    assert not arguments._selected
+    sizes = [clear.__self__.cache_info().currsize for clear in memory._ways_to_clear if hasattr(clear.__self__, "cache_info")]
+    assert len(sizes) >= 7 and not any(sizes)
+
+
+def test_masks_that_nobody_holds_are_freed():
+    q = torch.randn(1, 1, 100, 16, device=DEVICE)
+    sf.attention(q, q, q, "causal & local(33)")
+    mask = weakref.ref(cache.compiled_once("causal & local(33)", 100, 100, 128, q.device))
+    gc.collect()
+    assert mask() is not None
+    sf.clear_caches()
+    gc.collect()
+    assert mask() is None
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_captured_graphs_survive_cleared_caches():
+    q = torch.randn(1, 2, 300, 64, device=DEVICE, dtype=torch.float16)
+    decoded = lambda: sf.attention_decode(q[:, :, :1], q, q, "causal & local(100)")  # noqa: E731
+    wanted, few = sf.attention(q, q, q, "causal & local(31)"), decoded()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, out_few = sf.attention(q, q, q, "causal & local(31)"), decoded()
+    sf.clear_caches()
+    torch.cuda.empty_cache()
+    noise = [torch.randn(1 << 20, device=DEVICE) for _ in range(8)]  # takes what was freed
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(out_few, few)
+        torch.testing.assert_close(sf.attention(q, q, q, "causal & local(31)"), wanted)
+    assert len(noise) == 8
+
+
+def test_a_pattern_defined_anew_in_a_notebook_is_not_taken_for_the_one_before(monkeypatch):
+    monkeypatch.setattr(pattern, "_registry", dict(pattern._registry))
+
+    def define(distance):
+        @sf.register_pattern("notebook_ring")
+        @dataclass(frozen=True)
+        class Ring(sf.Pattern):
+            def token_rule(self, q, kv):
+                return abs(q - kv) < distance
+
+        return Ring
+
+    monkeypatch.setitem(globals(), "__name__", "__main__")  # where a notebook's classes are defined
+    for distance in (3, 7):
+        assert define(distance).__module__ == "__main__"
+        q = torch.randn(1, 1, 40, 16, device=DEVICE)
+        expected = sf.attention(q, q, q, sf.local(distance))
+        torch.testing.assert_close(sf.attention(q, q, q, "notebook_ring"), expected)
+
+
+def test_clearing_works_where_there_is_no_triton():
+    program = (
+        "import sys; sys.modules['triton'] = None; import torch, sparse_flash as sf; q = torch.randn(1, 1, 40, 16);"
+        "sf.attention(q, q, q, 'causal'); sf.clear_caches(); print(sf.attention(q, q, q, 'causal').shape[2])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "40"

@@ -1,0 +1,174 @@
+"""What the package relies on of PyTorch's private names, each on its own: a release that changes one fails here."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparse_flash.compat import dynamo, pytorch
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+
+
+def test_a_name_that_a_release_lacks_is_told_with_the_release():
+    with pytest.raises(
+        ImportError, match=re.escape(f"PyTorch {torch.__version__} has no _C.no_such_name, which sparse_flash relies")
+    ):
+        pytorch.private("_C.no_such_name")
+    with pytest.raises(ImportError, match=r"utils\._no_such\.name"):
+        pytorch.private("utils._no_such:name")
+
+
+def test_modes_are_counted_and_the_fake_one_is_found():
+    assert pytorch.active_modes() == 0 and pytorch.fake_mode() is None
+    with FakeTensorMode() as mode:
+        assert pytorch.active_modes() == 1 and pytorch.fake_mode() is mode
+    assert pytorch.active_modes() == 0
+
+
+def test_function_transforms_are_seen_and_functionalize_is_none_that_differentiates():
+    seen = []
+
+    def look(x):
+        seen.append((pytorch.in_function_transform(), pytorch.in_differentiating_transform()))
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.functionalize(look)(torch.ones(2))
+    assert seen == [(False, False), (True, True), (True, True), (True, False)]
+
+
+def test_tangents_of_forward_mode_are_seen():
+    x = torch.ones(2)
+    assert not pytorch.has_forward_derivative(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert not pytorch.has_forward_derivative(x)
+        assert pytorch.has_forward_derivative(x, torch.autograd.forward_ad.make_dual(x, x))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def test_a_function_applied_directly_is_the_function_applied():
+    x = torch.ones(3, requires_grad=True)
+    out = pytorch.apply_directly(Doubled)(x, 2.0)
+    assert torch.equal(out, Doubled.apply(x, 2.0)) and out.grad_fn is not None
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_plain_tensors_are_made_beneath_modes_and_subclasses():
+    with FakeTensorMode():
+        with pytorch.plain_tensors():
+            inside = torch.ones(2)
+        assert type(inside) is torch.Tensor and type(torch.ones(2)) is not torch.Tensor
+
+
+def test_without_subclasses_their_function_is_not_called():
+    calls = []
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    loud = torch.ones(2).as_subclass(Loud)
+    calls.clear()
+    with pytorch.without_subclasses():
+        loud + 1
+    assert not calls
+    loud + 1
+    assert calls
+
+
+def test_leaves_of_nested_containers_come_in_order():
+    assert pytorch.leaves_of(({"a": 1, "b": [2, 3]}, 4)) == [1, 2, 3, 4]
+
+
+def test_weak_keys_are_told_apart_by_identity_and_go_with_their_object():
+    class Unhashable(SimpleNamespace):
+        __hash__ = None
+
+    known, one, other = pytorch.WeakIdKeyDictionary(), Unhashable(a=1), Unhashable(a=1)
+    known[one] = "one"
+    assert known.get(one) == "one" and known.get(other) is None
+    del one
+    assert len(known) == 0
+
+
+def test_a_condition_that_is_false_fails_where_it_is_known_and_compiled_code_keeps_it():
+    pytorch.assert_in_graph(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not so"):
+        pytorch.assert_in_graph(torch.tensor(False), "not so")
+
+    def positive(x):
+        pytorch.assert_in_graph((x > 0).all(), "not positive")
+        return x + 1
+
+    compiled = torch.compile(positive, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="not positive"):
+        compiled(-torch.ones(2))
+
+
+def test_a_function_marked_constant_is_called_while_a_graph_is_traced_and_not_looked_into():
+    calls = []
+
+    @dynamo.constant_in_graphs
+    def number():
+        calls.append(1)
+        return __import__("math").pi  # an import, which cannot be traced
+
+    compiled = torch.compile(lambda x: x * number(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(1)), torch.full((1,), torch.pi)) and len(calls) == 1
+    compiled(torch.ones(1))
+    assert len(calls) == 1
+
+
+def test_a_length_that_may_vary_compiles_nothing_anew():
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: x * 2, backend=counter)
+    for length in (5, 7, 9):
+        x = torch.ones(length)
+        dynamo.length_may_vary(x, 0)
+        compiled(x)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_backward_pass_runs_twice_over_one_graph():
+    import torch._functorch.config as config
+
+    with config.patch(donated_buffer=True):
+        dynamo.keep_saved_tensors()
+        x = torch.ones(3, requires_grad=True)
+        out = torch.compile(lambda x: (x.sin() * x).sum(), backend="aot_eager")(x)
+        first = torch.autograd.grad(out, x, retain_graph=True)[0]
+        assert torch.equal(torch.autograd.grad(out, x)[0], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_for_cpus_takes_and_gives_lse(dtype):
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=dtype) for _ in range(3))
+    out, lse = pytorch.cpu_attention(q, k, v, 0.0, True, attn_mask=None, scale=0.3)
+    scores = (0.3 * q.double() @ k.double().mT).masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=0.02, rtol=0.01)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=0.02, rtol=0.02)
+    grads = pytorch.cpu_attention_backward(torch.ones_like(out), q, k, v, out, lse, 0.0, True, attn_mask=None, scale=0.3)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and all(g.isfinite().all() for g in grads)
