@@ -282,7 +282,7 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
 
 def select(mask: BlockMask, head: int, batch: int) -> BlockMask:
     """See ``BlockMask.select``."""
-    mine = np.flatnonzero(mask.entry_masks == mask._stored(batch, head))
+    mine = np.flatnonzero(mask.entry_masks == mask.stored_index(batch, head))
     rows, cols, kind, tile = (axis[mine] for axis in mask.entries())
     pool, numbers = TilePool(mask.block_size), np.full(len(rows), FULL_TILE, np.int64)
     for which, stored in ((1, mask.tile_runs), (2, mask.tile_bits)):
