@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from itertools import pairwise
+from typing import SupportsIndex
 
 import torch
 
@@ -16,7 +17,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
-from ..variant.variant import check_number, check_same_device, int32_lengths, terms_of
+from ..variant.variant import ScoreFunction, check_number, check_same_device, int32_lengths, terms_of
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # of a sequence, in decoding
@@ -26,31 +27,31 @@ _TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares
 
 # The back end of calls that were checked before, by all that checks and choice depend on: at most _MOST_SELECTED, then all are
 # dropped. Never out of date: what back ends can do on a device does not change while a process runs.
-_selected: dict[tuple, str] = {}
+_selected: dict[tuple[object, ...], str] = {}
 _MOST_SELECTED = 4096
 cleared_by(_selected.clear)
 
 
 def checked(
-    q,
-    k,
-    v,
-    mask,
-    scale,
-    dropout_p,
-    kv_lens,
-    q_lens,
-    kv_starts,
-    q_starts,
-    softcap,
-    alibi_slopes,
-    rel_bias,
-    score_mod,
-    score_params,
-    sinks,
-    return_lse,
-    deterministic,
-    backend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask | Pattern | str | None,
+    scale: float | None,
+    dropout_p: float,
+    kv_lens: torch.Tensor | None,
+    q_lens: torch.Tensor | None,
+    kv_starts: torch.Tensor | None,
+    q_starts: torch.Tensor | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    rel_bias: torch.Tensor | None,
+    score_mod: ScoreFunction | None,
+    score_params: tuple[torch.Tensor, ...],
+    sinks: torch.Tensor | None,
+    return_lse: bool,
+    deterministic: bool | None,
+    backend: str,
 ) -> AttentionCall:
     """The arguments of ``sf.attention`` as one call. Raises ValueError for those that do not fit together, TypeError for wrong
     types. A plain call like one before is not checked a second time."""
@@ -64,16 +65,16 @@ def checked(
         return AttentionCall(q, k, v, mask, None, None, False, backend, None, sinks, return_lse, operators.NOTHING, None)
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
         mask = of_another_library(mask)
-    given, terms = mask, None
+    terms = None
     has_terms = (
         dropout_p
         or softcap is not None
         or not isinstance(score_params, tuple)
         or score_params
-        or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is score_mod is None)
+        or score_mod is not None
+        or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     )
-    is_pattern = mask is not None and not isinstance(mask, BlockMask)
-    if has_terms or sinks is not None or is_pattern:  # what follows reads their shapes
+    if has_terms or sinks is not None or isinstance(mask, (Pattern, str)):  # what follows reads their shapes
         check_tensors(q, k, v)
     if has_terms:
         terms = terms_of(
@@ -92,23 +93,22 @@ def checked(
         )
     if sinks is not None:
         check_sinks(sinks, q)
-    if is_pattern:
-        mask = _table_or_text(mask, q.shape[2], k.shape[2], q.device)
+    table = _table_or_text(mask, q.shape[2], k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else mask
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    walked = mask.walked(q.is_cuda) if isinstance(mask, BlockMask) else mask
+    walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
     key = selected = None
-    if terms is None and not isinstance(mask, str) and not torch.compiler.is_compiling():
-        fits = None if mask is None else (mask.fits, walked is None or walked.block_size)
+    if terms is None and not isinstance(table, str) and not isinstance(walked, str) and not torch.compiler.is_compiling():
+        fits = None if table is None else (table.fits, walked is None or walked.block_size)
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (*shapes, fits, deterministic, backend)
         selected = _selected.get(key)
     if selected is None:
         check_tensors(q, k, v)
-        if isinstance(mask, BlockMask):
-            check_mask(mask, q, k)
+        if isinstance(table, BlockMask):
+            check_mask(table, q, k)
     scale = checked_scale(scale, q.shape[3])
-    return AttentionCall(q, k, v, given, walked, scale, deterministic, backend, terms, sinks, return_lse, selected, key)
+    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, terms, sinks, return_lse, selected, key)
 
 
 def select_backend(call: AttentionCall) -> str:
@@ -144,12 +144,12 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text
 
 
-def autocast(q, k, v):
+def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for "meta"
         dtype = torch.get_autocast_dtype(device_type)
-        return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
 
 
@@ -165,13 +165,13 @@ def checked_scale(scale: float | None, head_dim: int) -> float | None:
     return scale
 
 
-def check_types(q, k, v) -> None:
+def check_types(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
 
 
-def check_alike(q, k, v, cast: str = "cast with .to({0})") -> None:
+def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
     """Raises ValueError where dtypes are not one that back ends take, or dtypes or devices differ. cast: the way out, of q's dtype
     and the other."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -187,7 +187,7 @@ def check_alike(q, k, v, cast: str = "cast with .to({0})") -> None:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
 
 
-def check_tensors(q, k, v, may_be_empty: bool = False) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
     """Raises ValueError where q, k and v do not fit together. may_be_empty: but for head_dim."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -229,7 +229,7 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
         )
 
 
-def check_mask(mask: BlockMask, q, k) -> None:
+def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises ValueError where a mask is not for these queries and keys."""
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
@@ -239,7 +239,7 @@ def check_mask(mask: BlockMask, q, k) -> None:
     _check_mask_fits(mask, q)
 
 
-def _check_mask_fits(mask: BlockMask, q) -> None:
+def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
     for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
@@ -247,7 +247,7 @@ def _check_mask_fits(mask: BlockMask, q) -> None:
             raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
 
 
-def check_decoding_tensors(q, k, v, block_table) -> None:
+def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
     """As ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
@@ -275,7 +275,9 @@ def check_decoding_tensors(q, k, v, block_table) -> None:
         )
 
 
-def checked_cache_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def checked_cache_lengths(
+    q: torch.Tensor, page_size: int, kv_lens: torch.Tensor | None, block_table: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(kv_lens, block_table) of ``attention_decode``, both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
@@ -291,7 +293,7 @@ def checked_cache_lengths(q, page_size: int, kv_lens, block_table) -> tuple[torc
     return kv_lens, block_table
 
 
-def _integers(name: str, tensor, q) -> torch.Tensor:
+def _integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
     way_out = f"{name}.to(torch.int32)" if isinstance(tensor, torch.Tensor) else f"torch.tensor({name}, dtype=torch.int32)"
     way_out = f"use {way_out}.to({str(q.device)!r})"
     if not isinstance(tensor, torch.Tensor):
@@ -301,7 +303,7 @@ def _integers(name: str, tensor, q) -> torch.Tensor:
     return tensor
 
 
-def check_decoding_mask(mask: BlockMask, capacity: int, q) -> None:
+def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None:
     """Raises ValueError where a mask is not for a cache of this capacity."""
     if mask.q_len != mask.kv_len or mask.q_len < capacity:
         raise ValueError(
@@ -311,7 +313,7 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q) -> None:
     _check_mask_fits(mask, q)
 
 
-def check_packed(q, k, v) -> None:
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """As ``check_tensors``, for ``attention_varlen``, whose tensors have no batch."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
@@ -326,7 +328,7 @@ def check_packed(q, k, v) -> None:
     _check_groups(q.shape[1], k.shape[1])
 
 
-def checked_documents(name: str, x: torch.Tensor, cu_seqlens, longest) -> int:
+def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:
     """No document of x, (tokens, heads, head_dim), is longer than this. Raises ValueError or TypeError where cu_seqlens, checked as
     far as the host can see, or ``longest`` is not for x, which is called ``name``."""
     if not isinstance(cu_seqlens, torch.Tensor):
@@ -348,7 +350,7 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens, longest) -> int:
     return longest
 
 
-def _count(name: str, value) -> int:
+def _count(name: str, value: SupportsIndex) -> int:
     """A number of tokens, of any integer type of the host."""
     of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
     whole = operator.index(value) if of_numpy else value
@@ -368,7 +370,7 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
 
 
-def check_keep(keep) -> None:
+def check_keep(keep: int | float) -> None:
     """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share of them."""
     if isinstance(keep, bool) or not isinstance(keep, (int, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")

@@ -36,8 +36,8 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign,
-):
+    **foreign: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps; with as much
     of what else is done to scores and weights as is asked for.
 
@@ -94,7 +94,7 @@ def attention(
     return _finished(call, out, lse)
 
 
-def _finished(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor):
+def _finished(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What the caller gets."""
     if call.sinks is not None:
         out, lse = with_sinks(out, lse, call.sinks, call.terms)

@@ -36,8 +36,8 @@ def attention_decode(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **foreign,
-):
+    **foreign: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence to all of its tokens, read from a cache; forward only.
 
     q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and
@@ -80,7 +80,7 @@ def attention_decode(
     return (out, lse) if return_lse else out
 
 
-def decodes(q: torch.Tensor, k: torch.Tensor, mask) -> bool:
+def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
     """Whether ``attention_decode`` gives what ``attention`` would, of a cache without room for more than its tokens, and does so
     at less cost: a mask compiled for each length would be compiled anew with every token."""
     return takes(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
@@ -93,7 +93,7 @@ def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
     return few and not (gradient or observers.looked_at() or torch.is_autocast_enabled(q.device.type))
 
 
-def _resolved(mask, capacity: int, q) -> tuple[BlockMask | None, bool]:
+def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:
         return None, False
@@ -127,7 +127,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
 
 
 @constant_in_graphs
-def _constant_tables(pattern, length: int, device) -> tuple[bool, list[torch.Tensor]]:
+def _constant_tables(pattern: Pattern | str, length: int, device: torch.device) -> tuple[bool, list[torch.Tensor]]:
     """As constants of a compiled graph; see masks/block_mask.py."""
     with plain_tensors():
         mask, is_causal = _compiled(pattern, length, device)

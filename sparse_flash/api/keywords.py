@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from typing import TypeVar
+
+FUNCTION = TypeVar("FUNCTION", bound=Callable[..., object])
 
 _CAUSAL = 'pass mask="causal", which aligns the last query with the last key'
 _BOOL_MASK = (
@@ -54,16 +57,16 @@ _WRITE_INSTEAD = {
 }
 
 
-def shown_without_foreign(function: Callable) -> Callable:
+def shown_without_foreign(function: FUNCTION) -> FUNCTION:
     """Decorator for a call with ``**foreign``: its signature is shown without it. Not a wrapper, which would take time in each
     call."""
     signature = inspect.signature(function)
     named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=named)
+    function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]  # inspect reads it
     return function
 
 
-def unexpected(function: Callable, foreign: dict[str, object]) -> TypeError:
+def unexpected(function: Callable[..., object], foreign: dict[str, object]) -> TypeError:
     """The error for keywords that a call does not have: Python's own words, and what to write instead."""
     known = inspect.signature(function).parameters
     parts = [f"{function.__name__}() got an unexpected keyword argument {next(iter(foreign))!r}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,8 +24,16 @@ class KeyValueCache:
     """
 
     def __init__(
-        self, batch: int, kv_heads: int, length: int, head_dim: int, *, v_head_dim: int | None = None, dtype=None, device=None
-    ):
+        self,
+        batch: int,
+        kv_heads: int,
+        length: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
         for name, value in ({"batch": batch, "kv_heads": kv_heads, "length": length} | widths).items():
             if value < 1:
@@ -93,9 +103,9 @@ class SparseAttention(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         deterministic: bool | None = None,
-        device=None,
-        dtype=None,
-    ):
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if min(dim, heads, kv_heads) < 1:
@@ -117,11 +127,14 @@ class SparseAttention(nn.Module):
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
         self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
-        made = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(dim, heads * head_dim, **made)
-        self.k_proj = nn.Linear(dim, kv_heads * head_dim, **made)
-        self.v_proj = nn.Linear(dim, kv_heads * v_head_dim, **made)
-        self.out_proj = nn.Linear(heads * v_head_dim, dim, **made)
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj = linear(dim, heads * head_dim)
+        self.k_proj = linear(dim, kv_heads * head_dim)
+        self.v_proj = linear(dim, kv_heads * v_head_dim)
+        self.out_proj = linear(heads * v_head_dim, dim)
 
     @property
     def mask(self) -> Pattern | BlockMask | None:
@@ -151,26 +164,32 @@ class SparseAttention(nn.Module):
         out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
-    def _attended(self, q, k, v, mask, **lengths) -> torch.Tensor:
-        return attention(q, k, v, mask, **lengths, deterministic=self.deterministic, backend=self.backend)
+    def _attended(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **lengths: Any
+    ) -> torch.Tensor:
+        out = attention(q, k, v, mask, **lengths, deterministic=self.deterministic, backend=self.backend)
+        return cast(torch.Tensor, out)
 
-    def _attended_with(self, cache: KeyValueCache, q, k, v, mask) -> torch.Tensor:
+    def _attended_with(
+        self, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None
+    ) -> torch.Tensor:
         first, stop = cache.tokens, cache.tokens + q.shape[2]
-        square = isinstance(mask, BlockMask) and (mask.q_len, mask.kv_len) != (q.shape[2], stop)
-        if square and not mask.q_len == mask.kv_len >= cache.length:
+        square = mask if isinstance(mask, BlockMask) and (mask.q_len, mask.kv_len) != (q.shape[2], stop) else None
+        if square is not None and not square.q_len == square.kv_len >= cache.length:
             raise ValueError(
-                f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got q_len={mask.q_len}, "
-                f"kv_len={mask.kv_len}; compile it for {cache.length}, or pass the pattern itself"
+                f"a layer's BlockMask must be square and cover the cache's room of {cache.length} tokens; got "
+                f"q_len={square.q_len}, kv_len={square.kv_len}; compile it for {cache.length}, or pass the pattern itself"
             )
         k, v = cache.append(k, v)
-        if takes(q, k) and (square or not isinstance(mask, BlockMask)):
+        if takes(q, k) and (square is not None or not isinstance(mask, BlockMask)):
             if not torch.compiler.is_compiling():
-                return attention_decode(q, k, v, mask, backend=self.backend)
-            return attention_decode(q, *cache.room, mask, kv_lens=_counts(stop, q), backend=self.backend)
-        if not square:
+                return cast(torch.Tensor, attention_decode(q, k, v, mask, backend=self.backend))
+            out = attention_decode(q, cache.room[0], cache.room[1], mask, kv_lens=_counts(stop, q), backend=self.backend)
+            return cast(torch.Tensor, out)
+        if square is None:
             return self._attended(q, k, v, mask)
         # In their places of the whole mask; blocks of places that hold no token are not visited.
-        beyond = mask.q_len - stop
+        beyond = square.q_len - stop
         lengths = {"q_starts": _counts(first, q), "q_lens": _counts(stop, q), "kv_lens": _counts(stop, q)}
         q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
         return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
@@ -178,8 +197,8 @@ class SparseAttention(nn.Module):
     def new_cache(self, batch: int, length: int) -> KeyValueCache:
         """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
         weight = self.k_proj.weight
-        made = {"v_head_dim": self.v_head_dim, "dtype": weight.dtype, "device": weight.device}
-        return KeyValueCache(batch, self.kv_heads, length, self.head_dim, **made)
+        sizes = batch, self.kv_heads, length, self.head_dim
+        return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=weight.dtype, device=weight.device)
 
     def extra_repr(self) -> str:
         mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self._mask
@@ -192,7 +211,7 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-def _written(mask):
+def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
     """What torch.compile gets in place of a mask: PyTorch before 2.13 takes spec text, not Pattern objects."""
     try:
         return mask.to_spec() if isinstance(mask, Pattern) else mask
@@ -205,7 +224,7 @@ def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
     return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
 
 
-def _rotation(first: int, tokens: int, head_dim: int, base: float, device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotation(first: int, tokens: int, head_dim: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, (tokens, head_dim / 2) float32, of positions from ``first`` on."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     positions = torch.arange(first, first + tokens, dtype=torch.float32, device=device)

@@ -91,7 +91,9 @@ class _Limits(NamedTuple):
     allowed: torch.Tensor
 
 
-def _limits(within, always, grid: BlockGrid, device: torch.device) -> _Limits:
+def _limits(
+    within: Pattern | str | BlockMask | None, always: Pattern | str | BlockMask | None, grid: BlockGrid, device: torch.device
+) -> _Limits:
     row = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
     col = torch.arange(grid.kv_blocks, device=device)
     first, last = row + grid.offset, (row + grid.block_size - 1).clamp(max=grid.q_len - 1) + grid.offset
@@ -121,7 +123,7 @@ def _highest(scores: torch.Tensor, keep: int | float, limits: _Limits) -> torch.
     """(batch, heads, q_blocks, kv_blocks) bool of the blocks to keep. Those that may not be kept are among them where there are
     fewer others than ``keep``."""
     share, blocks = isinstance(keep, float), scores.shape[3]
-    most = max(1, math.ceil(keep * blocks - _ROUNDING)) if share else min(keep, blocks)
+    most = min(keep, blocks) if isinstance(keep, int) else max(1, math.ceil(keep * blocks - _ROUNDING))
     best = (scores + limits.bias).topk(most, dim=3, sorted=share).indices
     taken = torch.zeros_like(scores, dtype=torch.bool)
     if share:

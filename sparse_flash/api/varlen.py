@@ -28,8 +28,8 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    **foreign,
-):
+    **foreign: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``attention`` of each of several documents to itself, packed one after another, each under the mask of its own length.
 
     q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim),
@@ -71,7 +71,7 @@ def attention_varlen(
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
     queries = _side("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = _side("k", k, cu_seqlens_q if same else cu_seqlens_k, max_seqlen_k)
+    keys = _side("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
@@ -81,21 +81,21 @@ def attention_varlen(
         queries = keys
 
     q, k, v = autocast(q, k, v)
-    options = {"scale": scale, "return_lse": return_lse, "deterministic": deterministic, "backend": backend}
     in_place = mask_in_place(mask, queries, None if same else keys)
-    if in_place is not None:
-        results = attention(*(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)), in_place, **options)
-        out, *lse = results if return_lse else (results,)
-        out = out.squeeze(0).transpose(0, 1)
-        return (out, lse[0].squeeze(0)) if return_lse else out
-    packed = pack(mask, queries, None if same else keys)
-    q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-    results = attention(q, k, v, packed.mask, **options)
-    if not return_lse:
-        return _off_blocks(results, packed.queries, 0.0)
-    out, lse = results
-    lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True)
-    return _off_blocks(out, packed.queries, 0.0), lse.squeeze(-1).T
+    packed = None if in_place is not None else pack(mask, queries, None if same else keys)
+    if packed is None:
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    else:
+        q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    table = in_place if packed is None else packed.mask
+    out, lse = attention(q, k, v, table, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
+    if packed is None:
+        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    else:
+        out = _off_blocks(out, packed.queries, 0.0)
+        if return_lse:
+            lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True).squeeze(-1).T
+    return (out, lse) if return_lse else out
 
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = Fa
     return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
 
 
-def _side(name: str, x: torch.Tensor, cu_seqlens, longest) -> Side:
+def _side(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
     """What is packed in x."""
     longest = checked_documents(name, x, cu_seqlens, longest)
     return Side(cu_seqlens.contiguous(), len(x), longest)

@@ -33,4 +33,4 @@ class AttentionCall(NamedTuple):
     sinks: torch.Tensor | None
     return_lse: bool
     selected: str | None
-    key: tuple | None
+    key: tuple[object, ...] | None

@@ -65,7 +65,7 @@ def _computed(call: AttentionCall, backend: str):
     return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, *packed)
 
 
-def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float, backend: str):
+def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
     """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
     _refuse_transforms(q, k, v)
     if is_plain_eager(q, k, v):
