@@ -1,5 +1,6 @@
 # make bench   the benchmark, on whatever this machine has        make test   the tests
 # make lint    what .ci/run asks of the source                    make wheel  builds the wheel and tries it elsewhere
+# make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make chips   compiles the kernels for GPUs that are not here, into docs/chips.csv; only what changed
 # make record  compiles the kernels of the tests and more, and writes their registers, stack and shared memory down
 # make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
@@ -12,6 +13,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check
+comma := ,
 
 # On Linux, torch from PyPI brings gigabytes of CUDA libraries. A machine without an NVIDIA driver takes the CPU build;
 # where that page cannot be reached, pip says so and goes on with the indexes that it is configured for. Torch comes alone
@@ -33,7 +35,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench test lint chips record wheel matrix clean
+.PHONY: bench test lint docs chips record wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -45,6 +47,10 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Warnings are errors: links and anchors that lead nowhere, pages that the navigation lacks.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 record: $(READY)
 	$(BIN)/python tests/sm90.py --record > /dev/null
@@ -76,7 +82,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing). Name another: make PYTHON=python3.12" >&2; \
 	  exit 1; }
-	$(call environment,$(PYTHON),constraints.txt)
+	$(call environment,$(PYTHON),constraints.txt,dev$(comma)docs)
 
 .matrix/oldest/.ready: pyproject.toml constraints-oldest.txt
 	$(call matrix_environment,oldest,OLDEST_PYTHON,$(OLDEST_PYTHON),3.11)
@@ -87,15 +93,15 @@ $(READY): pyproject.toml constraints.txt
 define environment
 	$(1) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) -c $(2) $(TORCH)
-	$(@D)/bin/python $(PIP_INSTALL) -c $(2) -e '.[dev]'
+	$(@D)/bin/python $(PIP_INSTALL) -c $(2) -e '.[$(3)]'
 	@touch $@
 endef
 
 define matrix_environment
 	@$(if $(3),,echo "matrix: the $(1) versions are tried on Python $(4), and none is on PATH or in $(PYENV)/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
 	@echo "matrix: makes $(@D) with $(3), once. On Linux torch may bring its CUDA libraries: about 2 GB to fetch, 6 GB on disk."
-	$(call environment,$(3),constraints-$(1).txt)
+	$(call environment,$(3),constraints-$(1).txt,dev)
 endef
 
 clean:
-	rm -rf .venv .matrix build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -253,7 +254,8 @@ def codes(page: str) -> list[str]:
 
 
 README = codes("README.md")
-GUIDE = codes("docs/guide.md")
+# Pages that need nothing of another page open with their own imports; the others follow the first block of getting started.
+PAGES = ["docs/index.md", "docs/getting-started.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs/guides").glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -269,21 +271,70 @@ def test_the_first_code_of_the_readme_runs_by_itself_and_says_what_is_kept(first
     assert mask.density < 0.3 and torch.isfinite(out).all() and torch.isfinite(first_of_readme["q"].grad).all()
 
 
-@pytest.mark.parametrize("code", README[1:] + GUIDE)
-def test_each_code_of_the_readme_and_the_guide_runs_as_it_stands_after_the_first(code, first_of_readme):
-    if "transformers" in code:
+def test_getting_started_begins_with_the_code_of_the_readme():
+    assert codes("docs/getting-started.md")[:1] == README
+
+
+@pytest.fixture
+def run(first_of_readme, own_registry, monkeypatch):
+    """Runs all blocks of a page in order, as a module; returns its names."""
+
+    def run(page: str) -> dict:
+        torch.manual_seed(0)
+        blocks = codes(page)
+        # torch.compile imports the module of the code that it traces.
+        monkeypatch.setitem(sys.modules, "page", module := types.ModuleType("page"))
+        if not blocks[0].startswith("import torch\n"):
+            module.__dict__.update(first_of_readme, __name__="page")
+        for code in blocks:
+            exec(compile(code, page, "exec"), module.__dict__)
+        return module.__dict__
+
+    return run
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_code_of_a_page_runs_as_it_stands(page, run):
+    if "transformers" in "".join(codes(page)):
         pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    exec(compile(code, "README.md or docs/guide.md", "exec"), dict(first_of_readme))
+    run(page)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
-def test_every_line_of_python_in_the_readme_and_the_guide_is_in_a_block_that_is_run(page):
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_every_line_of_python_in_a_page_is_in_a_block_that_is_run(page):
     """Blocks without a language are of the shell."""
     text = (ROOT / page).read_text()
     assert text.count("```") == 2 * len(codes(page)) > 0
     shell = re.findall(r"^    (\S+)", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     assert set(shell) <= {"make", "sparse-flash", "pip", "python", "torchrun", "git", "cd"}
+
+
+MIGRATIONS = ["docs/guides/from-flex-attention.md", "docs/guides/from-flash-attn.md"]
+
+
+def rows(page: str) -> list[tuple[str, str]]:
+    """What you wrote, and what you write, of every row of a page's tables of code."""
+    cells = re.findall(r"^\| `(.*)` \| `(.*)` \|$", (ROOT / page).read_text(), re.M)
+    return [tuple(cell.replace(r"\|", "|") for cell in row) for row in cells]
+
+
+@pytest.mark.parametrize("page", MIGRATIONS)
+def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch):
+    # The other library's calls by their names, which it need not be installed for.
+    monkeypatch.setitem(sys.modules, "flash_attn", importlib.import_module("sparse_flash.integrations.flash_attn"))
+    names = run(page)
+    assert len(rows(page)) == (ROOT / page).read_text().count("\n| `") > 10
+    for row in rows(page):
+        theirs, ours = (dict(names) for _ in row)
+        for code, found in zip(row, (theirs, ours), strict=True):
+            torch.manual_seed(0)
+            exec(compile(code, page, "exec"), found)
+        if "mask" in ours:
+            kept = ours["mask"].to_dense()
+            assert torch.equal(sf.BlockMask.from_flex(theirs["mask"]).to_dense().expand_as(kept), kept), row
+        if "out" in ours:
+            out = theirs["out"] if theirs["out"].shape == ours["out"].shape else theirs["out"].transpose(1, 2)
+            torch.testing.assert_close(ours["out"], out, atol=1e-5, rtol=1e-4)
 
 
 def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(capsys):

@@ -248,6 +248,15 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
     return _write(figure, path)
 
 
+def thumbnail(mask: BlockMask, most_cells: int = 64) -> bytes:
+    """A PNG of the mask's cells alone, one pixel each, at most most_cells on a side."""
+    from matplotlib.image import imsave
+
+    image = io.BytesIO()
+    imsave(image, _rgb(cells(mask, most_cells, most_cells).shares), format="png")
+    return image.getvalue()
+
+
 def checked_path(path: str | Path) -> Path:
     """The path, if its extension is one that can be written. Raises ValueError otherwise."""
     path = Path(path)

@@ -1,0 +1,106 @@
+"""The gallery of patterns, in place of `<!-- gallery -->` in a page: pictures, formulas, sources and figures, all from the code."""
+
+import inspect
+import re
+import sys
+
+from mkdocs.structure.files import File
+
+import sparse_flash as sf
+from sparse_flash import patterns
+from sparse_flash.tools import draw
+from sparse_flash.tools.explain import explain
+from sparse_flash.tools.figures import share_text
+
+PLACE = "<!-- gallery -->"
+TOKENS, BLOCK = 4096, 64
+LAYERS = (1, 2, 4, 8)
+# How each built-in pattern is shown, at a size where its form is seen.
+SPECIMENS = {
+    "bigbird": "bigbird(density=0.06)",
+    "block_diagonal": "block_diagonal(512)",
+    "butterfly": "butterfly()",
+    "causal": "causal()",
+    "dilated": "dilated(4, 3)",
+    "documents": "documents((0, 900, 2600, 4096))",
+    "fixed": "fixed(6)",
+    "from_blocks": 'from_blocks("1000/1100/1010/1001", block=1024)',
+    "from_mask_fn": "from_mask_fn(lambda q, kv: (q // 512 + kv // 256) % 4 == 0)",
+    "full": "full()",
+    "global_tokens": "global_tokens(256)",
+    "local": "local(512)",
+    "longformer": "longformer(384, tokens=128)",
+    "neighborhood": "neighborhood((64, 64), 13)",
+    "power_of_two": "power_of_two()",
+    "prefix": "prefix(1024)",
+    "random": "random(0.06)",
+    "sinks": "sinks(256)",
+    "strided": "strided(6)",
+    "window": "window(1024, 256)",
+}
+
+
+def on_files(files, config):
+    for name in patterns.__all__:
+        files.append(File.generated(config, _picture(name), content=draw.thumbnail(_mask(name))))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    if PLACE not in markdown:
+        return markdown
+    overview = "\n".join(f"- [![]({_picture(name)})<br>`{name}`](#{name})" for name in patterns.__all__)
+    head = f'<div class="gallery" markdown>\n\n{overview}\n\n</div>'
+    return markdown.replace(PLACE, "\n\n".join([head, *map(_section, patterns.__all__)]))
+
+
+def _mask(name: str, causal: bool = False) -> sf.BlockMask:
+    pattern = eval(SPECIMENS[name], vars(patterns))
+    if causal:
+        pattern = sf.causal() & pattern
+    return sf.compile_mask(pattern, TOKENS, block_size=BLOCK, progress=False)
+
+
+def _picture(name: str) -> str:
+    return f"images/patterns/{name}.png"
+
+
+def _section(name: str) -> str:
+    cls = getattr(patterns, name)
+    module = inspect.getdoc(sys.modules[cls.__module__])
+    summary = module.partition("\n")[0].partition(": ")[2]
+    said = module.split("\n\n")[1]
+    condition, formula, source = re.fullmatch(r"formula(.*?): (.*?)(?:\s+source: (.*))?", said, re.S).groups()
+    lines = [f"**Formula**{condition}: `{' '.join(formula.split())}`"]
+    if source:
+        source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", " ".join(source.split()))
+        lines.append(f"**Source**: {source}")
+    mask, causal, below = _mask(name), _mask("causal"), _mask(name, causal=True)
+    rows = [_row(f"`{name}`", mask)]
+    if not (below.equal(mask) or below.equal(causal)):
+        rows.append(_row(f"`causal & {name}`", below))
+    layers = " / ".join(map(str, LAYERS))
+    head = f"| | keeps of the pairs | visits of the blocks | reach after {layers} layers |\n|---|---|---|---|"
+    arguments = ", ".join(_argument(parameter) for parameter in inspect.signature(cls).parameters.values())
+    return "\n\n".join(
+        [
+            f"## {name} {{ #{name} }}",
+            f"![{name}]({_picture(name)}){{ .mask }}",
+            f"`{name}({arguments})`: {summary}",
+            *lines,
+            f"Shown: `{SPECIMENS[name]}`",
+            "\n".join([head, *rows]),
+            f"::: {cls.__module__}.{cls.__qualname__}\n    options:\n"
+            "      show_root_heading: false\n      show_root_toc_entry: false\n      members: false",
+        ]
+    )
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+
+
+def _row(title: str, mask: sf.BlockMask) -> str:
+    e = explain(mask)
+    reached = " / ".join(share_text(e.reach.shares.get(layers, e.reach.limit)) for layers in LAYERS)
+    return f"| {title} | {e.density:.1%} | {e.block_density:.1%} | {reached} |"

@@ -1,0 +1,30 @@
+"""The documentation site, as far as it can be held to the code without building it; `make docs` does the rest."""
+
+import ast
+import re
+from pathlib import Path
+
+import sparse_flash as sf
+from sparse_flash.patterns import __all__ as pattern_names
+
+DOCS = Path(__file__).parent.parent / "docs"
+REFERENCE = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+
+
+def test_the_reference_has_every_public_name_and_the_gallery_every_pattern():
+    shown = set(re.findall(r"^::: sparse_flash\.(\w+)$", REFERENCE, re.M))
+    assert shown == set(sf.__all__) - set(pattern_names)
+    tree = ast.parse((DOCS / "hooks/gallery.py").read_text())
+    (specimens,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "SPECIMENS" in ast.unparse(node.targets[0])
+    )
+    assert sorted(specimens) == sorted(pattern_names)
+
+
+def test_the_reference_has_every_public_function_of_the_integrations():
+    for module in ("flash_attn", "sdpa"):
+        tree = ast.parse((DOCS.parent / f"sparse_flash/integrations/{module}.py").read_text())
+        names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+        assert names and all(re.search(rf"\b{name}\b", REFERENCE) for name in names)
