@@ -26,10 +26,10 @@ from .random import Random
 @register_pattern("bigbird")
 @dataclass(frozen=True)
 class BigBird(DerivedPattern):
-    """Window, global and random units together; symmetric but for the random ones, and meant without causal.
+    """Window, global and random units together. Symmetric except for the random ones, and meant for use without causal.
 
     window: units to each side, the unit itself included: 2 is the paper's window of three blocks. global_blocks: units at
-    the start. density: the probability of a random unit; the paper's r random blocks a row are r / units, where ``random``
+    the start. density: the probability of a random unit; the paper's r random blocks a row are r / units; ``random``
     says why this is a density. seed: of the random units. block: tokens in a unit.
     """
 

@@ -22,7 +22,7 @@ class Prefix(RunPattern):
     """The causal pattern and the first ``tokens`` keys, which see each other both ways.
 
     It *includes* causal, as in T5: write ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys
-    alone take ``sinks``.
+    only, take ``sinks``.
     """
 
     tokens: int

@@ -31,9 +31,9 @@ class Random(UnitPattern):
 
     density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**63 - 1. block: tokens in a unit.
 
-    Every pair is decided from (seed, i, j) alone, by a hash of integers: the same on every machine, and a longer sequence
-    extends a shorter one. That is why it takes a density: a fixed number of units a row, drawn among all units, would be
-    drawn anew at each length. Rows may keep nothing; add a window, as ``bigbird`` does.
+    An integer hash of (seed, i, j) decides every pair: the result is the same on every machine, and a longer sequence extends
+    a shorter one. That is why it takes a density: a fixed number of units a row, drawn among all units, would change with
+    the length. Rows may keep nothing; add a window, as ``bigbird`` does.
     """
 
     density: float

@@ -1,4 +1,4 @@
-"""``bench``: measures, and prints the tables of what was measured."""
+"""``bench``: measures, and prints the tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bench(
         list[str] | None, typer.Argument(metavar="[SPEC]...", help="Masks to measure instead of the suites' own.")
     ] = None,
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be given again. By default all but paper.")
+        list[str] | None, typer.Option(help=f"{', '.join(SUITES)} or all; may be given several times. By default all but paper.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -29,18 +29,18 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU by default where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="The back end of sparse_flash.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A few small cases, in seconds.")] = False,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on from earlier results, or set them aside.")] = True,
-    any_source: Annotated[bool, typer.Option("--any-source", help="Go on even if sparse_flash's code has changed since.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure again what gave no numbers, or doubtful ones.")] = False,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue from earlier results, or set them aside.")] = True,
+    any_source: Annotated[bool, typer.Option("--any-source", help="Continue after changes of sparse_flash's code.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that gave no numbers, or doubtful ones.")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given again."),
+        typer.Option(help="Run only cases whose line contains this, or ends so if it ends in $; may be given several times."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Seconds a case may take: 60 on a CPU, 90 on a GPU by default.")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
-    report_only: Annotated[Path | None, typer.Option(help="Write tables, plots and report of this folder's results again.")] = None,
+    report_only: Annotated[Path | None, typer.Option(help="Rewrite tables, plots and report from this folder's results.")] = None,
 ) -> None:
-    """Measures speed and memory, beside PyTorch's attention and FlashAttention-4, and writes a report."""
+    """Measures speed and memory, also of PyTorch's attention and FlashAttention-4, and writes a report."""
     import torch
 
     import sparse_flash
@@ -88,7 +88,7 @@ def _run(options, console, run):
 
 def _suites(asked: list[str] | None, specs: list[str] | None) -> tuple[str, ...]:
     if not asked:
-        # With masks of the user's own, what he asks is how they do; peers compile for minutes.
+        # A user who names masks asks about those; peers compile for minutes.
         return ("speedup", "length", "compile") if specs else DEFAULT
     unknown = [name for name in asked if name not in (*SUITES, "all")]
     if unknown:

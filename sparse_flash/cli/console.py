@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_PIPE_WIDTH = 160  # no terminal to fit, so that tables are not cut
+_PIPE_WIDTH = 160  # there is no terminal to fit, and tables must not be cut
 
 
 def output() -> Console:
@@ -23,7 +23,7 @@ def errors() -> Console:
 
 @contextmanager
 def user_errors():
-    """What is wrong with the arguments, said once: for code that only raises these for its caller's mistakes."""
+    """Reports a mistake in the arguments once; for code that raises these errors only for its caller's mistakes."""
     try:
         yield
     except OSError as error:
@@ -37,8 +37,7 @@ def user_errors():
 
 @contextmanager
 def stages(*names: str):
-    """Yields a function that says that the next stage begins; they are shown with the time that they take, on a terminal, while
-    they run."""
+    """Yields a function that starts the next stage. On a terminal, running stages are shown with their time."""
     if not sys.stderr.isatty():  # a disabled Progress of rich before 15 prints an empty line
         yield lambda: None
         return

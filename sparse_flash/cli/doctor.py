@@ -1,4 +1,4 @@
-"""``doctor``: what this machine has, and which back end runs what."""
+"""``doctor``: what this machine has, and which back ends run which calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _found(missing: str | None, path: object) -> Text:
 
 
 def _calls(torch) -> list[tuple[str, object]]:
-    """Calls that users make, by what is special about each."""
+    """Typical calls, named by their special feature."""
     from sparse_flash.backends import Call
 
     cuda = torch.cuda.is_available()

@@ -47,7 +47,7 @@ def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
 
     pattern = sparse_flash.parse(spec)
     begin = time.perf_counter()
-    # Without the compiler's own bar, which cannot be shown within that of the stages.
+    # Without the compiler's own bar, which cannot be shown inside the one of the stages.
     mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)
     return pattern, mask, time.perf_counter() - begin
 
@@ -68,7 +68,7 @@ def show(
             draw.checked_path(out)
     console = output()
     unicode = draw.can_draw("▀█▓▒░·")
-    # 16 colours do not tell the shares apart; NO_COLOR leaves the console its color_system and drops what it would colour.
+    # 16 colours do not distinguish the shares. NO_COLOR leaves the console its color_system and drops the colours.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
     columns, lines = draw.picture_size()
     half_blocks = colour and unicode
@@ -92,7 +92,7 @@ def show(
         console.print(f"wrote {out}")
 
 
-# What the README shows: kinds of masks, each at a size where its form is seen.
+# The picture in the README: kinds of masks, each at a size that shows its form.
 _GALLERY = (
     "causal & local(512)",
     "causal & (sinks(128) | local(384))",
@@ -136,10 +136,10 @@ def explain(
     heads: Annotated[int, typer.Option(help="Query heads that share the mask.")] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of a head.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; as of queries by default.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; --heads by default.")] = None,
     v_head_dim: Annotated[int | None, typer.Option("--v-head-dim", help="Of v and the result; --head-dim by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory of gradients that repeat bit by bit.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Memory for gradients that repeat bit for bit.")] = False,
 ) -> None:
     """What a mask costs, what it saves, and what it can see."""
     import torch

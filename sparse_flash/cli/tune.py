@@ -1,4 +1,4 @@
-"""``tune``: measures tile sizes on this GPU, and prints what was measured and chosen."""
+"""``tune``: measures tile sizes on this GPU, and prints the measurements and the choices."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _OTHER_KERNELS = "--backend triton tunes the portable ones, which run where --ba
 
 
 def tune(
-    pattern: Annotated[str, typer.Option(metavar="SPEC", help="The mask to tune for; dense is tuned beside it.")] = (
+    pattern: Annotated[str, typer.Option(metavar="SPEC", help="The mask to tune for; dense attention is tuned as well.")] = (
         "causal & local(1024)"
     ),
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Queries, and keys.")] = 16384,
-    heads: Annotated[int, typer.Option(min=1, help="Heads, of all sequences of the batch together.")] = 16,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of all sequences of the batch together.")] = 16,
     head_dim: Annotated[int, typer.Option(min=1, help="Of queries and keys.")] = 128,
-    v_head_dim: Annotated[int | None, typer.Option(min=1, help="Of values; as of queries and keys by default.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(min=1, help="head_dim of values; that of queries and keys by default.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="Tokens on a side of a block: 16, 32, 64, 128 or 256.")] = 128,
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
-    limit: Annotated[int, typer.Option(min=1, help="Seconds for all; the candidate at work when they end is finished.")] = 300,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds in total; the candidate that runs at their end is finished.")] = 300,
 ) -> None:
-    """Chooses tile sizes by measuring them on this GPU. Optional: for GPUs and shapes that the built-in ones were not
-    measured on."""
+    """Chooses tile sizes by measuring them on this GPU. Optional: for GPUs and shapes on which the built-in ones were not
+    measured."""
     import torch
 
     from sparse_flash.tools import tuning

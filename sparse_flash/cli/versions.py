@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tested:
-    """What was seen to pass, all on Linux: nothing is concluded from one row for another."""
+    """A combination that passed, on Linux. One row implies nothing about another."""
 
     python: str
     torch: str
@@ -45,9 +45,9 @@ def release(version: str) -> tuple[int, int]:
 
 
 def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[bool, str]:
-    """Whether these versions were tested together on such a device, and what was tested, of them or nearest to them.
+    """Whether these versions were tested together on such a device, and the tests of this or the nearest combination.
 
-    python, torch, triton: versions, triton None where it is not installed. They count to the second number.
+    python, torch, triton: versions, triton None where it is not installed. Only their first two numbers count.
     """
     for name, version in (("torch", torch), ("triton", triton)):
         releases = sorted(release(getattr(row, name)) for row in TESTED)
@@ -76,7 +76,7 @@ def _alike(row: Tested, torch: str, triton: str | None) -> int:
 
 
 def no_compiler() -> str | None:
-    """Why Triton finds no C compiler, by its own rule: CC, else gcc, else clang on PATH."""
+    """Why Triton finds no C compiler, or None. Its rule is CC, else gcc, else clang on PATH."""
     if compiler():
         return None
     if "CC" in os.environ:

@@ -1,4 +1,4 @@
-"""``warm``: compiles what training will need, before it runs."""
+"""``warm``: compiles the kernels of training before it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def warm(
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Kernels at a time; as many as cores, 8 at most, by default.")] = None,
 ) -> None:
-    """Compiles the kernels of training, forward and backward, side by side: once on a machine."""
+    """Compiles the kernels of training, forward and backward, side by side. Run it once on a machine."""
     import torch
 
     from sparse_flash.tools import warming

@@ -1,16 +1,16 @@
-"""The calls of the ``flash-attn`` package (FlashAttention 2), computed here: whoever calls it changes one import.
+"""The calls of the ``flash-attn`` package (FlashAttention 2), computed here: a program that calls it changes one import.
 
     from sparse_flash.integrations.flash_attn import flash_attn_func
 
-Names, order and defaults of arguments, and layouts, are that package's, and so is what ``causal`` and ``window_size`` mean where
-lengths differ: the last query is aligned with the last key, and both ends of a window are kept. In addition each call takes
-``mask``, a Pattern or its spec text (in calls without varlen a BlockMask, too), and ``backend``, as ``sparse_flash.attention``
-does; a pair is kept where mask, causal and window all keep it.
+Names, order and defaults of arguments, layouts, and the meaning of ``causal`` and ``window_size`` where lengths differ are that
+package's: the last query is aligned with the last key, and both ends of a window are kept. In addition each call takes ``mask``, a
+Pattern or its spec text (in calls without varlen also a BlockMask), and ``backend``, as ``sparse_flash.attention`` does. A pair is
+kept where mask, causal and window all keep it.
 
-What differs: a query that keeps nothing has lse -inf there, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is
-never formed: ``return_attn_probs`` returns None in its place, and is refused with dropout, where it would say something.
-``num_splits`` has no effect, as the kernel chooses. Nothing waits for the GPU, so that lengths cannot be checked there: in a cache,
-tokens past its capacity are dropped. On a CPU they raise ValueError.
+Differences: a query that keeps nothing has lse -inf, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is never
+formed: ``return_attn_probs`` returns None in its place, and is refused with dropout. ``num_splits`` has no effect, because the
+kernel chooses. Nothing waits for the GPU, so lengths cannot be checked there: tokens past the capacity of a cache are dropped. On a
+CPU they raise ValueError.
 
 Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
 """
@@ -137,13 +137,13 @@ def flash_attn_varlen_func(
     """``flash_attn_func`` of each of several sequences, packed one after another.
 
     q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
-    head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where each starts, and where the last one ends. max_seqlen_q,
+    head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each, and the end of the last one. max_seqlen_q,
     max_seqlen_k: no sequence is longer. block_table: (sequences, pages of one) int32, the pages of each.
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (heads, total_q) float32.
 
     With dropout, softcap, alibi_slopes or block_table, sequences are first moved to an axis of max_seqlen tokens each, which takes
-    that memory; mask must then speak of distances alone (causal, windows), unless queries and keys are of the same cu_seqlens.
+    that memory. mask must then depend on distances only (causal, windows), unless queries and keys have the same cu_seqlens.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
     options = {"scale": softmax_scale, "return_lse": True, "deterministic": deterministic or None, "backend": backend}
@@ -261,15 +261,15 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v: k is rotated by the positions that it is written to, q by
     cache_seqlens, cache_seqlens + 1, ... where causal or a window is asked for, all of it by cache_seqlens where neither is.
     rotary_interleaved: pairs of dimensions are 0 and 1, 2 and 3, ...; else 0 and rotary_dim / 2, ...
-    cache_seqlens: an int, or (batch,) int32, the tokens of each sequence before k; None: as many as there is room for.
-    cache_batch_idx: (batch,) int32, which of the caches each sequence uses; what it names is copied in each call.
+    cache_seqlens: an int, or (batch,) int32, the tokens of each sequence before k; None: the capacity.
+    cache_batch_idx: (batch,) int32, which of the caches each sequence uses; those are copied in each call.
     cache_leftpad: (batch,) int32, the first token of each sequence in its cache. block_table: (batch, pages of one) int32.
 
     Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
 
     This is ``attention_decode``, which copies nothing, for up to 64 queries and pages whose size is a power of two. With more
     queries, other pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that
-    speaks of distances alone.
+    depends on distances only.
     """
     paged = block_table is not None
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -302,7 +302,7 @@ def flash_attn_with_kvcache(
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
     if terms or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
         _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
-        # The last tokens of all sequences stand at the end of the axis.
+        # The last tokens of all sequences are at the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
         keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
@@ -349,7 +349,7 @@ def _limits(window_size) -> tuple[int | None, int | None]:
 
 
 def _kept(causal: bool, window_size, mask):
-    """The mask of a call. What is of FlashAttention is text, which torch.compile takes on every PyTorch."""
+    """The mask of a call. FlashAttention's own part is text, which torch.compile takes on every PyTorch."""
     left, right = _limits(window_size)
     right = 0 if causal else right
     if left is None and right is None:
@@ -421,8 +421,8 @@ def _places(cache, cache_batch_idx, block_table, batch: int):
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:
-    """Writes tokens (batch, n, heads, head_dim) to their places; those past the capacity are dropped: they write what the first
-    one writes, and that one, where it is past the end, what is there."""
+    """Writes tokens (batch, n, heads, head_dim) to their places. Those past the capacity are dropped: they write the same as the
+    first one, and that one, if it is past the end too, rewrites the old contents."""
     fits = place < capacity
     place = torch.where(fits, place, torch.where(fits[:, :1], place[:, :1], capacity - 1))
     there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[where(place[:, :1])])

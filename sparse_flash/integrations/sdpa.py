@@ -2,7 +2,7 @@
 
     from sparse_flash.integrations.sdpa import scaled_dot_product_attention
 
-The arguments and what they mean are PyTorch's; ``attn_mask`` may also be a Pattern, its spec text or a BlockMask.
+The arguments and their meaning are PyTorch's; ``attn_mask`` may also be a Pattern, its spec text or a BlockMask.
 
 Source: torch.nn.functional.scaled_dot_product_attention.
 """
@@ -31,14 +31,13 @@ def scaled_dot_product_attention(
     query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of
     those heads; value's head_dim may be another.
     attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len,
-    kv_len): it is turned into a table in each call, by a pass over all its pairs on the host, so make it once with
-    ``BlockMask.from_dense`` where it stays the same. Or a mask of this library, aligned as ``attention`` says.
+    kv_len): each call turns it into a table, by a pass over all its pairs on the host; where it stays the same, call
+    ``BlockMask.from_dense`` once instead. Or a mask of this library, aligned as ``attention`` says.
     is_causal: each query sees the keys up to its own number, counted from the first, as in PyTorch; for as many queries as keys.
 
-    dropout_p: as there, of other pairs for the same seed.
+    dropout_p: as in PyTorch, but the same seed drops other pairs.
 
-    Raises ValueError for what it does not carry, masks of numbers and causal calls of unequal lengths, and for shapes that do not
-    fit.
+    Raises ValueError for masks of numbers, for causal calls of unequal lengths, and for shapes that do not fit.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -59,7 +58,8 @@ def scaled_dot_product_attention(
 
 
 def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
-    """Of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); batch and heads that it shares are stored once."""
+    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); a mask that batch entries or heads share is
+    stored once."""
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
     shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)

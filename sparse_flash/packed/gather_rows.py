@@ -9,8 +9,8 @@ from ..dispatch.operators import is_plain_eager
 
 
 def by_kernels(device: torch.device) -> bool:
-    """Whether kernels do the work on packed documents. Where there is a GPU but no Triton they do not, for then the torch back
-    end runs, which waits for the device anyway."""
+    """Whether kernels do the work on packed documents. On a GPU without Triton they do not: there the torch back end runs, which
+    waits for the device anyway."""
     return device.type == "cuda" and portable.available() is None
 
 
@@ -41,7 +41,7 @@ def _empty_rows(x: torch.Tensor, rows: int, heads_first: bool) -> torch.Tensor:
 
 
 class _TakeRows(torch.autograd.Function):
-    """The operator's autograd without its dispatch: see ``ops``."""
+    """The operator's autograd without its dispatch: see ``dispatch/operators``."""
 
     @staticmethod
     def forward(ctx, x, index, reverse, fill, heads_first):

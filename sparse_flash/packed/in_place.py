@@ -1,11 +1,11 @@
 """Packed documents where they lie: the BlockMask of the packed axis, for patterns whose queries each keep one run of keys.
 
-Which run a query of one long document keeps is compiled once; clipped to the keys of its own document and moved to where they
-lie, it is the run of a packed query. A block of queries, which may be of several documents, then keeps a block of keys whole
-where every one of their runs covers it, and gets a run tile of its own elsewhere.
+The runs of the queries of one long document are compiled once. Clipped to the keys of its own document and shifted to their place,
+such a run is that of a packed query. A block of queries, which may belong to several documents, then keeps a block of keys whole
+if all of their runs cover it, and gets a run tile of its own otherwise.
 
-Runs must ascend: then a block of queries of one document has few partial blocks, which bounds the tiles without a look at the
-lengths. On a GPU nothing waits for the host, and shapes depend on the numbers of tokens alone.
+Runs must ascend. Then a block of queries of one document has few partial blocks, which bounds the tiles whatever the lengths. On a
+GPU nothing waits for the host, and shapes depend only on the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_
 
 
 class InPlacePlan(NamedTuple):
-    """What the host knows of a call: of queries and keys the tokens and the longest document; queries of the long document above
+    """The facts of a call that the host knows: tokens and longest document of queries and keys; queries of the long document before
     position 0; room for entries and for tiles; whether keys have the documents of the queries."""
 
     q_tokens: int
@@ -44,7 +44,7 @@ class InPlacePlan(NamedTuple):
 
 
 def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
-    """The mask of the packed axes under which each document attends to itself alone, by the pattern; None where the pattern's
+    """The mask of the packed axes under which each document attends only to itself, by the pattern; None where the pattern's
     queries do not each keep one run of keys, ascending from query to query.
 
     pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
@@ -62,8 +62,8 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
 
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a InPlacePlan, what _assemble takes); both empty for a pattern of other than single runs."""
-    # Powers of two, so that few lengths are compiled.
+    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
+    # Powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
     if runs is None:
@@ -84,7 +84,7 @@ class _LongRuns:
     def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
         self.before = before
         self._square = before == 0
-        # How many keys any BLOCK queries in a row reach over that start in a given block: they lie in it and the next.
+        # The most keys that BLOCK consecutive queries span if they start in a given block; they lie in it and the next.
         some = stop > first
         low, high = np.where(some, first, 1 << 30).reshape(-1, BLOCK).min(1), np.where(some, stop, 0).reshape(-1, BLOCK).max(1)
         reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
@@ -96,14 +96,14 @@ class _LongRuns:
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have together.
 
-        A block of queries of one document touches as many blocks as its runs reach over, and one more. The others, of several
-        documents or past the last, touch at most what lies from their first document's first key to their last one's last: as a
-        document meets at most two of them, 2 * (k_blocks + q_blocks) blocks all together.
+        A block of queries of one document touches as many blocks as its runs span, and one more. The other blocks of
+        queries, of several documents or past the last, touch at most the blocks from their first document's first key to their last
+        one's last. A document meets at most two of them, so that is 2 * (k_blocks + q_blocks) blocks in total.
 
-        Of these, all may be partial. So may be those of the two blocks of queries between which a document's queries keep
-        something, 2 * (k_blocks + 2 * q_blocks) all together. In any other block of queries the partial ones are where runs start
-        and where they stop, and as both ascend, a document has no more of either than blocks of keys and of queries:
-        2 * (k_blocks + 2 * q_blocks) all together, as no more documents than blocks of queries have one for themselves.
+        All of the latter may be partial. So may the blocks of the two blocks of queries between which a document's queries keep
+        something: 2 * (k_blocks + 2 * q_blocks) in total. In any other block of queries, runs start or stop in the partial ones.
+        Both ascend, so a document has no more of either than blocks of keys and of queries: 2 * (k_blocks + 2 * q_blocks) in total,
+        as no more documents than there are blocks of queries have one for themselves.
         """
         each = np.minimum(self._blocks, longest + 1)
         if self._square:
@@ -129,7 +129,7 @@ def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
     if (kinds == 2).any():
         return None
     size, blocks = mask.block_size, mask.grid.q_blocks
-    # Of full blocks, whose rows are all alike, then of run tiles.
+    # First the full blocks, whose rows are all equal, then the run tiles.
     full = kinds == 0
     bounds = np.searchsorted(rows[full], np.arange(blocks + 1))
     count, col = np.diff(bounds), np.append(cols[full], 0)
@@ -191,7 +191,7 @@ def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.T
 
 
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` by NumPy: the definition of what the kernels do."""
+    """``_assemble`` by NumPy: the definition of the kernels' results."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)

@@ -1,12 +1,12 @@
-"""Packed documents on an axis of whole blocks: where each token lies there, and the BlockMask of that axis. For patterns that
+"""Packed documents on an axis of whole blocks: the place of each token, and the BlockMask of that axis. For patterns that
 ``in_place.py`` does not take.
 
-Each document starts with a block of its own, so that the table of one long document, compiled once, holds the tables of all of
-them: a shorter one keeps the entries of its first rows and columns. Only its last block of keys, where its end cuts it, has
-tiles of its own. Where a document has not as many queries as keys, its queries start so far into their first block as their
-first position lies in one, which makes its rows the last ones above the end of its keys.
+Each document starts with a block of its own. So the table of one long document, compiled once, contains the tables of all of them:
+a shorter one keeps the entries of its first rows and columns. Only its last block of keys, if its end cuts it, has tiles of its
+own. Where a document has not as many queries as keys, its queries start as far into their first block as their first position lies
+within one, which makes its rows the last ones before the end of its keys.
 
-On a GPU nothing waits for the host, and shapes depend on the numbers of tokens and documents alone.
+On a GPU nothing waits for the host, and shapes depend only on the numbers of tokens and documents.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 
 class Side(NamedTuple):
     """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis.
-    longest: tokens that no document exceeds; what is beyond them is left out."""
+    longest: tokens that no document exceeds; tokens beyond that are dropped."""
 
     cu_seqlens: torch.Tensor
     tokens: int
@@ -59,8 +59,8 @@ class Side(NamedTuple):
 
 
 class RepackPlan(NamedTuple):
-    """What the host knows of a call: of queries and keys the tokens, the longest document and the blocks; block rows of the
-    long document's table above position 0; room for entries; whether keys have the documents of the queries; whether the table
+    """The facts of a call that the host knows: tokens, longest document and blocks of queries and keys; block rows of the
+    long document's table before position 0; room for entries; whether keys have the documents of the queries; whether the table
     has bit tiles."""
 
     q_tokens: int
@@ -76,7 +76,7 @@ class RepackPlan(NamedTuple):
 
 
 def pack(pattern, queries: Side, keys: Side | None) -> Packed:
-    """The axes of documents, and the mask under which each attends to itself alone, by the pattern.
+    """The axes of documents, and the mask under which each attends only to itself, by the pattern.
 
     pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
     """
@@ -102,7 +102,7 @@ def _split(tensors: list[torch.Tensor]):
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of a RepackPlan, the tensors of the long document's mask and the parts of a table that has none)."""
-    # Powers of two, so that few lengths are compiled.
+    # Powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
     q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
@@ -129,7 +129,7 @@ class LongDocument:
         self.before = before
         self._device = device
         rows, cols, kinds, _ = self.mask.entries()
-        # Of the entries of the first n rows and columns, how many there are for each of n.
+        # The number of entries in the first n rows and columns, for each n.
         entries = np.cumsum(np.bincount(np.maximum(rows, cols), minlength=k_blocks)[:k_blocks])
         self._densest = np.maximum.accumulate(entries / np.arange(1, k_blocks + 1))
         self._heaviest = [int(np.bincount(line, minlength=1).max()) for line in (rows, cols)]
@@ -153,7 +153,7 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
 
 
 def no_parts(device) -> torch.Tensor:
-    """``parts`` of a table whose rows all come whole."""
+    """``parts`` of a table without split rows."""
     return torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
 
 
@@ -171,7 +171,7 @@ def _pack_operator(
 
 
 def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``results``, as an operator's must be: each a tensor of its own, and none of those given."""
+    """``results`` as an operator must return them: distinct tensors, none of them an argument."""
     known, own = set(map(id, given)), []
     for tensor in results:
         own.append(tensor.clone() if id(tensor) in known else tensor)
@@ -195,7 +195,7 @@ def _(tables, q_starts, k_starts, plan):
 
 
 def fake_size(known: int, by_kernels: bool) -> int:
-    """A length that kernels make the room of, and that depends on the documents otherwise."""
+    """A length that kernels allocate in full, and that depends on the documents elsewhere."""
     return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
 
 
@@ -243,7 +243,7 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
 
 
 def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
-    """``_pack`` by NumPy: the definition of what the kernels do."""
+    """``_pack`` by NumPy: the definition of the kernels' results."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
@@ -262,7 +262,7 @@ def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]
 
 
 def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, tokens) of each document, made such that they neither overlap nor leave the tokens."""
+    """(first token, tokens) of each document, clipped so that they neither overlap nor leave the tokens."""
     bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
     return bounds[:-1], np.minimum(np.diff(bounds), longest)
 

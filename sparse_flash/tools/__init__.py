@@ -1,2 +1,2 @@
-"""What examines masks and calls around training: pictures, costs, tuning, compiling ahead, the shadow check. Knows tables, back
-ends and observers; nothing of the calls that users make."""
+"""Tools around training: pictures, costs, tuning, compiling ahead, the shadow check. They know tables, back ends and observers,
+and nothing of the calls that users make."""

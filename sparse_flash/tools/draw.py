@@ -1,7 +1,7 @@
 """Pictures of masks: text for a terminal, and PNG or SVG files.
 
-A picture is an array of cells, each the share of its pairs that the mask keeps; 0, between and 1 are drawn apart. Cells
-come from the lookup table, so that a picture of a million tokens costs no more than the table.
+A picture is an array of cells, each the share of its pairs that the mask keeps; 0, 1 and the shares between look different.
+Cells come from the lookup table, so a picture of a million tokens costs no more than the table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_LEN = 4096
 class Drawing:
     """A picture of a mask: text where it is printed or shown by an interactive Python, an image in a notebook.
 
-    mask: what is drawn. title: what stands above it. level: "tokens", "blocks" or "auto", see ``draw``.
+    mask: the mask. title: the line above it. level: "tokens", "blocks" or "auto", see ``draw``.
     """
 
     mask: BlockMask
@@ -81,7 +81,7 @@ def draw(
         checked_path(path)
     mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     drawing = Drawing(mask, text if title is None else title, level)
-    cells(mask, 1, 1, level)  # says now what is wrong
+    cells(mask, 1, 1, level)  # raises now where something is wrong
     if path is not None:
         drawing.save(path)
     return drawing
@@ -89,7 +89,7 @@ def draw(
 
 class Picture(NamedTuple):
     """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row
-    and column may be cut short. level: "tokens" or "blocks", what the cells were made of."""
+    and column may be cut short. level: "tokens" or "blocks", the source of the cells."""
 
     shares: np.ndarray
     unit: int
@@ -134,7 +134,7 @@ def _parts(rows: int, cols: int, height: int, width: int) -> int:
 
 
 def described(mask: BlockMask, picture: Picture) -> str:
-    """What is drawn, and how large a cell of it is."""
+    """The size of the mask and of a cell of its picture."""
     return f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})"
 
 
@@ -174,7 +174,7 @@ def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
 
 
 def legend(colour: bool, unicode: bool = True):
-    """What the signs of ``terminal`` mean, as rich Text."""
+    """The meaning of the signs of ``terminal``, as rich Text."""
     from rich.text import Text
 
     if not (colour and unicode):
@@ -214,7 +214,7 @@ def _figure(mask: BlockMask, title: str, level: str, most_cells: int = 512):
     figure = Figure(figsize=(6.2, 6.4 + 0.17 * len(lines)), dpi=160, layout="constrained")
     axes = figure.subplots()
     _draw(axes, cells(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
-    # Of the figure and not of the axes, which are narrow where there are many more queries than keys.
+    # On the figure, because the axes are narrow where there are many more queries than keys.
     figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
@@ -240,7 +240,7 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
         _draw(axes, cells(mask, 64, 64, "blocks"), mask.q_len, mask.kv_len)
         axes.set_xticks([])
         axes.set_yticks([])
-        place = "left" if mask.q_len <= mask.kv_len else "center"  # a narrow picture stands in the middle of its room
+        place = "left" if mask.q_len <= mask.kv_len else "center"  # a narrow picture is centred
         axes.set_title("\n".join(lines), fontsize=size, family="monospace", loc=place, parse_math=False)
         caption = f"keeps {mask.density:.1%}, visits {mask.block_density:.1%}"
         axes.set_xlabel(caption, fontsize=8, color="#555555", loc="left")
@@ -258,7 +258,7 @@ def thumbnail(mask: BlockMask, most_cells: int = 64) -> bytes:
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path, if its extension is one that can be written. Raises ValueError otherwise."""
+    """The path, if files with its extension can be written. Raises ValueError otherwise."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(
@@ -268,7 +268,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def _wrapped(title: str, width: int, most: int) -> list[str]:
-    """The title in lines of at most ``width`` characters; what is beyond ``most`` lines is left out, and said so by its end."""
+    """The title in lines of at most ``width`` characters; an ellipsis replaces text beyond ``most`` lines."""
     lines = textwrap.wrap(title[: width * (most + 1)], width)
     if len(lines) > most:
         lines = [*lines[: most - 1], lines[most - 1][: width - 3] + "..."]

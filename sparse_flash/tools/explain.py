@@ -19,14 +19,14 @@ from ..masks.tiles import unpack_bits, unpack_runs
 from .figures import flops_text, share_text, size_text, times
 from .subject import subject
 
-# Reachability multiplies boolean matrices with this many units on a side; longer masks are looked at in coarser units.
+# Reachability multiplies boolean matrices with this many units on a side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
 # Below this gain dense attention is as fast. Measured on an H200 (docs/performance.md, 2026-11-21, 16 heads x 16,384 tokens): a
 # block that a table names takes 1.06 times as long as one of dense attention forward and 1.07 backward where rows keep 30
 # blocks, 1.13 and 1.39 where they keep 8; masks near this gain have long rows.
 LEAST_GAIN = 1.1
 DEFAULT_LEN = 65536
-_CHUNK = 1 << 14  # partial blocks looked at at a time
+_CHUNK = 1 << 14  # partial blocks per batch
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Load:
 class Reach:
     """Which part of the causal pairs information can cross, by depth.
 
-    unit: tokens on a side of what was looked at; 1 is exact. Larger units count a unit as connected where any of its
-    pairs is kept, so that the shares are upper bounds.
+    unit: tokens on a side of a unit; 1 is exact. A larger unit counts as connected if any of its pairs is kept, so the
+    shares are upper bounds.
     shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that many
     layers of attention under this mask, each with its residual connection (so a token always keeps its own). Paths may
     go through later tokens where the mask allows it. The depths double, until nothing more is reached.
@@ -73,9 +73,9 @@ class Reach:
 class Memory:
     """Bytes of one call and of its backward pass, over batch and heads.
 
-    inputs: q, k and v. outputs: out, and lse in float32. table: the mask's (of small blocks also that which GPUs walk), once for
-    all calls that share it. gradients: those of q, k and v. A call holds inputs, outputs and table; they stay until the backward
-    pass, which holds the gradient of out and the gradients besides.
+    inputs: q, k and v. outputs: out, and lse in float32. table: that of the mask (and, for small blocks, the coarser one that GPUs
+    walk), once for all calls that share it. gradients: those of q, k and v. A call holds inputs, outputs and table; they stay until
+    the backward pass, which also holds the gradient of out and the gradients.
     work: {back end: (forward, backward)}, what its kernels hold beyond that while they run: sums in float32, and numbers for
     each query. A back end that does not run such calls is left out; torch holds chunks of scores of bounded size.
     Tensors that the kernels cannot address in place, such as those of a head_dim that is no multiple of 8, are copied first.
@@ -113,7 +113,7 @@ class Explanation:
     (head_dim + v_head_dim)) for the pairs kept, all pairs, and the pairs of the visited blocks.
     bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
     written once (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
-    causal: no query sees a later key, so that the fair dense rival is causal attention, with half of the blocks.
+    causal: no query sees a later key, so the fair dense rival is causal attention, with half of the blocks.
     memory: see ``Memory``.
     """
 
@@ -173,7 +173,7 @@ class Explanation:
 
     @property
     def hints(self) -> list[str]:
-        """What a user may want to change, as sentences."""
+        """Suggestions, as sentences."""
         hints = []
         rival = "dense causal attention" if self.causal else "dense attention"
         if not self.kept_blocks:
@@ -194,7 +194,7 @@ class Explanation:
         return hints
 
     def lines(self) -> dict[str, str]:
-        """What is known, as sentences by their names."""
+        """The numbers as sentences, by name."""
         return dict(_lines(self))
 
     def __str__(self):
@@ -221,10 +221,9 @@ def explain(
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. q_len, kv_len, block_size: tokens,
     for which a pattern is compiled; 65,536, q_len and 128 by default. A BlockMask has its own.
-    heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None
-    for as many as of queries. v_head_dim: of v and out, None for head_dim. deterministic: whether the gradients repeat bit by
-    bit, which takes memory on Hopper.
-    Raises ValueError for a mask that differs over batch or heads.
+    heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
+    as many as heads of queries. v_head_dim: of v and out, None for head_dim. deterministic: whether the gradients repeat bit for
+    bit, which takes memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
     """
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     if mask.masks != 1:
@@ -318,13 +317,13 @@ def memory(
 def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
     """dim: head_dim as the kernels pad it."""
     block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
-    # The result of each part of a row far heavier than others, and its lse.
+    # The results and lse of the parts of rows far heavier than others.
     split_rows = 0 if dense or not _in_parts(mask.by_query) else mask.by_query.parts.shape[1] * block
     forward = 4 * batch * heads * split_rows * (dim + 1)
-    # dQ is summed in global memory; lse and delta of each query lie beside it, and the unit of its integers.
+    # dQ is summed in global memory, next to lse, delta and the unit of its integers for each query.
     queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
     backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
-    # So are dK and dV, where query heads share them or columns come in parts.
+    # So are dK and dV, where query heads share them or columns are split.
     if deterministic:
         backward += 4 * 2 * batch * kv_heads
         summed_heads = heads if kv_heads != heads else 0
@@ -334,7 +333,7 @@ def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: in
 
 
 def _in_parts(table) -> bool:
-    """Whether some rows of a table are divided: see ``Table.work``."""
+    """Whether some rows of a table are split: see ``Table.work``."""
     return table.work.shape[1] > table.row_order.shape[1]
 
 

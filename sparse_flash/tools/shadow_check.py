@@ -1,4 +1,4 @@
-"""A shadow check for training runs: sampled rows of attention and of its gradients, computed again from the definition."""
+"""A shadow check for training runs: sampled rows of attention and of its gradients, recomputed from the definition."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
 from ..variant.variant import Terms
 
-# Errors relative to the largest number among the sampled rows, which results in these types stay well below.
+# Errors relative to the largest number among the sampled rows. Correct results in these types stay well below.
 BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
 _log = logging.getLogger("sparse_flash.check")
 
 
 class CheckError(RuntimeError):
-    """A result of attention is further from its definition than the bound of a check."""
+    """A result of attention differs from its definition by more than the bound of a check."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found in one call of attention. call: the number of the target's call, from 1. shape: of q. errors: by
-    name ("out", "lse", or "dq", "dk", "dv"), the largest error of the sampled rows, relative to their largest number."""
+    """The errors that a check found in one call of attention. call: the number of the target's call, from 1. shape: of q. errors:
+    by name ("out", "lse", or "dq", "dk", "dv"), the largest error of the sampled rows, relative to their largest number."""
 
     call: int
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Report:
 
 
 class Check:
-    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two for each attention call that was looked at
+    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two for each attention call that was checked
     and differentiated."""
 
     def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
@@ -72,7 +72,7 @@ class Check:
             self._leave()
 
     def remove(self) -> None:
-        """Looks at a module no more."""
+        """Stops checking a module."""
         for hook in self._hooks:
             hook.remove()
         self._leave()
@@ -120,7 +120,7 @@ class Check:
         listed = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
         _log.info("call %d, q %s: %s", call, report.shape, listed)
         bound = BOUNDS[q.dtype] if self.bound is None else self.bound
-        if not report.worst <= bound:  # NaN is beyond any
+        if not report.worst <= bound:  # NaN exceeds any bound
             raise CheckError(
                 f"in call {call}, attention of q {report.shape}, {q.dtype}, is further from its definition than {bound:.2g}: "
                 f"{listed} (relative errors of sampled rows); compare backend='reference', and report it with its mask"
@@ -128,7 +128,7 @@ class Check:
 
 
 class _Hook:
-    """A hook of a module, of which a copy, in memory or in a file, does nothing: what checks a module is none of its state."""
+    """A hook of a module. A copy of it, in memory or in a file, does nothing, as a check is no part of a module's state."""
 
     def __init__(self, act: Callable[[], None] | None = None):
         self.act = act
@@ -142,26 +142,26 @@ class _Hook:
 
 
 def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
-    """Checks attention while a model trains: now and then, some rows of its results, computed again in float64.
+    """Checks attention while a model trains: now and then it recomputes some rows of the results in float64.
 
-    target: a module, which is looked at from now on whoever calls it, unlike copies of it and what is saved; or a function, such
-    as one step of training: call the returned object in its place. The first call and each ``every``-th after it are looked at,
-    in all their calls of ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative
+    target: a module, whose calls are checked from now on, but not those of its copies; or a function, such as one step of
+    training: call the returned object in its place. every: the first call and each ``every``-th one after it are checked, with all
+    their calls of ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative
     error allowed; None takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
 
-    Sampled queries give out, lse and dq; sampled keys dk and dv, given lse. A pattern is asked which pairs it keeps, so that
-    its table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
+    Sampled queries give out, lse and dq; sampled keys give dk and dv, from lse. A pattern itself says which pairs it keeps, so its
+    table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
     kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
 
-    A look costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and terms of scores
-    are computed again as well. Not looked at: what sinks do to results; the gradients of rel_bias and sinks; calls inside
-    torch.compile; the gradients of layers whose activations are checkpointed.
+    A check costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and changes of scores
+    are recomputed as well. Not checked: the effect of sinks on results; the gradients of rel_bias and sinks; calls inside
+    torch.compile; the gradients of layers with activation checkpointing.
     """
     return Check(target, every, rows, bound, seed)
 
 
 class _Sample:
-    """Rows of one call, and what the definition makes of them, in float64."""
+    """Rows of one call, and their results by the definition, in float64."""
 
     def __init__(self, q, k, v, mask, scale, out, lse, terms: Terms | None, rows: int, rng: random.Random):
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
@@ -240,13 +240,13 @@ class _Sample:
         return products if self.terms is None else scored(self.terms, products, self._pairs(b, h, queries, keys))
 
     def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
-        """The places of what a mask keeps of a row or a column, of which both tokens exist."""
+        """The places that a mask keeps of a row or a column, where both tokens exist."""
         kept = kept.to(self.q.device)
         exist = None if self.terms is None else existing_pairs(self.terms, self._pairs(b, h, queries, keys))
         return (kept if exist is None else kept & exist.flatten()).nonzero()[:, 0]
 
     def _dropout(self, b: int, h: int, i: int | None, j: int | None) -> torch.Tensor:
-        """What dropout multiplies the weights of query i, or of key j, with."""
+        """The factors by which dropout multiplies the weights of query i, or of key j."""
         if self.terms is None or self.terms.seed is None:
             return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
         # It is drawn for 16 queries and 16 keys at a time.
@@ -256,7 +256,7 @@ class _Sample:
         return line.double() / (1 - self.terms.dropout_p)
 
     def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
-        """queries, keys: what indexes their places."""
+        """queries, keys: indices of their places."""
         device, (_, heads, q_len, _), kv_len = self.q.device, self.q.shape, self.k.shape[2]
         query, key = (torch.arange(size, device=device)[which] for size, which in ((q_len, queries), (kv_len, keys)))
         batch, head = (torch.tensor([[place]], device=device) for place in (b, h))

@@ -2,7 +2,7 @@
 
 The built-in configs need no tuning; this is for GPUs and shapes that they were not measured on. A candidate is taken if it
 agrees with the built-in config's result and is at least LEAST_GAIN faster in a second, alternating measurement. Candidates of
-a backward kernel are timed by the whole backward pass, which is what a caller waits for.
+a backward kernel are timed by the whole backward pass, because a caller waits for that.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..masks.compiler import compile_mask
 
 LEAST_GAIN = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Largest relative error of a row, by dtype: a few times what another order of summation gives.
+# Largest relative error of a row, by dtype: a few times the error of another order of summation.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
 _LSE_TOLERANCE = 1e-3
 _CONFIRMATIONS = 3
 
 
 class GpuLost(RuntimeError):
-    """A candidate left the GPU in a state that this process cannot go on from."""
+    """A candidate left the GPU in a state in which this process cannot continue."""
 
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned beside it. v_head_dim: head_dim of v;
+    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned as well. v_head_dim: head_dim of v;
     that of q and k by default."""
 
     pattern: str = "causal & local(1024)"
@@ -56,7 +56,7 @@ class TuningProblem:
 @dataclass(frozen=True)
 class Task:
     """One kernel under one mask. mask: spec text, or "dense". candidates: the built-in config first. run: the results of a
-    launch with a config, by name. left_out: how many more there were that this GPU's shared memory cannot hold."""
+    launch with a config, by name. left_out: how many more do not fit this GPU's shared memory."""
 
     key: tuned.Key
     problem: TuningProblem
@@ -68,8 +68,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Trial:
-    """milliseconds: the median of a launch, or None where the candidate was passed over. reason: why. fits: whether this GPU has
-    the memory that it takes of a multiprocessor; where it has not, Triton says so before anything runs."""
+    """milliseconds: the median of a launch, or None where the candidate was skipped. reason: why. fits: whether a
+    multiprocessor of this GPU has enough memory for it; if not, Triton reports that before anything runs."""
 
     config: object
     milliseconds: float | None
@@ -102,7 +102,7 @@ def unavailable() -> str | None:
 
 
 def tile_sizes(device: torch.device) -> str:
-    """Which table of the portable kernels this GPU has, and what is known of it there."""
+    """Which table of the portable kernels this GPU uses, and whether it was measured there."""
     if reason := portable.available() or configs.refusal(device):
         return f"none: {reason}"
     chip, _ = configs.chip_of(device)
@@ -110,7 +110,7 @@ def tile_sizes(device: torch.device) -> str:
 
 
 def cache_state() -> str | None:
-    """What to say of the file that holds the choices; None where there is no file."""
+    """A line about the file with the choices; None where there is no file."""
     path = tuned.cache_file()
     try:
         count = tuned.count(path)
@@ -122,7 +122,7 @@ def cache_state() -> str | None:
 
 
 def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
-    """What there is to tune: the kernels of the back end that ``attention`` would take, under the pattern and dense.
+    """The tasks: the kernels of the back end that ``attention`` would take, under the pattern and dense.
 
     Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
     """
@@ -152,7 +152,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
 
 
 def _may_fit(config, kernel: str, problem: TuningProblem, device: torch.device) -> bool:
-    """Whether a candidate is worth compiling. Hopper's own were chosen by what they take."""
+    """Whether a candidate is worth compiling. Hopper's own were chosen by their resources."""
     if not isinstance(config, configs.Config):
         return True
     shared = configs.family_of(device).shared
@@ -207,11 +207,11 @@ def _named(names: str, values) -> dict[str, torch.Tensor]:
 
 
 class Clock:
-    """Times launches on the current GPU. hang_seconds: after which a launch counts as one that never ends."""
+    """Times launches on the current GPU. hang_seconds: a launch that takes longer counts as one that never ends."""
 
     def __init__(self, hang_seconds: float = 60.0):
         self.hang_seconds = hang_seconds
-        # More than any GPU's L2 cache: a launch finds it cold, as behind other layers of a model.
+        # More than any GPU's L2 cache: a launch finds it cold, as after other layers of a model.
         self.flushed = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def finish(self) -> None:
@@ -243,7 +243,7 @@ class Clock:
 def tune(
     tasks: list[Task], limit: float, clock: Clock | None = None, advance: Callable[[Task, Trial | None], None] = lambda *_: None
 ) -> Iterator[Result]:
-    """The results, each stored as it comes. limit: seconds for all; the candidate at work when they end is finished, and the
+    """The results, each stored at once. limit: seconds in total; the candidate that runs at their end is finished, and the
     built-in configs are always measured. advance: called after each candidate, with None for one not reached.
 
     Raises OSError, before any work, where choices cannot be stored; GpuLost where a candidate leaves the GPU unusable.
@@ -253,7 +253,7 @@ def tune(
     end = time.monotonic() + limit
     for index, task in enumerate(tasks):
         now = time.monotonic()
-        # A share of what is left, so that the last task is not the one to go without.
+        # A share of the remaining time, so the last task gets some as well.
         result = _tuned(task, clock, now + max(0.0, end - now) / (len(tasks) - index), advance)
         _store(result)
         yield result
@@ -261,7 +261,7 @@ def tune(
 
 def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
     builtin = task.candidates[0]
-    # Kept alive: its memory shall not come back, with the right values in it, as a candidate's result.
+    # Kept alive: otherwise a candidate could get its memory, with the right values in it, for its result.
     wanted: dict[str, torch.Tensor] = {}
     trials: list[Trial] = []
     for config in task.candidates:
@@ -284,7 +284,7 @@ def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
     """wanted: the built-in config's results, which its own trial fills in."""
     try:
         for tensor in wanted.values():
-            torch.full_like(tensor, float("nan"))  # freed at once: what a candidate does not write, it finds to be NaN
+            torch.full_like(tensor, float("nan"))  # freed at once: numbers that a candidate does not write are then NaN
         got = task.run(config)
         clock.finish()
         reason = disagreement(got, wanted or got)
@@ -295,7 +295,7 @@ def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
     except GpuLost as error:
         raise GpuLost(f"{describe(config)} for {task.key.kernel}: {error}") from None
     except Exception as error:
-        # Whatever a compiler or driver raises, this candidate is out, and the others still may run.
+        # Whatever a compiler or driver raises, this candidate is out, and the others may still run.
         from ..kernels.launch.launch import OutOfResources
 
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
@@ -316,7 +316,7 @@ def _gain(task: Task, config, clock: Clock) -> float:
 
 
 def disagreement(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
-    """What differs by more than rounding, or None. Row by row, so that one wrong row among thousands shows."""
+    """The difference, if it is more than rounding, or None. It goes row by row: one wrong row among thousands shows."""
     for name, right in wanted.items():
         mine, right = got[name].float(), right.float()
         if name == "lse":
@@ -324,7 +324,7 @@ def disagreement(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
                 return "lse differs"
             continue
         size = right.norm(dim=-1)
-        # Rows near zero hold little but rounding of what cancelled.
+        # Rows near zero are mostly the rounding of terms that cancelled.
         error = ((mine - right).norm(dim=-1) / (size + 0.1 * size.mean()).clamp(min=1e-30)).max().item()
         if not error <= _TOLERANCE[wanted[name].dtype]:
             return f"{name} differs by {error:.2g} of a row"

@@ -1,7 +1,7 @@
-"""Compiles ahead what training will need, so that no step waits for a compiler: every kernel of the calls that ``variants`` lists.
+"""Compiles the kernels of training ahead, so no step waits for a compiler: every kernel of the calls that ``variants`` lists.
 
 A kernel is compiled for a dtype, head dimensions and a table block; for dense attention or a table; and on Hopper GPUs for
-rows that come in parts and for grouped heads. Lengths, masks, batch and numbers of heads compile nothing anew.
+split rows and for grouped heads. Other lengths, masks, batches and numbers of heads compile nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..masks.compiler import compile_mask
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENS = 256
-# Of the second, some rows and columns are so much heavier than others that they come in parts.
+# In the second, some rows and columns are so much heavier than others that they are split.
 _MASKS = {"even rows": "causal & local(100)", "heavy rows": "local(128) | global_tokens(128)"}
 _MASK_TOKENS = {"even rows": _TOKENS, "heavy rows": 32768}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One call: what is said of it, and what it is. mask: of ``_MASKS``, or None for dense attention."""
+    """One call, and its description. mask: of ``_MASKS``, or None for dense attention."""
 
     dtype: torch.dtype
     head_dim: int
@@ -39,7 +39,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Warmed:
-    """kernels: the names of what was compiled, or was found compiled, for ``variants`` calls. seconds: for all."""
+    """kernels: the names of those that were compiled, or found compiled, for ``variants`` calls. seconds: in total."""
 
     variants: int
     kernels: tuple[str, ...]
@@ -49,7 +49,7 @@ class Warmed:
 def variants(
     head_dims: list[tuple[int, int]], dtypes: list[torch.dtype], block_size: int = 128, deterministic: bool = False
 ) -> list[Variant]:
-    """The calls of training: dense and sparse, of even and of heavy rows, with key heads of their own and grouped.
+    """The calls of training: dense and sparse, with even and with heavy rows, with grouped heads and without.
 
     head_dims: of q and k, and of v.
     """

@@ -5,14 +5,13 @@
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
 The model's projections, rotary positions, key-value cache and ``generate()`` stay its own, and so do its cross-attention, its
-encoder where it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) are carried.
+encoder where it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
 
-A layer attends where its mask and what the model keeps besides the causal triangle both keep a pair: a sliding window
-(Mistral, ModernBERT), chunks (Llama 4), packed sequences, padding. Padded batches are padded on either side at best; distances in
-a pattern are then those of the padded positions, and so are those of global tokens and sinks. What patterns cannot say (a 4-D
-attention_mask, padding between tokens, functions of the model's own) is kept pair by pair, which takes a pass over all pairs on
-the host. What cannot be carried is refused: position biases, attention weights, and whatever keyword a model passes to its
-attention that is neither carried nor in ``_WITHOUT_EFFECT``.
+A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
+(Llama 4), packed sequences, padding. A pair is kept where both keep it. Padding is best on either side of a sequence; a pattern
+counts padded positions, also for global tokens and sinks. Restrictions that are no pattern (a 4-D attention_mask, padding between
+tokens, a model's own functions) are kept pair by pair, which takes a pass over all pairs on the host. Position biases, attention
+weights, and keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -47,8 +46,8 @@ _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
 
-# Keywords that reach attention, of transformers 5.23, and change nothing that it returns here: what the mask says instead of
-# them (is_causal, position_ids), what is said in use_sparse_flash (deterministic), and what other parts of a model read.
+# Keywords of transformers 5.23 that reach attention and do not change its result here: the mask replaces them (is_causal,
+# position_ids), use_sparse_flash sets them (deterministic), or other parts of a model read them.
 _WITHOUT_EFFECT = {
     "cache_position",
     "deterministic",
@@ -67,7 +66,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Settings(NamedTuple):
-    """What one attention layer uses: see ``use_sparse_flash``. moves: whether the mask says other than by distance."""
+    """What one attention layer uses: see ``use_sparse_flash``. moves: whether the mask depends on more than distances."""
 
     mask: Pattern | str | BlockMask | None
     backend: str = "auto"
@@ -84,20 +83,20 @@ def use_sparse_flash(
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
-    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. Of one with several parts
-    (encoder and decoder; text and images), the self-attention of its text decoder; the rest stays as it is.
-    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length; None for
-    dense attention; "own" for what the model has itself, causal for a decoder and all pairs for an encoder. A sequence gives each
-    layer its own, and a mapping from layer numbers those of some layers: the others keep what the model has. A mask that shall not
-    look ahead must say so: "causal & ...".
+    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. Where it has several parts
+    (encoder and decoder; text and images), only the self-attention of its text decoder is switched.
+    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None for dense
+    attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence has a mask for each layer,
+    and a mapping from layer numbers masks for some layers; the others keep the model's own. A mask that must not look ahead says
+    so: "causal & ...".
     backend, deterministic: as for ``sparse_flash.attention``.
 
-    The model may be compiled, before or after, with fullgraph=True too, for all lengths. Compiled code looks at no values: what is
-    carried by them elsewhere, zeros between ones in attention_mask and packed sequences by position_ids, fails there when it runs
-    (on a GPU as a device-side assertion), but for packed sequences in layers of chunks, which count as single ones.
+    The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so
+    zeros between ones in attention_mask, and packed sequences given by position_ids, fail when it runs (on a GPU as a device-side
+    assertion). Packed sequences in layers of chunks count as single ones there.
 
-    The choice lies on the model's layers and is not saved with it. Raises ValueError for a model that has no such layers, and
-    for masks that do not fit them; the model is then as before.
+    The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and
+    for masks that do not fit them; the model then stays unchanged.
     """
     check_deterministic(deterministic)
     part = tower(model)
@@ -114,7 +113,7 @@ def use_sparse_flash(
 
 
 def _refuse_weights(module, args, kwargs) -> None:
-    """Not all models hand on to attention that its weights are wanted; they would return none in silence."""
+    """Not all models tell attention that its weights are wanted; those would silently return none."""
     wanted = kwargs.get("output_attentions")
     wanted = getattr(module.config, "output_attentions", False) if wanted is None else wanted
     if wanted and _implementation(module) == NAME:
@@ -125,14 +124,14 @@ def _refuse_weights(module, args, kwargs) -> None:
 
 
 def _switch(model, part, layers) -> None:
-    """Has the modules read the implementation's name from their configs, and leaves those that are not meant as they were."""
+    """Makes the modules read the implementation's name from their configs, and leaves all other modules as they were."""
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
     others = [(module, _implementation(module)) for module in others_of(model, layers)]
     switched.set_attn_implementation(NAME)
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
-    # FlashAttention's kernels are called by the name in the config, once more.
+    # The name in the config calls FlashAttention's kernels as well.
     stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
     if unswitched is not None or stuck is not None:
         switched.set_attn_implementation(before)
@@ -168,7 +167,7 @@ def _by_layer(mask, numbers: list[int]) -> dict[int, object]:
 
 def _checked(mask):
     if isinstance(mask, str):
-        return mask if mask == OWN else parse(mask).to_spec()  # says now what is wrong with it
+        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
     if isinstance(mask, Pattern):
         try:
             return mask.to_spec()  # text, which compiled code takes on every PyTorch
@@ -190,12 +189,12 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, softcap=None, **_) -> bool:
-    """Whether the call needs no look at values, as compiled code cannot take one."""
+    """Whether the call needs no values, which compiled code cannot read."""
     if own is None:
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
         return False
-    # A look at kv_offset binds the graph to its value.
+    # Reading kv_offset binds the graph to its value.
     if _moves(settings, own) and own.kv_offset:
         return False
     decoded = own.starts is None and not dropout and softcap is None and takes(query, key)
@@ -203,12 +202,13 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
 
 
 def _is_prompt(own) -> bool:
-    """Whether compiled code may be bound to where the queries end in a static cache: there is one prompt, and many tokens."""
+    """Whether compiled code may be bound to the end of the queries in a static cache: there is one prompt, but there are many
+    tokens."""
     return own.end is not None and own.q_length > MAX_QUERIES
 
 
 def _moves(settings, own) -> bool:
-    """Whether the mask that both make says other than by the distance of query and key."""
+    """Whether the combined mask depends on more than the distance of query and key."""
     return settings.moves or any(not isinstance(one, str) or not one.startswith("local(") for limit in own.limits for one in limit)
 
 

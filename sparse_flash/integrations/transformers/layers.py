@@ -14,7 +14,7 @@ _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own
 
 
 def tower(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model whose self-attention is meant: the text decoder of one with several parts, else all of it."""
+    """The part of a model whose self-attention is switched: its text decoder if it has several parts, else all of it."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return decoder if any(map(_takes_interface, decoder.modules())) else model
 
@@ -65,7 +65,8 @@ def _attends(module: torch.nn.Module) -> bool:
 
 
 def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
-    """By the module's own word, its class, or its name within its layer: encoder_attn, EncDecAttention, crossattention.self."""
+    """Decided by an attribute of the module, its class, or its name within its layer: encoder_attn, EncDecAttention,
+    crossattention.self."""
     within_layer = re.split(r"(?:^|\.)\d+\.", name)[-1].lower()
     named = "cross" in within_layer or "cross" in type(module).__name__.lower() or within_layer.startswith("enc")
     return named or bool(getattr(module, "is_cross_attention", False))
@@ -77,7 +78,7 @@ def _takes_interface(module: torch.nn.Module) -> bool:
 
 @cache
 def _names(kind: type) -> frozenset[str]:
-    """The names that the methods of a class speak of: globals, attributes, and keywords that they pass."""
+    """The names in the methods of a class: globals, attributes, and keywords that they pass."""
     found: set[str] = set()
     for owner in kind.__mro__:
         if owner.__module__ in _NOT_OF_MODELS or owner.__module__.startswith("torch."):

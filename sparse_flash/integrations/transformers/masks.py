@@ -1,7 +1,7 @@
-"""What a model's own mask keeps, read from the functions that Transformers makes masks of.
+"""A model's own mask, read from the functions of which Transformers makes masks.
 
 Transformers asks for one mask for all layers of a kind (those with a window, those without), and hands it to attention. Here
-it gets a ``ModelMask``, which says in spec text what a tensor would have said by pairs.
+it gets a ``ModelMask``, which holds spec text in place of a tensor of pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from ...patterns import block_diagonal, full, sinks
 
 _BLOCK = 128
-# Pairs of a mask that patterns cannot say, of all batch entries: a byte each, and a pass over them on the host.
+# Pairs of a mask that is no pattern, over all batch entries: a byte each, and a pass over them on the host.
 _MOST_PAIRS = 1 << 28
 
 _NO_TENSOR = (
@@ -32,18 +32,19 @@ _NO_TENSOR = (
 
 
 class ModelMask(FlexBlockMask):
-    """What a model's own mask keeps of (q_length, kv_length) pairs, made once a forward pass for the layers of one kind.
+    """A model's own mask of (q_length, kv_length) pairs, made once in each forward pass for the layers of one kind.
 
-    base: "causal" or "full". limits: what is kept besides, as spec texts or Patterns of absolute positions; each a tuple of
-    one, or of one for each batch entry. dense: a bool tensor, broadcastable to (batch, heads, q_length, kv_length), of the
-    pairs that are kept besides; None for all.
-    kv_offset: the position of the first key. end: how many of the keys come before the last query's next, or None where
-    only ``end_tensor``, of no dimensions, knows; that is None where no key comes after.
+    base: "causal" or "full". limits: further restrictions, as spec texts or Patterns of absolute positions; each a tuple of
+    one, or of one for each batch entry. dense: a further restriction as a bool tensor, broadcastable to (batch, heads, q_length,
+    kv_length); None for none.
+    kv_offset: the position of the first key. end: how many keys there are up to that of the last query, or None where
+    only ``end_tensor``, without dimensions, knows; that is None where no key comes after.
     starts, stops: (batch,) int32, which of the keys exist; None for all up to ``end``.
-    refusal: why attention cannot follow it, or None. arguments: what Transformers says of the mask.
+    refusal: why attention cannot follow it, or None. arguments: those of Transformers for the mask.
 
-    A FlexAttention mask for Transformers' sake: ``generate()`` makes the masks of static caches before it calls the model, which
-    takes none but tensors and these for ready. An ordinary class with ordinary fields, which torch.compile can make and read.
+    A subclass of FlexAttention's mask for Transformers' sake: ``generate()`` makes the masks of static caches before it calls the
+    model, which accepts only tensors and these as ready-made masks. An ordinary class with ordinary fields, which torch.compile can
+    make and read.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ModelMask(FlexBlockMask):
         return self._made[implementation]
 
     def joined(self, mask, device: torch.device) -> Pattern | str | BlockMask | None:
-        """Where both keep a pair: ``mask``, in place of ``base``, and what the model keeps besides, for keys 0 .. end - 1.
+        """The intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys 0 .. end - 1.
 
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
@@ -141,7 +142,7 @@ class ModelMask(FlexBlockMask):
 
 
 def model_mask(**arguments) -> ModelMask:
-    """What Transformers calls for a mask."""
+    """The function that Transformers calls for a mask."""
     q_length, kv_length, kv_offset = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
     mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
     _set_end(mask, arguments["q_offset"])
@@ -188,19 +189,19 @@ def _set_end(mask: ModelMask, q_offset) -> None:
 
 
 def _check_place(mask: ModelMask) -> None:
-    """Keys past the queries' are no future where all see all: they are others', as in prefix tuning."""
+    """Where every token sees every other, keys past those of the queries are not the future but extra ones, as in prefix tuning."""
     if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
         mask.refusal = f"{mask.q_length} queries of a model that sees both ways have {mask.kv_length} keys, and no place among them"
 
 
 def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
-    """Which keys exist, from (batch, tokens): as one run of each sequence, or, where that is not so, key by key."""
+    """Which keys exist, from (batch, tokens): one run for each sequence, or else key by key."""
     count = exist.sum(1, keepdim=True)
     first = exist.int().argmax(1, keepdim=True)
     token = torch.arange(exist.shape[1], device=exist.device)
     run = (token >= first) & (token < first + count)
     if torch.compiler.is_compiling():
-        # Compiled code looks at no values, but can fail where it runs.
+        # Compiled code cannot read values, but can fail when it runs.
         assert_in_graph((exist == run).all(), f"attention_mask has zeros between its ones; {_UNCOMPILED}")
     elif check and not torch.equal(exist, run):
         mask.dense = exist[:, None, None, mask.kv_offset :]
@@ -214,7 +215,7 @@ _UNCOMPILED = "sparse_flash carries that in a model that is not compiled"
 
 
 def _assert_single(arguments, q_length) -> None:
-    """Has compiled code fail where it is given packed sequences: there a token does not see the one before it."""
+    """Makes compiled code fail on packed sequences, where some token does not see the one before it."""
     if arguments["mask_function"].__name__ != "and_mask" or q_length != arguments["kv_length"] or q_length < 2:
         return
     size = arguments.get("local_size")
@@ -228,9 +229,10 @@ def _assert_single(arguments, q_length) -> None:
 
 
 def _said(arguments) -> tuple[str, str | None]:
-    """(base, limit) of a mask within torch.compile, which cannot look into functions: from what Transformers says beside them.
+    """(base, limit) of a mask within torch.compile, which cannot inspect functions: from the arguments that Transformers passes
+    with them.
 
-    Packed sequences cannot be told from single ones there: see ``_assert_single``.
+    Packed sequences cannot be distinguished from single ones there: see ``_assert_single``.
     """
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
@@ -255,7 +257,7 @@ def _said(arguments) -> tuple[str, str | None]:
 
 
 class _Reading:
-    """What a mask function is made of."""
+    """The parts of a mask function."""
 
     def __init__(self, batch: int):
         self.batch, self.base, self.limits, self.unknown = batch, "full", [], False
@@ -280,7 +282,7 @@ class _Reading:
         elif name == "packed_sequence_mask_function":
             self.packed(held["packed_sequence_mask"])
         elif name == "remap_positions_for_packed_sequence":
-            # The distance of two tokens of one sequence is the same in it, and others are kept apart beside this.
+            # The distance of two tokens of one sequence does not change, and another restriction separates sequences.
             before = len(self.limits)
             self.function(held["mask_function"])
             self.unknown |= any(not str(limit[0]).startswith("local") for limit in self.limits[before:])
@@ -295,7 +297,7 @@ class _Reading:
         self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
 
     def packed(self, numbers: torch.Tensor) -> None:
-        """numbers: (batch | 1, tokens), which sequence each token is of, from 0."""
+        """numbers: (batch | 1, tokens), the sequence of each token, from 0."""
         limits = []
         for row in numbers.tolist():
             starts = [k for k in range(1, len(row)) if row[k] != row[k - 1]]
@@ -305,7 +307,7 @@ class _Reading:
 
 
 def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
-    """The mask of a layer that is given none: causal where the layer is, the last query at the last key."""
+    """The mask of a layer that gets none: causal where the layer is, with the last query at the last key."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     q_length, kv_length = query.shape[2], key.shape[2]
     limits = () if sliding_window is None else ((f"local({sliding_window})",),)
@@ -313,7 +315,7 @@ def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
 
 
 def given(mask: torch.Tensor, query, key) -> ModelMask:
-    """A mask of pairs that the model was called with, True or 0 where a pair is kept, made once a tensor."""
+    """The mask of pairs with which the model was called, True or 0 where a pair is kept; converted once for each tensor."""
     known = getattr(mask, "_sparse_flash", None)
     if known is not None and known[0] == mask._version:
         return known[1]
@@ -325,7 +327,7 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
             f"the model passes an attention mask of shape {shape} for {q_length} queries and {kv_length} keys; sparse_flash takes "
             f"(batch | 1, heads | 1, {q_length}, {kv_length})"
         )
-    kept = mask.detach() if mask.dtype == torch.bool else mask == 0  # not itself, which will hold it
+    kept = mask.detach() if mask.dtype == torch.bool else mask == 0  # another tensor object, as the mask will hold this one
     if mask.is_floating_point():
         if not (kept | (mask <= torch.finfo(mask.dtype).min / 2)).all():
             raise ValueError(
@@ -340,18 +342,18 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
 
 
 def depends_on_position(mask) -> bool:
-    """Whether a mask says other than by the distance of query and key."""
+    """Whether a mask depends on more than the distance of query and key."""
     mask = parse(mask) if isinstance(mask, str) else mask
     return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
 
 
 def _keeps_all(limit: str | Pattern, kv_length: int) -> bool:
-    """Whether it is a window as wide as there are keys."""
+    """Whether it is a window that covers all keys."""
     return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
 
 
 def joined(mask, limits: tuple, offset: int = 0):
-    """Where all keep a pair, as text where all are text: a mask and what limits it, of positions that count from offset."""
+    """The intersection of a mask and its restrictions, whose positions count from offset; text where all of them are text."""
     if torch.compiler.is_compiling() or not offset:
         if not limits:
             return mask
@@ -368,7 +370,7 @@ def _joined_patterns(mask, limits, offset) -> Pattern:
 
 @dataclass(frozen=True)
 class _Moved(Pattern):
-    """A pattern of the positions ``offset`` further on."""
+    """A pattern shifted by ``offset`` positions."""
 
     pattern: Pattern
     offset: int
@@ -382,7 +384,7 @@ class _Moved(Pattern):
 
 
 def moved(pattern: Pattern, offset: int) -> Pattern:
-    """The pattern for keys of which the first has position ``offset``; equal for as many offsets as can be, as tables are
+    """The pattern for keys whose first one has position ``offset``; equal for as many offsets as possible, because tables are
     cached."""
     if isinstance(pattern, (And, Or)):
         return type(pattern).of(*(moved(one, offset) for one in pattern.operands))
