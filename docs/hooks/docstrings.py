@@ -21,8 +21,12 @@ class ParameterLists(Extension):
 
 def _rewrite(obj):
     if obj.docstring is not None:
-        text = re.sub(r"::$", ":", obj.docstring.value, flags=re.M)
-        obj.docstring.value = "\n\n".join(_listed(paragraph, _names(obj)) for paragraph in text.split("\n\n"))
+        obj.docstring.value = as_markdown(obj.docstring.value, _names(obj))
+
+
+def as_markdown(text: str, known: set[str]) -> str:
+    """A docstring; known: the names of parameters and fields that it may describe."""
+    return "\n\n".join(_listed(paragraph, known) for paragraph in re.sub(r"::$", ":", text, flags=re.M).split("\n\n"))
 
 
 def _names(obj) -> set[str]:

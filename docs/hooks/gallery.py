@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 
+from docstrings import as_markdown
 from mkdocs.structure.files import File
 
 import sparse_flash as sf
@@ -90,8 +91,7 @@ def _section(name: str) -> str:
             *lines,
             f"Shown: `{SPECIMENS[name]}`",
             "\n".join([head, *rows]),
-            f"::: {cls.__module__}.{cls.__qualname__}\n    options:\n"
-            "      show_root_heading: false\n      show_root_toc_entry: false\n      members: false",
+            as_markdown(inspect.getdoc(cls), set(inspect.signature(cls).parameters)),
         ]
     )
 
