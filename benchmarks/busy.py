@@ -1,10 +1,10 @@
-"""How much longer attention on a CPU takes beside programs that want the processors too.
+"""How much longer attention on a CPU takes while other programs use the processors.
 
     python -m sparse_flash.benchmarks.busy
 
-Threads that work on one operation wait for the last of them, which other programs may have put off its processor for
-milliseconds. So what slows a call down is how many such operations it is made of. Every call is measured in turn, round by
-round, alone and then beside processes that spin; its slow-down is compared with that of PyTorch's own dense attention.
+Threads that work on one operation wait for the last of them, which other programs may have displaced from its processor for
+milliseconds. So a call slows down with the number of its operations. Every call is measured in turn, round by round, alone and
+then with processes that spin; its slow-down is compared with that of PyTorch's own dense attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPIN = "while True: pass"
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Milliseconds of a call alone (the least, as nothing makes a call faster) and beside spinning processes (the median)."""
+    """Milliseconds of a call alone (the minimum, as nothing makes a call faster) and with spinning processes (the median)."""
 
     alone: float
     beside: float
@@ -42,7 +42,7 @@ class Slowdown:
 
 @contextmanager
 def spinning(processes: int):
-    """So many processes, each with a processor's worth of work, until the end of the block."""
+    """This many processes, each of which keeps a processor busy, until the end of the block."""
     children = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
     try:
         yield
@@ -54,7 +54,7 @@ def spinning(processes: int):
 
 
 def calls(tokens: int, heads: int, head_dim: int, window: int, backward: bool) -> dict[str, Callable[[], None]]:
-    """What is measured, by name: PyTorch's dense attention first."""
+    """The calls to measure, by name: PyTorch's dense attention first."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, generator=generator) for _ in range(4))
     q, k, v = (t.requires_grad_(backward) for t in (q, k, v))

@@ -1,4 +1,4 @@
-"""The JSON file: what was measured, where, and what need not be measured again.
+"""The JSON file: results, where they were measured, and which cases need not be measured again.
 
 {"format": 1, "environment": {...}, "settings": {...},
  "suites": {suite: [case key, ...]}, "cases": {key: {"case": {...}, "result": {...}, "at": time}}}
@@ -22,7 +22,7 @@ IDENTITY = ("device", "torch", "triton", "source")
 
 
 def environment(device) -> dict:
-    """What the numbers depend on, as plain data."""
+    """The environment on which the numbers depend, as plain data."""
     import torch
 
     found = {
@@ -74,7 +74,8 @@ def _cpu_name() -> str:
 def _source_digest() -> str:
     import sparse_flash
 
-    # What decides the numbers: not the command line, the pictures or the plots. In a wheel the other two packages lie inside.
+    # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel the other two packages lie
+    # inside.
     package, patterns = (Path(module.__file__).parent for module in (sparse_flash, sparse_flash.patterns))
     beside = {"cli", "benchmarks", "patterns", "tools"}
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in beside]
@@ -94,7 +95,7 @@ def _commit() -> str | None:
 
 
 class Results:
-    """The file's contents; every ``add`` writes it anew, whole or not at all."""
+    """The file's contents; every ``add`` rewrites it, whole or not at all."""
 
     def __init__(self, folder: Path, data: dict):
         self.folder, self.data = folder, data
@@ -119,8 +120,8 @@ class Results:
     def open(
         cls, folder: str | Path, environment: dict, settings: dict, resume: bool, any_source: bool
     ) -> tuple[Results, str | None]:
-        """Results to add to: those that are there already, or none where these are not comparable or not wanted. They are set
-        aside then under another name, and the second value says so. Nothing is deleted."""
+        """The results to add to: existing ones, or none if those are not comparable or not wanted. They are then moved aside to
+        another name, and the second value says so. Nothing is deleted."""
         folder = Path(folder)
         fresh = cls(folder, {"format": FORMAT, "environment": environment, "settings": settings, "suites": {}, "cases": {}})
         if not (folder / FILE).exists():
@@ -179,5 +180,5 @@ def why_not(result: dict) -> str:
 
 
 def gave_up(result: dict) -> str:
-    """In a word or two, what a longer case would not do better; else empty."""
+    """A word or two on why a longer case would fail as well; else empty."""
     return "too long" if "over_limit" in result else "out of memory" if "out_of_memory" in result else ""

@@ -18,9 +18,9 @@ from .workload.cases import PaperCase
 
 @dataclass(frozen=True)
 class Options:
-    """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is left for
-    another time. limit: seconds a case, None for the device's own. retry: measure again what gave no numbers, or doubtful
-    ones; what ran out of time is tried again in any case."""
+    """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is
+    skipped. limit: seconds for each case, None for the device's own. retry: measure cases again that gave no numbers, or doubtful
+    ones; cases that ran out of time are tried again in any case."""
 
     specs: tuple[str, ...] = ()
     suites: tuple[str, ...] = suites.DEFAULT
@@ -40,7 +40,7 @@ LIMITS = {"cpu": 60, "cuda": 90}
 
 def run(options: Options, console) -> Results:
     """Measures, prints progress to a rich console, and returns the results. An interrupt (KeyboardInterrupt) keeps
-    what is there, and the report is written all the same."""
+    the results so far, and the report is still written."""
     import torch
 
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -97,7 +97,7 @@ def _wanted(known: dict | None, options: Options) -> bool:
 
 
 def _reused(entries: list[dict]) -> str | None:
-    """What is not measured now, and how to measure it after all."""
+    """The cases that are not measured now, and how to measure them."""
     if not entries:
         return None
     first, *_, last = sorted(entry["at"] for entry in (*entries, *entries))
@@ -175,7 +175,7 @@ def _unless_wrong(result: dict, text: str) -> str:
 
 
 def default_folder(device: str, quick: bool, specs: tuple[str, ...] = ()) -> Path:
-    """Where results go unless the user says: those of masks of the user's own apart from the suites'."""
+    """Where results go by default: those of a user's own masks separate from those of the suites."""
     own = [f"{'-and-'.join(specs)[:40]}-{hashlib.sha256(repr(specs).encode()).hexdigest()[:6]}"] if specs else []
     parts = [device, *["quick"] * quick, *own]
     return Path("runs") / "-".join(["bench", *(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)])

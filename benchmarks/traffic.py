@@ -42,10 +42,10 @@ _UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for na
 
 
 def launches(text: str) -> list[dict]:
-    """The launches in what ``ncu --csv`` printed, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
+    """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
 
     Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
-    that begin with ==, and whatever the program itself printed, are left out. Raises ValueError with ncu's own messages
+    that begin with ==, and the output of the program itself, are skipped. Raises ValueError with ncu's own messages
     where there is no table.
     """
     lines = [line for line in text.splitlines() if line.strip()]
@@ -111,7 +111,7 @@ def block_map(density: float, generator=None, device=None):
 
 
 def work(density: float, backend: str) -> None:
-    """What runs under ncu."""
+    """The program that runs under ncu."""
     import torch
 
     import sparse_flash
@@ -129,7 +129,7 @@ def work(density: float, backend: str) -> None:
 
 
 def profile(ncu: str, density: float, backend: str) -> str:
-    """What ncu says of a worker, its own messages included."""
+    """The output of ncu for a worker, with its own messages."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS.values()), "-k", "regex:attention_forward"]

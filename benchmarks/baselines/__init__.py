@@ -1,1 +1,1 @@
-"""Against whom: what a peer is, and a module for each. Knows problems; times nothing."""
+"""The peers: their interface, and a module for each. Knows problems; times nothing."""

@@ -1,4 +1,4 @@
-"""What a peer is: a way to compute attention for a problem, or the reason why it cannot."""
+"""A peer: a way to compute attention for a problem, or the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..workload.problem import Problem
 
 class Peer:
     """order: how it wants the dimensions (batch, heads, tokens, head_dim) to lie in memory.
-    deterministic: whether it promises gradients that repeat bit by bit."""
+    deterministic: whether it promises gradients that repeat bit for bit."""
 
     order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     deterministic: bool = False
@@ -23,7 +23,7 @@ class Peer:
         return None
 
     def settings(self) -> AbstractContextManager:
-        """What must hold while it runs, entered once and not with every call."""
+        """A context that must hold while it runs, entered once and not for every call."""
         return nullcontext()
 
     def runs_on(self, problem: Problem) -> str | None:

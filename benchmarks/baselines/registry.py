@@ -1,4 +1,4 @@
-"""Against whom: the peers by name, and those that need little: ourselves and PyTorch's dense attention."""
+"""The peers by name, and those that need little code: sparse_flash itself and PyTorch's dense attention."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Sdpa(Peer):
     """PyTorch's dense attention. Any other mask than full and causal would be an array of tokens x tokens."""
 
     backend: str
-    most_tokens: int | None = None  # on a CPU, whose memory others need too; a GPU says when it has none left
+    most_tokens: int | None = None  # on a CPU, whose memory other programs need; a GPU reports when it has none left
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.name not in ("full", "causal"):

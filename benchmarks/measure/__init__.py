@@ -1,2 +1,1 @@
-"""How a case is timed, its memory, whether the result is right and whether the figure can be relied on. Knows peers and problems;
-nothing of reports."""
+"""Times, memory, the accuracy of results and the reliability of figures. Knows peers and problems; nothing of reports."""

@@ -15,7 +15,7 @@ import torch
 from ..workload.problem import Problem
 
 SAMPLES = 32
-# Largest relative error (Frobenius norm) by dtype: a few times what rounding gives; a wrong mask is far beyond.
+# Largest relative error (Frobenius norm) by dtype: a few times that of rounding; a wrong mask is far beyond.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-9}
 
 # attend() -> (out,), without gradients; attend(dout) -> (out, dq, dk, dv). dout: like out.

@@ -1,1 +1,1 @@
-"""What is drawn and written from the JSON file of results alone: rows, tables, plots, the page. Measures nothing."""
+"""Rows, tables, plots and the page, from only the JSON file of results. Measures nothing."""

@@ -1,5 +1,4 @@
-"""How numbers are written in tables: to about three digits, an empty cell for what was not measured, a mark for what is not to
-be relied on."""
+"""Numbers in tables: about three digits, an empty cell for a missing measurement, a mark for an unreliable one."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def marked(text: str, doubtful: bool) -> str:
 
 
 def noted(table: ReportTable) -> ReportTable:
-    """The table with what its marks and spreads mean, where it has any."""
+    """The table with the meaning of its marks and spreads, where it has any."""
     table = table.without("spread") if "spread" in table.columns else table
     marks = any(cell.endswith(f" {MARK}") for row in table.rows for cell in row)
     return replace(table, notes=[*table.notes, *[SPREAD] * ("spread" in table.columns), *[MARKED] * marks])

@@ -1,4 +1,4 @@
-"""One self-contained HTML page from the JSON alone: tables, plots, environment, method."""
+"""One self-contained HTML page from only the JSON: tables, plots, environment, method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of arXiv:2205.14135, App. E.6, from the JSON alone: each pass, both and memory against length, by variant."""
+"""The tables of arXiv:2205.14135, App. E.6, from only the JSON: each pass, both and memory against length, by variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of our speed beside that of the peers, with ratios to the best peer of the same run."""
+"""Tables of our speed and that of the peers, with ratios to the best peer of the same run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _deterministic(data: dict) -> ReportTable | None:
         )
     columns = ["shape", "mask", *ours, *others, "spread", "x best deterministic", f"x {free or OURS}", "correct"]
     unit = "ms" if _on_cpu(data) else "TFLOP/s"
-    note = f"{unit} forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit by bit."
+    note = f"{unit} forward / backward. {_RATIO}. Correct: also, that gradients of one problem repeat bit for bit."
     return noted(ReportTable("Deterministic backward pass", columns, lines, [note]))
 
 

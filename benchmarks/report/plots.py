@@ -1,4 +1,4 @@
-"""PNG plots from the JSON alone, each in a light and a dark version."""
+"""PNG plots from only the JSON, each in a light and a dark version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draw(data: dict, folder: str | Path) -> dict[str, dict[str, Path]]:
 
 
 def draw_traffic(data: dict, folder: str | Path) -> dict[str, Path]:
-    """Writes the plot of what ``traffic`` measured; returns {theme: path}."""
+    """Writes the plot of the measurements of ``traffic``; returns {theme: path}."""
     return {theme.name: _save(_traffic(data, theme), Path(folder), "traffic", theme) for theme in THEMES}
 
 
@@ -121,7 +121,7 @@ def _speedup(data: dict, theme: Theme):
 
 
 def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
-    """How a dot is drawn: hollow where it is not to be relied on."""
+    """The style of a dot: hollow where it is unreliable."""
     face = theme.paper if doubtful else colour
     return {"marker": "o", "markersize": 7, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "", "linewidth": 1}
 
@@ -234,7 +234,7 @@ def _peers(data: dict, theme: Theme):
     slots = [[peer for peer in peers if (*problem, peer) in at] for problem in problems]
     height = sum(0.24 * len(s) + 0.22 for s in slots)
     figure, axes = _figure(11, height + 1.4, 2, theme, sharey=True)
-    # Each problem takes one bar for each peer that ran, so that there are no gaps for those that did not.
+    # Each problem has a bar for each peer that ran, without gaps for those that did not.
     y, ticks = 0.0, []
     for problem, present in zip(problems, slots):
         ticks.append(y + (len(present) - 1) / 2)

@@ -1,4 +1,4 @@
-"""Rows, as tables and plots see them, from the JSON alone."""
+"""Rows for tables and plots, from only the JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def problem(self) -> tuple[str, str, str]:
-        """Equal for what may be compared."""
+        """Equal for rows that may be compared."""
         return self.shape, self.label, self.how
 
     @property
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def doubtful(self) -> bool:
-        """Whether something speaks against relying on its numbers: see ``noise``."""
+        """Whether its numbers are unreliable: see ``noise``."""
         return bool(doubts(self.result))
 
     @property

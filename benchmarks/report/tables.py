@@ -1,4 +1,4 @@
-"""Tables made from the JSON alone; the terminal and the report print the same ones."""
+"""Tables from only the JSON; the terminal and the report print the same ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _gain(row: Row, dense: list[Row]) -> Gain:
 
 
 def tables(data: dict) -> list[ReportTable]:
-    """The tables of the suites that were measured, and one of what gave no numbers."""
+    """The tables of the suites that were measured, and one of the cases without numbers."""
     made = [
         _speedup(data),
         *_length(data),
@@ -182,7 +182,7 @@ def _doubtful(data: dict) -> ReportTable:
 
 
 def _entries(data: dict) -> dict[str, dict | None]:
-    """{key: what is stored of the case}, of all suites."""
+    """{key: the stored entry of the case}, of all suites."""
     return {key: data["cases"].get(key) for keys in data["suites"].values() for key in keys}
 
 

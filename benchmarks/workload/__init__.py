@@ -1,1 +1,1 @@
-"""What is measured: cases, suites, the masks of their rows, a case's tensors. Plain data but for the tensors."""
+"""Workloads: cases, suites, the masks of their rows, the tensors of a case. Plain data except for the tensors."""

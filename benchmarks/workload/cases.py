@@ -1,4 +1,4 @@
-"""What is measured: plain data."""
+"""Cases, as plain data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CallCase(Case):
-    """What one call of a short problem costs, time and host time. graph: the call is the replay of a CUDA graph."""
+    """The time and host time of one call of a short problem. graph: the call is the replay of a CUDA graph."""
 
     graph: bool = False
 
@@ -109,7 +109,7 @@ class CompileCase:
 
 
 def _storable(spec: str | tuple[str, ...]) -> str | list[str]:
-    """What the results file holds of a spec: a map of blocks is told from another by its digest."""
+    """The form of a spec in the results file: a digest distinguishes maps of blocks."""
     if isinstance(spec, tuple):
         return [_storable(head) for head in spec]
     if len(spec) <= _LONG_SPEC:

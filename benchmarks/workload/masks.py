@@ -94,8 +94,8 @@ def longformer_map(blocks: int) -> np.ndarray:
 
 
 def even_map(blocks: int, kept: int) -> np.ndarray:
-    """(blocks, blocks) bool of ``kept`` blocks: rows differ by one at most, and so do columns. What a skewed mask of as
-    many blocks costs more than this one is the price of its skew. Cyclic diagonals, evenly spaced, the last cut short."""
+    """(blocks, blocks) bool of ``kept`` blocks: rows differ by one at most, and so do columns. The extra cost of a skewed mask of
+    as many blocks is the price of its skew. Cyclic diagonals, evenly spaced, the last cut short."""
     entry = np.arange(kept)
     diagonal, row = entry // blocks, entry % blocks
     shift = diagonal * blocks // -(-kept // blocks)
@@ -119,7 +119,7 @@ def _of_map(label: str, kept: np.ndarray) -> Mask:
 
 
 def of_peer_shape(shape: Shape) -> list[Mask]:
-    """What the peers suite measures at one of its four large shapes: in full where it is the main one, else a choice."""
+    """The masks of the peers suite at one of its four large shapes: all at the main one, else a choice."""
     tokens = shape.tokens
     if shape.head_dim == 64:
         return [FULL, CAUSAL, window(1024), BUTTERFLY]

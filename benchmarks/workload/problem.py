@@ -1,4 +1,4 @@
-"""What a peer is asked to compute: tensors, and the mask in both of its forms."""
+"""The task of a peer: tensors, and the mask in both of its forms."""
 
 from __future__ import annotations
 

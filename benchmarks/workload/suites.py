@@ -2,9 +2,9 @@
 
 speedup         speed-up against density, for the patterns      arXiv:2205.14135, Fig. 2 right
 length          time and memory against length                  arXiv:2205.14135, Fig. 3
-peers           masks of every kind at large shapes, beside FlexAttention, FlashAttention-4 and dense attention
+peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-4 and dense attention
 small           time and host time of one call of a short problem, eager and under a CUDA graph
-deterministic   gradients that repeat bit by bit, beside FlashAttention-4's
+deterministic   gradients that repeat bit for bit, with FlashAttention-4 for comparison
 compile         time and memory of compiling masks
 paper           each pass and memory, plain, with dropout, padded, both   arXiv:2205.14135, App. E.6; hours, so only if asked for
 """
@@ -43,7 +43,7 @@ def choose(
 
 
 def in_order(cases: Iterable[Case | CompileCase]) -> list[Case | CompileCase]:
-    """Problem by problem, in the order given; in each, others first and then ours, whose baselines are then known."""
+    """Problem by problem, in the given order; in each, the peers come first, so our baselines are known."""
     listed = list(cases)
     place: dict = {}
     for case in listed:
@@ -62,7 +62,7 @@ def _rank(case) -> int:
 
 
 def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Results) -> list[Case]:
-    """What tables set a case of ours beside: of the rivals in each suite that has it the fastest, of each pass."""
+    """The baselines that tables compare with a case of ours: in each suite that has it, the fastest rival of each pass."""
     found: dict[str, Case] = {}
     for suite, listed in chosen.items():
         if case not in listed or not _rank(case):
@@ -138,7 +138,7 @@ def _peers(device, quick, own) -> Iterator[Case]:
         yield Case(shape, mask, OURS)
         if device == "cuda":
             yield Case(shape, mask, f"{OURS}:triton")
-        # On a CPU the compiler takes about 20 s for each mask, so that two of them are enough.
+        # On a CPU the compiler takes about 20 s for each mask, so two of them are enough.
         if not quick and (device == "cuda" or own or mask.spec != "causal"):
             yield Case(shape, mask, "flex")
         if device == "cuda" and not quick:
