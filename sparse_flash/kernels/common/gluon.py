@@ -46,11 +46,16 @@ def fresh_zero(near):
 
 
 def record(cls):
-    """Class decorator: the annotated fields as one argument of a kernel function; its constructor takes them in order."""
+    """Class decorator: the annotated fields, each a value or a record, as one argument of a kernel function. Its constructor takes
+    them in order or by name."""
 
-    def __init__(self, *values):
-        for name, value in zip(cls.__annotations__, values, strict=True):
+    def __init__(self, *values, **named):
+        fields = cls.__annotations__
+        values = dict(zip(fields, values, strict=False)) | named
+        for name in fields:
+            value = values.pop(name)
             setattr(self, name, value if isinstance(value, triton.language.core.base_value) else gl.constexpr(value))
+        assert not values, f"{cls.__name__} has no fields {list(values)}"
 
     __init__.__triton_builtin__ = True
     cls.__init__ = __init__

@@ -9,8 +9,8 @@ from ..launch.tuned import choose, key_of, remembered
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of 128 keys, and of their values, that shared memory holds; 2 to 4. registers: a thread of the second
-    warp group; the first gets what is left."""
+    """stages: tiles of 128 keys, and of their values, that shared memory holds; 2 to 4. registers: of a thread of the second
+    warp group; the first gets the rest."""
 
     stages: int
     registers: int = 240
@@ -39,20 +39,20 @@ BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
 # With dropout, whose draws need registers that steps of 128 queries take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 
-# What else fits into shared memory, for ``sparse-flash tune``; at 128 nothing does.
+# Other configs that fit into shared memory, for ``sparse-flash tune``; at 128 there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
 _OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
 
 
 def candidates(kernel: str, dim: int) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
-    """What is worth measuring, all distinct, the built-in config first. kernel: "forward" or "backward". dim: padded."""
+    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded."""
     builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
     return tuple(dict.fromkeys((builtin[dim], *others.get(dim, ()))))
 
 
 @remembered
 def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
-    """The built-in config, or what ``sparse-flash tune`` chose for this GPU. dim: padded. block_size: the table's, or None
+    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. dim: padded. block_size: the table's, or None
     for dense attention."""
     return choose(candidates("forward", dim), key_of("hopper", "forward", dtype, dim, block_size, device))
 
@@ -65,14 +65,14 @@ def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of shared memory a program, and of stack a thread, into which registers are spilled: at most, over dense and
-    table-driven kernels of bf16 and triton 3.6 and 3.9. The tests hold the compiler to them."""
+    """Bytes of shared memory of a program, and of stack of a thread, into which registers are spilled: the most of dense and
+    table-driven kernels of bf16 on triton 3.6 and 3.9. The tests hold the compiler to them."""
 
     shared: int
     stack: int
 
 
-# By pass and padded head_dim. Without dropout, all that is spilled lies outside the loop over full blocks.
+# By pass and padded head_dim. Without dropout, all spills lie outside the loop over full blocks.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),

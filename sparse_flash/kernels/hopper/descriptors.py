@@ -1,4 +1,4 @@
-"""What the launchers of the Hopper kernels share."""
+"""Descriptors, splits and queues, for the launchers of the Hopper kernels."""
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common.streams import raw_stream
 from ..launch.memory import zeros_of_stream
 
-# Bytes of keys and values that stay in the L2 cache while programs walk them, with room left for all else.
+# Bytes of keys and values that stay in the L2 cache while programs walk them; the rest of the cache is for other data.
 L2_BYTES = 16 << 20
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -34,8 +34,8 @@ def heads_together(row_bytes: int, rows: int) -> int:
     return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
-def comes_in_parts(table) -> bool:
-    """Whether some rows of a table, or of none, are divided: see ``Table.work``."""
+def has_splits(table) -> bool:
+    """Whether some rows of a table are split: see ``Table.work``. table: may be None."""
     return table is not None and table.work.shape[1] > table.row_order.shape[1]
 
 

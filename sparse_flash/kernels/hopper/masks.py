@@ -7,7 +7,7 @@ scores; all of a tile's are made before the product is there, and 64 truth value
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What stands where a mask keeps nothing: -inf and 0, as the assembler writes them.
+# The numbers in place of pairs that a mask drops: -inf and 0, as the assembler writes them.
 LOWEST = gl.constexpr("0fFF800000")
 ZERO = gl.constexpr("0f00000000")
 

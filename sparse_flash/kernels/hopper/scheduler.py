@@ -1,79 +1,216 @@
 """Which tile each of the persistent programs computes next, and what the table says of it.
 
-Programs take tiles from a queue, heaviest first: a counter in global memory. A warp of its own takes them, looks them up,
-and tells the others through shared memory, one tile ahead, so that nobody waits for the table.
+Programs take tiles from a queue, heaviest first: a counter in global memory. The scheduler warp takes them, reads the table,
+and hands a ``TileInfo`` of each to the other warps through a ring in shared memory, one tile ahead, so that nobody waits for
+the table.
 
-What it tells lies in two slots, of which it writes one again once the tile two turns back is done. Each reader of that tile
-has read by then: the loading warp before it asked for the tile's data, which the computing warps waited for; they before they
-gave the tile's place back (forward), or handed its dK and dV to the sending warp, which gives it back (backward).
+The ring has two slots, each released with the tile's queries (forward) or keys (backward). Every reader has read by then: the
+loading warp before it asked for the tile's data, which the computing warps waited for; these before they released the tile's
+queries (forward), or handed its dK and dV to the sending warp, which releases its keys (backward).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.gluon import record
+from .ring import Ring, ring_beside
+
+TILE = gl.constexpr(128)  # queries (forward) or keys (backward) of a tile
 # Fields of a work item, int32: see ``Table.work``.
 WORK_FIELDS = gl.constexpr(8)
 
 
-@gluon.jit
-def next_tile(queue):
-    """The number of the next tile, after the first, which is that of the program. queue: (2,) int32, both 0 at the start."""
-    return gl.num_programs(0) + gl.atomic_add(queue, 1, sem="relaxed")
+@record
+class Heads:
+    queries: gl.tensor  # how many
+    group: gl.tensor  # of those that share a head of keys
+
+    @gluon.jit
+    def of_line(self, line):
+        """(batch, head) of a query head counted over the batch."""
+        return line // self.queries, line % self.queries
+
+
+@record
+class TableArguments:
+    """The lookup table, by query or by key, or none: then a walk is dense and takes every step."""
+
+    mask_index: gl.tensor
+    mask_batch_stride: gl.tensor
+    mask_head_stride: gl.tensor
+    work: gl.tensor
+    entries: gl.tensor  # blocks along the walked axis
+    tile_idx: gl.tensor
+    tile_runs: gl.tensor
+    tile_bits: gl.tensor
+    BLOCK: gl.constexpr
+    SPARSE: gl.constexpr
+
+    @gluon.jit
+    def mask_of(self, batch, head):
+        """Which of the stored masks a head uses."""
+        mask = batch * 0
+        # One mask for all is the first, and the first tile waits for one read less.
+        if (self.mask_batch_stride != 0) | (self.mask_head_stride != 0):
+            mask = gl.load(self.mask_index + batch * self.mask_batch_stride + head * self.mask_head_stride)
+        return mask
+
+    @gluon.jit
+    def position(self, step, stop, STEP: gl.constexpr):
+        """The first token of a step of STEP tokens, counted from the table's start; 0 past the end of a row."""
+        STEPS: gl.constexpr = self.BLOCK // STEP
+        if self.SPARSE:
+            block = gl.load(self.entries + step // STEPS, mask=step < stop, other=0)
+            position = gl.where(step < stop, block * self.BLOCK + step % STEPS * STEP, 0)
+        else:
+            position = step * STEP
+        return position
+
+
+@record
+class TileInfo:
+    """A tile, by whom the other warps learn of it. Steps are counted from the table's start."""
+
+    first: gl.tensor  # query (forward) or key (backward); -1 after the last tile
+    line: gl.tensor  # query head, counted over the batch
+    begin: gl.tensor  # where its full steps begin,
+    runs: gl.tensor  # its run steps,
+    bits: gl.tensor  # and its bit steps,
+    end: gl.tensor  # and where the last end
+    position: gl.tensor  # the first token of its first step
+    split: gl.tensor  # if it is a split of a row, its number from 1, else 0
+
+
+# Numbers of a TileInfo that shared memory holds. Columns are never split into tiles that know their number.
+FORWARD_FIELDS = gl.constexpr(8)
+BACKWARD_FIELDS = gl.constexpr(7)
+
+
+@record
+class Scheduler:
+    slots: Ring  # of TileInfo, a piece for each field
+    table: TableArguments
+    heads: Heads
+    heads_together: gl.tensor
+    items: gl.tensor  # work items of a mask
+    tiles: gl.tensor
+    queue: gl.tensor  # (2,) int32, both 0 at the start
+    length: gl.tensor  # of the walked axis
+    STEP: gl.constexpr  # tokens along it
+    BY_KEY: gl.constexpr
+
+    @gluon.jit
+    def tile(self, turn):
+        """Waits for the program's next tile. turn: the count of those before."""
+        self.slots.wait(turn)
+        return self.known_tile(turn)
+
+    @gluon.jit
+    def known_tile(self, turn):
+        """The same, without waiting again."""
+        split = turn * 0
+        if not self.BY_KEY:
+            split = self._read(turn, 7)
+        return TileInfo(
+            first=self._read(turn, 0),
+            line=self._read(turn, 1),
+            begin=self._read(turn, 2),
+            runs=self._read(turn, 3),
+            bits=self._read(turn, 4),
+            end=self._read(turn, 5),
+            position=self._read(turn, 6),
+            split=split,
+        )
+
+    @gluon.jit
+    def _read(self, turn, FIELD: gl.constexpr):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.slots.stage(turn, FIELD).load(layout), 0)
+
+    @gluon.jit
+    def hand_over(self, turn, number):
+        """Hands a tile to the other warps. number: in the queue."""
+        tile = self.lookup(number)
+        self._write(turn, (tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split))
+
+    @gluon.jit
+    def hand_over_end(self, turn):
+        self._write(turn, (-1, 0, 0, 0, 0, 0, 0, 0))
+
+    @gluon.jit
+    def _write(self, turn, values):
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        for field in gl.static_range(self.slots.PIECES):
+            self.slots.stage(turn, field).store(gl.full([1], values[field], gl.int32, layout=layout))
+        self.slots.commit(turn)
+
+    @gluon.jit
+    def first_step(self, first, begin, runs, end):
+        """Where a walk starts; it goes up to the end, and on from begin. Partial blocks come first: their masks take time, beside
+        the start of the tile. A dense walk by key starts beside its keys: if all programs added to the same tile of dQ at
+        once, they would wait for each other."""
+        if self.table.SPARSE or not self.BY_KEY:
+            step = gl.where(end > runs, runs, begin)
+        else:
+            step = first // self.STEP % end
+        return step
+
+    @gluon.jit
+    def lookup(self, number):
+        """The TileInfo of a number in the queue. For each group of heads whose keys and values fit the L2 cache together, items
+        come one after the other, and of an item all heads of the group."""
+        table = self.table
+        TILES: gl.constexpr = table.BLOCK // TILE
+        STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
+        slots = self.items * TILES
+        group = number // (slots * self.heads_together)
+        rest = number - group * slots * self.heads_together
+        together = gl.minimum(self.heads_together, self.tiles // slots - group * self.heads_together)
+        slot, line = rest // together, group * self.heads_together + rest % together
+        split = slot * 0
+        if table.SPARSE:
+            batch, head = self.heads.of_line(line)
+            item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
+            first = gl.load(item) * table.BLOCK + slot % TILES * TILE
+            split = gl.load(item + 5)
+            begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
+            split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
+        else:
+            first = slot * TILE
+            begin = slot * 0
+            end = (self.length + self.STEP - 1) // self.STEP
+            # By query a ragged last step is masked like one of run entries; by key the tokens past the end are zeros.
+            runs = end if self.BY_KEY else self.length // self.STEP
+            bits = end
+        begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
+        position = table.position(self.first_step(first, begin, runs, end), end, self.STEP)
+        return TileInfo(first, line, begin, runs, bits, end, position, split)
 
 
 @gluon.jit
-def leave(queue):
-    """The last program to leave the queue makes it ready for the next launch."""
-    if gl.atomic_add(queue + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-        gl.store(queue, 0)
-        gl.store(queue + 1, 0)
-
-
-@gluon.jit
-def slot_and_head(number, slots, heads, heads_together):
-    """Tile ``number`` as (slot, head): for each group of heads whose keys and values fit the L2 cache together, slot after
-    slot, and within a slot all heads of the group."""
-    group = number // (slots * heads_together)
-    rest = number - group * slots * heads_together
-    together = gl.minimum(heads_together, heads - group * heads_together)
-    return rest // together, group * heads_together + rest % together
-
-
-@gluon.jit
-def mask_of(p, batch, head):
-    """Which of the stored masks a head uses."""
-    mask = batch * 0
-    # One mask for all is the first, and the first tile waits for one read less.
-    if (p.mask_batch_stride != 0) | (p.mask_head_stride != 0):
-        mask = gl.load(p.mask_index + batch * p.mask_batch_stride + head * p.mask_head_stride)
-    return mask
-
-
-@gluon.jit
-def work_item(work, mask, items, item):
-    """(row, begin, runs, bits, end, part) of an item of a mask: see ``Table.work``."""
-    line = work + (mask * items + item) * WORK_FIELDS
-    row, part = gl.load(line), gl.load(line + 5)
-    return row, gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), gl.load(line + 4), part
-
-
-@gluon.jit
-def allocate_notes(SLOTS: gl.constexpr, FIELDS: gl.constexpr):
-    """Shared memory for ``tell`` and ``told``."""
+def new_scheduler(
+    released_with, table, heads, heads_together, items, tiles, queue, length, STEP: gl.constexpr, BY_KEY: gl.constexpr
+):
+    """released_with: the ring of the tiles' queries (forward) or keys (backward)."""
+    FIELDS: gl.constexpr = BACKWARD_FIELDS if BY_KEY else FORWARD_FIELDS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
+    slots = ring_beside(released_with, gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout), 2, FIELDS)
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, STEP, BY_KEY)
 
 
 @gluon.jit
-def tell(notes, slot, values):
-    """Writes int32 scalars into a slot, for whoever waits on a barrier that the writer arrives at later."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for field in gl.static_range(len(values)):
-        notes.index(slot * len(values) + field).store(gl.full([1], values[field], gl.int32, layout=layout))
-
-
-@gluon.jit
-def told(notes, slot, FIELD: gl.constexpr, FIELDS: gl.constexpr):
-    """A scalar of a slot."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(notes.index(slot * FIELDS + FIELD).load(layout), 0)
+def schedule(scheduler):
+    """The scheduler warp."""
+    turn = 0
+    number = gl.program_id(0)
+    while number < scheduler.tiles:
+        scheduler.hand_over(turn, number)
+        turn += 1
+        # Not before the tile two turns back is released, so that no tile waits here while other programs are idle.
+        scheduler.slots.acquire(turn)
+        number = gl.num_programs(0) + gl.atomic_add(scheduler.queue, 1, sem="relaxed")
+    scheduler.hand_over_end(turn)
+    # The last program to leave the queue makes it ready for the next launch.
+    if gl.atomic_add(scheduler.queue + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(scheduler.queue, 0)
+        gl.store(scheduler.queue + 1, 0)
