@@ -218,7 +218,7 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     shutil.copytree(ROOT / "sparse_flash", tmp_path / "sparse_flash", ignore=skipped)
     shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
     (tmp_path / "tests" / "patterns").mkdir(parents=True)
-    for name in ("conftest.py", "strategies.py", "patterns/test_patterns.py"):
+    for name in ("conftest.py", "counts.py", "strategies.py", "patterns/test_patterns.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests" / name)
 
     path, code = re.search(r"`patterns/(\w+\.py)`:\n\n```python\n(.*?)```", text, re.S).groups()
