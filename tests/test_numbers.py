@@ -32,7 +32,7 @@ def test_the_table_of_errors_is_what_the_script_finds():
 
 
 def test_the_table_of_a_back_end_has_the_dtypes_that_it_accepts_and_no_other(monkeypatch):
-    zeros = {name: (0.0, 0.0) for name in numerics.NAMES}
+    zeros = dict.fromkeys(numerics.NAMES, (0.0, 0.0))
     monkeypatch.setattr(numerics, "errors", lambda spec, dtype, backend: zeros)
     simulated.an_h100(monkeypatch)
     for backend, dtypes in (("auto", numerics.DTYPES), ("triton", numerics.DTYPES), ("hopper", (torch.float16, torch.bfloat16))):
@@ -45,7 +45,7 @@ def test_the_table_of_a_back_end_has_the_dtypes_that_it_accepts_and_no_other(mon
 def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
     for name, (ours, theirs) in numerics.errors(spec, dtype).items():
         # On a CPU, lse of dense 16-bit attention is that of PyTorch's own kernel, which the other figure is not.
-        assert name == "lse" or ours <= 2 * theirs + 1e-6, name
+        assert ours <= (1e-4 if name == "lse" else 2 * theirs + 1e-6), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -104,7 +104,8 @@ def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len
         after = sf.topk_blocks(q, later, keep, block_size=32).to_dense()
         assert torch.equal(after[:, :, rows], before[:, :, rows])
         changed += (sf.topk_blocks(q, earlier, keep, block_size=32).to_dense() != before)[:, :, rows].any().item()
-    assert changed or keep == 1 or kv_len < q_len
+    # A row that keeps one block keeps its own; with few keys, a share of 0.3 is that one, or two of two.
+    assert bool(changed) == (keep == 3 or (keep == 0.3 and q_len <= kv_len))
 
 
 @parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])
