@@ -18,10 +18,12 @@ import pytest
 HERE = Path(__file__).parent
 RECORD = HERE / "recorded_counts.json"
 
-# The fewest results that a run compares with the oracle, by back end: ON_A_CPU
-ON_A_CPU = {"torch": 0, "triton": 0, "reference": 0}
-ON_A_GPU = {"torch": 0, "triton": 0, "reference": 0}
-ON_HOPPER = {**ON_A_GPU, "hopper": 0}
+# The fewest results that a run compares with the oracle, by back end: three quarters of the cases that ask for them, as counted on
+# 2026-11-22. Chance and a test that is rewritten take less; where the inputs of a file come to be refused, more is gone.
+ON_A_CPU = {"torch": 260, "triton": 150, "reference": 180}
+# Of an H100, as tests/simulated.py counts them: no run on a GPU has counted yet. Hopper's kernels run on compute capability 9.0.
+ON_A_GPU = {"torch": 260, "triton": 1, "reference": 180}
+ON_HOPPER = {**ON_A_GPU, "hopper": 1}
 
 
 def least_computed() -> dict[str, int]:
@@ -90,12 +92,13 @@ class Counts:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["computed"] = dict(self.computed)
             return
-        on_a_cpu = least_computed() is ON_A_CPU
+        least = least_computed()
+        on_a_cpu = least is ON_A_CPU
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and self._is_of_files():
             if self.config.option.record_counts and on_a_cpu:
                 self._record()
             elif self._is_whole():
-                self.faults = too_few(self.computed, least_computed())
+                self.faults = too_few(self.computed, least)
                 record = json.loads(RECORD.read_text())
                 if on_a_cpu and record["versions"] == versions():
                     self.faults += lost(self.files, record["files"])
