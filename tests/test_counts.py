@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import counts
+import covered
 import pytest
 from oracle import BACKENDS
 
@@ -91,3 +92,12 @@ def test_a_whole_run_is_held_to_the_record_which_is_written_where_asked(run, tmp
     assert status == 1 and "FAILED tests/test_it.py has 2 tests; 3 are recorded" in printed, printed
     assert run("--record-counts", torch=4, record=record)[0] == 0
     assert json.loads((tmp_path / "tests" / "recorded_counts.json").read_text()) == RECORD
+
+
+def test_files_that_tests_run_little_of_are_named_the_least_first():
+    def summary(lines, share):
+        return {"num_statements": lines, "percent_covered": share}
+
+    shares = {"a.py": (10, 89.9), "b.py": (10, 90.0), "c.py": (4, 25.0), "empty.py": (0, 0.0)}
+    report = {"totals": summary(24, 79.2), "files": {name: {"summary": summary(*share)} for name, share in shares.items()}}
+    assert covered.table(report) == ["79.2 % of 24 lines were run; below 90 %: 2", " 25.0 %  c.py", " 89.9 %  a.py"]
