@@ -99,7 +99,7 @@ class Counts:
                 self._record()
             elif self._is_whole():
                 self.faults = too_few(self.computed, least)
-                record = json.loads(RECORD.read_text())
+                record = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": None}  # until the first is made
                 if on_a_cpu and record["versions"] == versions():
                     self.faults += lost(self.files, record["files"])
         if self.faults and session.exitstatus == pytest.ExitCode.OK:
