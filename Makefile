@@ -6,7 +6,7 @@
 # make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
 #
 # Each makes .venv first where it is missing or older than what it is made of; matrix makes .matrix/oldest and .matrix/newest.
-# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler".
+# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler". COVERAGE=1: make test says which lines ran.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -42,7 +42,8 @@ bench: $(READY)
 
 # One thread for each worker: threads that wait for each other on busy cores spin, and tests become many times slower.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
+	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -104,4 +105,4 @@ define matrix_environment
 endef
 
 clean:
-	rm -rf .venv .matrix build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage

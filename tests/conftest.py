@@ -10,6 +10,7 @@ os.environ["SPARSE_FLASH_CACHE"] = os.path.join(os.path.dirname(__file__), "no-s
 
 import pytest
 import torch
+from counts import Counts
 from hypothesis import settings
 
 # Triton reads this when kernels are defined: without a GPU it then interprets them on the CPU.
@@ -19,6 +20,14 @@ if not torch.cuda.is_available():
 # The first call of anything loads scipy, torch or a compiled kernel, so time limits would fail by chance.
 settings.register_profile("sparse_flash", deadline=None, print_blob=True)
 settings.load_profile("sparse_flash")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record-counts", action="store_true", help="record how many tests the files have and skip: tests/counts.py")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Counts(config))
 
 
 @pytest.fixture(autouse=True)

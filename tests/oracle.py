@@ -7,12 +7,17 @@ inputs, plus rounding, for out, lse, dq, dk and dv.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accepted import DEVICE, USUAL, fitted
+from hypothesis import currently_in_test_context, reject
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparse_flash as sf
@@ -23,9 +28,11 @@ from sparse_flash.masks import table
 from sparse_flash.masks.grid import BlockGrid
 
 BACKENDS = ("torch", "triton", "hopper", "reference")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# Results of each back end that were compared with the oracle. conftest.py holds a run of all tests to a least number.
+compared: Counter[str] = Counter()
 
 
 def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, generator=None) -> torch.Tensor:
@@ -136,16 +143,24 @@ def gradients(attend, inputs, dout, dlse):
     return [t.detach() for t in (out, lse, *grads)]
 
 
-def skip_if_it_cannot(name: str, call: backends.Call) -> None:
-    """Skips the test with the back end's own reason where it cannot run this call."""
+def require(name: str, call: backends.Call, attempt: Callable[[], object] | None = None) -> None:
+    """Ends a test of a back end that cannot run this call: skips it with the back end's own reason; of a property, which a skip
+    would end at its first such example, leaves out the example. attempt: makes the call, which must raise that reason."""
     reason = backends.backend(name).supports(call)
-    if reason:
-        pytest.skip(f"{name}: {reason}")
+    if reason is None:
+        return
+    if attempt is not None:
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            attempt()
+    if currently_in_test_context():
+        reject()
+    pytest.skip(f"{name}: {reason}")
 
 
 def make_call(q, k, mask=None, *, v=None, **options) -> backends.Call:
     """What ``attention`` would ask a back end about this call. v: like k by default."""
-    return backends.Call.of(q, k, k if v is None else v, None if mask is None else mask.block_size, **options)
+    block_size = None if mask is None or mask.keeps_all else mask.block_size
+    return backends.Call.of(q, k, k if v is None else v, block_size, **options)
 
 
 def check(
@@ -154,12 +169,13 @@ def check(
     q_len: int,
     kv_len: int | None = None,
     *,
-    block_size: int = 64,
-    dtype: torch.dtype = torch.float32,
+    block_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    usual: dict | None = None,
     batch: int = 1,
     heads: int = 2,
     kv_heads: int | None = None,
-    head_dim: int = 32,
+    head_dim: int | None = None,
     v_head_dim: int | None = None,
     layout: str = "heads first",
     scale: float | None = None,
@@ -172,14 +188,22 @@ def check(
     """Asserts that a back end is right, by the rule above.
 
     pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
-    incoming gradient. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift: see ``shifted``.
-    options: passed to ``sf.attention``.
+    incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others where the
+    back end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift:
+    see ``shifted``. options: passed to ``sf.attention``.
 
     Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
     kv_len, kv_heads = q_len if kv_len is None else kv_len, heads if kv_heads is None else kv_heads
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
     pattern = sf.parse(pattern) if isinstance(pattern, str) else None if mask is not None else pattern
+    given = {"block_size": block_size, "dtype": dtype, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    given = {name: value for name, value in given.items() if value is not None}
+    if pattern is None:
+        given["block_size"] = None if mask is None or mask.keeps_all else mask.block_size
+    usual = {name: value for name, value in {**USUAL, **(usual or {})}.items() if name not in given}
+    given |= fitted(backend, usual, **given)
+    block_size, dtype, head_dim = (given[name] for name in ("block_size", "dtype", "head_dim"))
     if pattern is not None:
         mask = replace(sf.compile_mask(pattern, q_len, kv_len, block_size), coarse=None)  # else a GPU never sees small blocks
     mask = mask if mask is None else mask.to(device)
@@ -188,7 +212,7 @@ def check(
     shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
     q, k, v, dout = (tensor(s, layout, dtype=dtype, device=device, generator=generator) for s in shapes)
     dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
-    skip_if_it_cannot(backend, make_call(q, k, mask, v=v))
+    require(backend, make_call(q, k, mask, v=v), lambda: sf.attention(q, k, v, mask, backend=backend))
     shifted(q, k, scale, score_shift)
 
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
@@ -230,10 +254,12 @@ def measure(
     # Each probability of the backward pass is the exponential of a score less lse, which rounds to this many steps;
     # PyTorch on a CPU keeps those of the forward pass instead.
     exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
-    return {
+    errors = {
         name: compare(*results, exponent, terms if name in ("dq", "dk") else 0.0)
         for name, *results in zip(NAMES, ours, theirs, wanted, strict=True)
     }
+    compared[backend] += 1
+    return errors
 
 
 def compare(ours, theirs, wanted, exponent: float, terms: float) -> tuple[float, float]:

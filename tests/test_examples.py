@@ -220,7 +220,8 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
     (tmp_path / "tests" / "patterns").mkdir(parents=True)
     (tmp_path / "docs" / "hooks").mkdir(parents=True)
-    for name in ("tests/conftest.py", "tests/strategies.py", "tests/patterns/test_patterns.py", "docs/hooks/gallery.py"):
+    tests = ("tests/conftest.py", "tests/counts.py", "tests/strategies.py", "tests/patterns/test_patterns.py")
+    for name in (*tests, "docs/hooks/gallery.py"):
         shutil.copy(ROOT / name, tmp_path / name)
 
     path, code = re.search(r"`patterns/(\w+\.py)`:\n\n```python\n(.*?)```", text, re.S).groups()

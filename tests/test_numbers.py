@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numerics
 import pytest
+import simulated
 import torch
 import torch.nn.functional as F
-from oracle import skip_if_it_cannot
+from oracle import require
 
 import sparse_flash as sf
 
@@ -30,19 +31,28 @@ def test_the_table_of_errors_is_what_the_script_finds():
             assert said / 3 <= seen <= said * 3, line
 
 
+def test_the_table_of_a_back_end_has_the_dtypes_that_it_accepts_and_no_other(monkeypatch):
+    zeros = dict.fromkeys(numerics.NAMES, (0.0, 0.0))
+    monkeypatch.setattr(numerics, "errors", lambda spec, dtype, backend: zeros)
+    simulated.an_h100(monkeypatch)
+    for backend, dtypes in (("auto", numerics.DTYPES), ("triton", numerics.DTYPES), ("hopper", (torch.float16, torch.bfloat16))):
+        told = [line.replace("\\|", "").split("|")[2].strip() for line in numerics.table(backend)[2:]]
+        assert told == 2 * [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
 @pytest.mark.parametrize("dtype", numerics.DTYPES, ids=str)
 @pytest.mark.parametrize("spec", numerics.SPECS)
 def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
     for name, (ours, theirs) in numerics.errors(spec, dtype).items():
         # On a CPU, lse of dense 16-bit attention is that of PyTorch's own kernel, which the other figure is not.
-        assert name == "lse" or ours <= 2 * theirs + 1e-6, name
+        assert ours <= (1e-4 if name == "lse" else 2 * theirs + 1e-6), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_that_sees_nothing_has_out_0_lse_minus_infinity_and_no_gradient(backend):
     q, k, v = (torch.randn(1, 1, 32, 16, device=numerics.DEVICE, requires_grad=True) for _ in range(3))
     mask = sf.compile_mask("causal & ~sinks(16)", 32, block_size=16).to(numerics.DEVICE)
-    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    require(backend, sf.backends.Call.of(q, k, v, 16))
     out, lse = sf.attention(q, k, v, mask, return_lse=True, backend=backend)
     assert (out[:, :, :16] == 0).all() and (lse[:, :, :16] == -torch.inf).all() and torch.isfinite(lse[:, :, 16:]).all()
     grads = torch.autograd.grad(out.sum(), (q, k, v))
@@ -75,7 +85,7 @@ def test_dropout_is_a_multiple_of_2_to_minus_16_and_what_is_kept_is_divided_by_t
 def test_lengths_past_all_tokens_are_all_those_below_0_none_and_what_does_not_exist_may_be_nan(backend):
     q, k, v = (torch.randn(4, 1, 32, 16, device=numerics.DEVICE) for _ in range(3))
     lens = torch.tensor([1 << 40, 33, 20, -5], device=q.device)
-    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, None))
+    require(backend, sf.backends.Call.of(q, k, v, None))
     whole = sf.attention(q[:2], k[:2], v[:2], backend=backend)
     k[2, :, 20:] = v[2, :, 20:] = k[3] = v[3] = torch.nan
     out = sf.attention(q, k, v, kv_lens=lens, backend=backend)
@@ -88,7 +98,7 @@ def test_lengths_past_all_tokens_are_all_those_below_0_none_and_what_does_not_ex
 def test_a_nan_reaches_no_query_whose_blocks_do_not_hold_it(backend):
     q, k, v = (torch.randn(1, 1, 64, 16, device=numerics.DEVICE) for _ in range(3))
     k[:, :, :16] = v[:, :, :16] = torch.nan
-    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    require(backend, sf.backends.Call.of(q, k, v, 16))
     out = sf.attention(q, k, v, sf.compile_mask("block_diagonal(32)", 64, block_size=16).to(q.device), backend=backend)
     assert torch.isfinite(out[:, :, 32:]).all() and out[:, :, :32].isnan().all()
 
@@ -98,7 +108,7 @@ def test_results_and_gradients_repeat_bit_for_bit_on_a_cpu(backend):
     q, k, v = (torch.randn(1, 2, 48, 16, requires_grad=True) for _ in range(3))
     if numerics.DEVICE != "cpu":
         pytest.skip("tests/backends/test_gpu.py has this of a GPU")
-    skip_if_it_cannot(backend, sf.backends.Call.of(q, k, v, 16))
+    require(backend, sf.backends.Call.of(q, k, v, 16))
     mask = sf.compile_mask("causal & local(20)", 48, block_size=16)
     runs = [(out := sf.attention(q, k, v, mask, backend=backend), *torch.autograd.grad(out.sum(), (q, k, v))) for _ in range(2)]
     assert all(map(torch.equal, *runs))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
+from accepted import fitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import BACKENDS, DEVICE, check
@@ -103,7 +104,8 @@ def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len
         after = sf.topk_blocks(q, later, keep, block_size=32).to_dense()
         assert torch.equal(after[:, :, rows], before[:, :, rows])
         changed += (sf.topk_blocks(q, earlier, keep, block_size=32).to_dense() != before)[:, :, rows].any().item()
-    assert changed or keep == 1 or kv_len < q_len
+    # A row that keeps one block keeps its own; with few keys, a share of 0.3 is that one, or two of two.
+    assert bool(changed) == (keep == 3 or (keep == 0.3 and q_len <= kv_len))
 
 
 @parametrize("keep, counts", [(1, [1] * 6), (3, [1, 2, 3, 3, 3, 3]), (9, [1, 2, 3, 4, 5, 6]), (0.5, [1, 1, 2, 2, 3, 3])])
@@ -128,11 +130,13 @@ def test_blocks_kept_in_any_case_count_first_and_go_beyond():
 
 
 @parametrize("backend", BACKENDS)
-@parametrize("q_len, kv_len", [(128, 128), (100, 120)])
-def test_attention_under_a_chosen_mask_is_right(backend, q_len, kv_len):
+@parametrize("q_missing, kv_missing", [(0, 0), (28, 8)])
+def test_attention_under_a_chosen_mask_is_right(backend, q_missing, kv_missing):
+    block_size = fitted(backend, {"dtype": torch.float32, "head_dim": 16, "block_size": 32})["block_size"]
+    q_len, kv_len = 4 * block_size - q_missing, 4 * block_size - kv_missing
     q, k = inputs(q_len, kv_len, batch=2, heads=4)
-    mask = sf.topk_blocks(q, k, 2, block_size=32, always="sinks(3)")
-    check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, head_dim=16)
+    mask = sf.topk_blocks(q, k, 2, block_size=block_size, always="sinks(3)")
+    check(backend, mask, q_len, kv_len, batch=2, heads=4, kv_heads=2, usual={"head_dim": 16})
 
 
 def test_gradients_are_those_of_attention_under_the_mask_as_it_is():

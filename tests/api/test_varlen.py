@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import strategies
 import torch
+from accepted import fitted
 from hypothesis import given, settings
-from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, skip_if_it_cannot, tensor
+from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
@@ -83,21 +84,25 @@ def check(
     *,
     heads=2,
     kv_heads=1,
-    head_dim=16,
+    head_dim=None,
     v_head_dim=None,
-    dtype=torch.float32,
+    dtype=None,
     beyond=0,
     **options,
 ):
     """Asserts that the call is right by the rule of ``oracle.check``, lse and its gradient included. beyond: tokens that are
-    of no document."""
+    of no document. dtype, head_dim: float32 and 16 by default, or others where the back end does not accept these."""
+    asked = {name: value for name, value in (("dtype", dtype), ("head_dim", head_dim)) if value is not None}
+    usual = {name: value for name, value in (("dtype", torch.float32), ("head_dim", 16)) if name not in asked}
+    asked |= fitted(backend, usual, **asked)
+    dtype, head_dim = asked["dtype"], asked["head_dim"]
     generator = torch.Generator().manual_seed(0)
     q_tokens, k_tokens = (sum(lengths) + beyond for lengths in (q_lens, k_lens or q_lens))
     queries, keys, of_values = (1, heads, q_tokens), (1, kv_heads, k_tokens), v_head_dim or head_dim
     shapes = (*queries, head_dim), (*keys, head_dim), (*keys, of_values), (*queries, of_values)
     q, k, v, dout = (tensor(s, "tokens first", dtype=dtype, generator=generator) for s in shapes)
     dlse = torch.randn(1, heads, q_tokens, generator=generator).to(DEVICE)
-    skip_if_it_cannot(backend, make_call(q, k, v=v))
+    require(backend, make_call(q, k, v=v), lambda: sf.attention(q, k, v, backend=backend))
     kept = documents_mask(pattern, q_lens, k_lens or q_lens, q_tokens, k_tokens).to(DEVICE)
 
     def attend(q, k, v, mask, **options):

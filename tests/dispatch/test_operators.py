@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from oracle import DEVICE, make_call, skip_if_it_cannot, tensor
+from oracle import DEVICE, make_call, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
@@ -60,7 +60,7 @@ def test_opcheck_passes(backend, pattern):
     if backend == "triton" and DEVICE == "cpu":
         pytest.skip("opcheck asks nothing that depends on the back end, and Triton's interpreter is slow")
     q, k, v = inputs(64, kv_heads=1)
-    skip_if_it_cannot(backend, make_call(q, k))
+    require(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
     tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
     options = (*tables, "", 0.25, False, backend, *NO_TERMS)

@@ -62,9 +62,9 @@ def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(ke
 
 
 def test_registers_are_spilled_no_more_than_recorded(kernels):
-    for k in kernels:
-        if not k["kernel"].startswith("hopper") and not k["kernel"].endswith("of_terms"):
-            assert k["stack"] <= STACK_LIMIT.get((k["kernel"], k["dim"]), 0), k
+    held = [k for k in kernels if not k["kernel"].startswith("hopper") and not k["kernel"].endswith("of_terms")]
+    assert {k["kernel"] for k in held} >= {"decode", *configs.KERNELS}
+    assert [k for k in held if k["stack"] > STACK_LIMIT.get((k["kernel"], k["dim"]), 0)] == []
 
 
 def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels):
@@ -84,7 +84,9 @@ def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout
     for name, draws, places in (("hopper_forward", 64 * 128 // 128 // 4, 2 * 2), ("hopper_backward", 128 * 64 // 256 // 4, 1)):
         for dim in (64, 128):
             plain = next(k for k in kernels if (k["kernel"], k["dim"], k["sparse"]) == (name, dim, False))
-            for k in (k for k in kernels if (k["kernel"], k["dim"]) == (f"{name}_of_dropout", dim)):
+            dropped = [k for k in kernels if (k["kernel"], k["dim"]) == (f"{name}_of_dropout", dim)]
+            assert dropped
+            for k in dropped:
                 assert places * 5 * draws <= k["products"] - plain["products"] <= places * (7 * draws + 20), k
 
 
@@ -104,9 +106,9 @@ def test_the_assembler_runs_no_hopper_product_alone(kernels):
 
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB a multiprocessor, 1 KiB of it reserved for each program; 65,536 registers, four warps a program.
-    for k in kernels:
-        if k["kernel"] in ("forward", "decode") and k["warps"] == 4:
-            assert 2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536, k
+    of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]
+    assert {k["kernel"] for k in of_four} == {"forward", "decode"}
+    assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []
 
 
 def test_the_kernels_of_packed_documents_compile_without_spilling_and_move_rows_in_wide_pieces():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import BACKENDS, DEVICE, heavy_rows_in_parts, make_call
+from accepted import fitted
+from oracle import BACKENDS, DEVICE, compared, heavy_rows_in_parts, make_call, require
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -162,19 +163,33 @@ def results(attend, tensors, given: dict, dout):
     return [t.detach() for t in (out, lse, *grads)]
 
 
-def usable(backend: str, call) -> None:
-    reason = backends.backend(backend).supports(call)
-    if reason:
-        pytest.skip(f"{backend}: {reason}")
+def terms_in_call(q, k, given: dict):
+    """What ``attention`` hands a back end of these arguments; it does sinks itself."""
+    return terms_of(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
-def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed=5, deterministic=False, **shape):
-    q, k, v, dout = inputs(dtype, **shape)
+def usable(backend: str, q, k, given: dict, v=None, mask=None) -> None:
+    call = make_call(q, k, mask, v=v, terms=terms_in_call(q, k, given))
+    require(backend, call, lambda: sf.attention(q, k, k if v is None else v, mask, backend=backend, **given))
+
+
+def accepted(backend, given: dict, **shape):
+    """``inputs`` of float32 and head_dim 16, or of the nearest that the back end accepts."""
+    tensors = inputs(**fitted(backend, {"dtype": torch.float32, "head_dim": 16}), **shape)
+    usable(backend, *tensors[:2], given)
+    return tensors
+
+
+def check(backend, name, mask="causal", dtype=None, block_size=None, seed=5, deterministic=False, head_dim=None, **shape):
+    asked = {"dtype": dtype, "head_dim": head_dim, "block_size": block_size}
+    asked = {of: value for of, value in asked.items() if value is not None}
+    usual = {"dtype": torch.float32, "head_dim": 16, "block_size": 32}
+    fields = asked | fitted(backend, {of: value for of, value in usual.items() if of not in asked}, **asked)
+    block_size, dtype = fields.pop("block_size"), fields["dtype"]
+    q, k, v, dout = inputs(**fields, **shape)
     given = terms(name)
-    usable(backend, make_call(q, k, v=v))
-    if backend == "hopper" and set(given) - {"sinks", "dropout_p"}:
-        pytest.skip("hopper refuses them")
     table = mask and sf.compile_mask(mask, q.shape[2], k.shape[2], block_size, device=DEVICE)
+    usable(backend, q, k, given, v, table)
     kept = table.to_dense() if table else torch.ones((), dtype=torch.bool, device=DEVICE)
     survives = surviving(q, k, given["dropout_p"], seed) if "dropout_p" in given else None
     torch.manual_seed(seed)
@@ -191,6 +206,7 @@ def check(backend, name, mask="causal", dtype=torch.float32, block_size=32, seed
         error = (mine[finite].double() - right[finite]).abs().max().item() if finite.any() else 0.0
         size = max(1.0, right[finite].abs().max().item()) if finite.any() else 1.0
         assert error <= max(TOLERANCE[dtype], TOLERANCE[mine.dtype]) * size, f"{label} is off by {error:.2g} of {size:.2g}"
+    compared[backend] += 1
 
 
 # Each term, and all of them.
@@ -292,9 +308,8 @@ def test_gradients_agree_with_differences():
 @parametrize("name", ["kv_lens", "q_lens", "starts", "lengths", "all"])
 @parametrize("mask", ["causal", None, "local(9)"])
 def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, mask):
-    q, k, v, dout = inputs()
     given = terms(name)
-    usable(backend, make_call(q, k, terms=terms_of(q, k, **{n: t for n, t in given.items() if n != "sinks"})))
+    q, k, v, dout = accepted(backend, given)
     if (
         backend == "triton"
         and DEVICE == "cpu"
@@ -325,8 +340,7 @@ def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, ma
 
 @every_backend
 def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
-    q, k, v, _ = inputs(q_len=90)
-    usable(backend, make_call(q, k, terms=terms_of(q, k, kv_lens=torch.tensor([1, 1], device=DEVICE))))
+    q, k, v, _ = accepted(backend, {"kv_lens": torch.tensor([1, 1], device=DEVICE)}, q_len=90)
     for begin, end in ((0, 37), (53, 90)):
         side = {"lens": end} if begin == 0 else {"starts": begin}
         given = {f"{of}_{name}": torch.tensor([n, n], device=DEVICE) for name, n in side.items() for of in ("q", "kv")}
@@ -375,18 +389,19 @@ def test_entries_beyond_a_length_are_not_visited_and_cut_ones_are_known(sparse):
 # Dropout.
 
 
-def revealed(backend, dropout_p=0.4, *, block_size=32, seed=3, mask=None, tokens=64, dtype=torch.float32):
+def revealed(backend, dropout_p=0.4, *, block_size=None, seed=3, mask=None, tokens=64):
     """Which pairs a back end's dropout keeps, (batch, heads, tokens, tokens) bool, shown by values that name their keys."""
-    q, k, _, _ = inputs(dtype, tokens, tokens, tokens)
-    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=dropout_p)))
-    v = torch.eye(tokens, device=DEVICE, dtype=dtype).expand(*k.shape).contiguous()
-    torch.manual_seed(seed)
     mask = mask and sf.compile_mask(mask, tokens, block_size=block_size, device=DEVICE)
+    given = {"head_dim": tokens, "block_size": block_size if mask else None}
+    q, k, _, _ = inputs(**fitted(backend, {"dtype": torch.float32}, **given), q_len=tokens, kv_len=tokens, head_dim=tokens)
+    usable(backend, q, k, {"dropout_p": dropout_p}, mask=mask)
+    v = torch.eye(tokens, device=DEVICE, dtype=q.dtype).expand(*k.shape).contiguous()
+    torch.manual_seed(seed)
     return sf.attention(q, k, v, mask, dropout_p=dropout_p, backend=backend) != 0
 
 
 @every_backend
-@parametrize("block_size", [16, 32, 64])
+@parametrize("block_size", [16, 32, 64, 128])
 def test_every_back_end_and_block_size_drops_the_same_pairs(backend, block_size):
     q, k, _, _ = inputs(torch.float32, 64, 64, 64)
     kept = surviving(q, k, 0.4, 3)
@@ -458,7 +473,7 @@ def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_d
     q_len, kv_len = 300, 420
     q, k, _, _ = inputs(dtype, q_len, kv_len, head_dim)
     q, k = 0.2 * q, 0.2 * k  # no weight rounds to 0
-    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.3)))
+    usable(backend, q, k, {"dropout_p": 0.3})
     with heavy_rows_in_parts():
         spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
         table = spec and sf.compile_mask(spec, q_len, kv_len, block_size, device=DEVICE)
@@ -515,8 +530,7 @@ def test_dropout_drops_its_share(dropout_p):
 
 @every_backend
 def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
-    q, k, v, _ = inputs(q_len=64, kv_len=64)
-    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.5)))
+    q, k, v, _ = accepted(backend, {"dropout_p": 0.5}, q_len=64, kv_len=64)
     assert terms_of(q, k, dropout_p=2**-18) is None and terms_of(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
     assert terms_of(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
     for dropout_p in (2**-16, 1 - 2**-16):
@@ -550,11 +564,10 @@ def test_without_dropout_the_generator_is_left_alone():
 
 @every_backend
 def test_dropped_pairs_are_the_same_under_activation_checkpointing(backend):
-    q, k, v, _ = (t.requires_grad_() for t in inputs())
-    usable(backend, make_call(q, k, terms=terms_of(q, k, dropout_p=0.3)))
+    q, k, v, _ = (t.requires_grad_() for t in accepted(backend, {"dropout_p": 0.3}))
 
     def attend(*qkv):
-        return sf.attention(*qkv, "causal", dropout_p=0.3, backend=backend).square().sum()
+        return sf.attention(*qkv, "causal", dropout_p=0.3, backend=backend, deterministic=True).square().sum()
 
     torch.manual_seed(0)
     plain = torch.autograd.grad(attend(q, k, v), (q, k, v))
@@ -593,9 +606,8 @@ def test_terms_wait_for_nothing_and_each_replay_of_a_graph_drops_other_pairs():
 
 @every_backend
 def test_a_query_that_keeps_nothing_leaves_all_weight_to_its_sink(backend):
-    q, k, v, _ = inputs(kv_len=40)
     sinks = torch.randn(HEADS, device=DEVICE).requires_grad_()
-    usable(backend, make_call(q, k))
+    q, k, v, _ = accepted(backend, {"sinks": sinks}, kv_len=40)
     q.requires_grad_()
     out, lse = sf.attention(q, k, v, "causal", sinks=sinks, return_lse=True, backend=backend)
     assert (out[:, :, :30] == 0).all() and torch.equal(lse[:, :, :30], sinks[:, None].expand(2, HEADS, 30))
@@ -613,14 +625,15 @@ def test_a_score_function_needs_its_parts():
         sf.ScoreFunction(own_in_torch, triton=own_in_torch)
 
 
-def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere():
+def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(monkeypatch):
     plain = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: score * 2)
     q, k, v, _ = inputs()
     out = sf.attention(q, k, v, score_mod=plain, backend="torch")
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
     call = make_call(q, k, terms=terms_of(q, k, score_mod=plain))
-    if backends.backend("triton").available() is None:
-        assert "has no function for triton" in backends.backend("triton").supports(call)
+    monkeypatch.setattr(backends.backend("triton"), "_available", lambda: None)
+    monkeypatch.setattr(backends.backend("triton"), "_interpreted", lambda: DEVICE == "cpu")
+    assert "has no function for triton" in backends.backend("triton").supports(call)
 
 
 def test_functions_of_one_name_are_kept_apart_under_compile():

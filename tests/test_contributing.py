@@ -1,0 +1,94 @@
+"""Who follows a recipe of CONTRIBUTING.md to the letter, in a copy of the tree, gets what it says; test_examples.py: patterns."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# What a line of a recipe says of where its lines go: FILE, in place of NAME; in NAME, a dict; after LINE.
+PLACE = re.compile(r"^# (\S+\.py), (in place of|in|after) ([^;\n]+).*\n", re.M)
+
+
+def follow(title: str, copy: Path) -> None:
+    """Writes the file that a section gives, and puts its lines into others, in a copy of the tree."""
+    for name in ("sparse_flash", "patterns", "benchmarks", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "results", *(["patterns", "benchmarks"] if name == "sparse_flash" else []))
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in ("patterns", "benchmarks"):
+        (copy / "sparse_flash" / name).symlink_to(copy / name)
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "chips.csv", copy / "docs")
+
+    section = re.search(rf"^## {title}\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.S | re.M)[1]
+    for block in re.finditer(r"```python\n(.*?)```", section, re.S):
+        code = block[1]
+        if code.startswith('"""'):
+            path = re.findall(r"`(\S+\.py)`", section[: block.start()])[-1]
+            (copy / path).write_text(code)
+            continue
+        _, *steps = PLACE.split(code)
+        assert steps
+        for path, how, name, lines in zip(*(steps[part::4] for part in range(4)), strict=True):
+            put(copy / path, how, name, lines)
+
+
+def put(path: Path, how: str, name: str, lines: str) -> None:
+    pattern = {"in place of": rf"^{re.escape(name)} .*\n", "in": rf"^{re.escape(name)} = {{\n", "after": rf"^{re.escape(name)}\n"}[
+        how
+    ]
+    text = path.read_text()
+    (found,) = re.finditer(pattern, text, re.M)
+    kept = "" if how == "in place of" else found[0]
+    path.write_text(text[: found.start()] + kept + lines + text[found.end() :])
+
+
+def run_in(copy: Path, *arguments: str) -> str:
+    """What Python prints in a copy of the tree."""
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
+
+
+def test_a_back_end_added_by_its_recipe_is_held_to_the_rule_by_the_tests_there_are(tmp_path):
+    follow("Add a back end", tmp_path)
+    printed = run_in(tmp_path, *PYTEST, "tests/api/test_attention.py", "-k", "short", "--hypothesis-seed=0")
+    passed = int(re.search(r"(\d+) passed", printed)[1])
+    computed = int(re.search(r"compared with the oracle: .*short (\d+)", printed)[1])
+    assert passed >= 80 and computed >= 80 and "skipped" not in printed
+    refused = "import torch, sparse_flash as sf; q = torch.zeros(1, 1, 4097, 1); sf.attention(q, q, q, backend='short')"
+    with pytest.raises(AssertionError, match="'short' cannot run this call: it runs up to 16,777,216 pairs; got 16,785,409"):
+        run_in(tmp_path, "-c", refused)
+
+
+def test_a_peer_added_by_its_recipe_is_measured_and_found_right(tmp_path):
+    follow("Add a peer to the benchmark", tmp_path)
+    command = re.search(r"`sparse-flash (bench .*--only eager)`", (ROOT / "CONTRIBUTING.md").read_text())[1].split()
+    program = (
+        f"import sys; from sparse_flash.cli import main; sys.argv[1:] = {[*command, '--device', 'cpu', '--out', 'found']}; main()"
+    )
+    run_in(tmp_path, "-c", program)
+    (path,) = (tmp_path / "found").glob("*.json")
+    cases = json.loads(path.read_text())["cases"]
+    assert len(cases) >= 3 and all("eager" in key and case["result"]["correct"] for key, case in cases.items()), cases
+
+
+def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_path):
+    pytest.importorskip("triton")
+    follow("Add a kernel config", tmp_path)
+    assert "1 compiled, " in run_in(tmp_path, "tests/chips.py", "--workers", "1")
+    with (tmp_path / "docs" / "chips.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["chip"], row["kernel"], row["head_dim"]) == ("8.0", "forward", "256")]
+    half = [row for row in rows if row["dtype"] == "bf16"]
+    assert [(row["tile_m"], row["tile_n"], row["warps"]) for row in half] == [("32", "32", "4")]
+    run_in(tmp_path, *PYTEST, "tests/kernels/test_chips.py", "-k", "table or tables")
