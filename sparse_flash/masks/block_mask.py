@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from ..compat.dynamo import length_may_vary
+from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
+from .pattern import Pattern
 from .select_blocks import counted
 from .table import Table, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
+
+Device: TypeAlias = torch.device | str
 
 DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 # The module ``build`` beside this one makes masks, and so imports this one; it puts itself here. (An import within a method would
@@ -61,7 +65,7 @@ class BlockMask:
     tile_bits: torch.Tensor
     coarse: BlockMask | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # torch.compile would otherwise compile anew for each table length, and each mask has its own.
         if torch.compiler.is_compiling():
             return
@@ -72,7 +76,12 @@ class BlockMask:
 
     @classmethod
     def from_blocks(
-        cls, blocks: torch.Tensor, block_size: int, q_len: int | None = None, kv_len: int | None = None, within=None
+        cls,
+        blocks: torch.Tensor,
+        block_size: int,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        within: MaskLike | None = None,
     ) -> BlockMask:
         """A mask of blocks from a block map computed at run time, on the map's device.
 
@@ -98,7 +107,7 @@ class BlockMask:
         return build.from_dense(kept, block_size)
 
     @classmethod
-    def from_flex(cls, mask) -> BlockMask:
+    def from_flex(cls, mask: FlexMask) -> BlockMask:
         """The same mask as one of FlexAttention, on its device: every pair that ``flex_attention`` would keep, and no other.
 
         mask: ``torch.nn.attention.flex_attention.BlockMask`` of square blocks. Its token rule is evaluated once, on the blocks
@@ -110,13 +119,13 @@ class BlockMask:
     @classmethod
     def from_mask_mod(
         cls,
-        mask_mod: Callable,
+        mask_mod: MaskFunction,
         batch: int | None,
         heads: int | None,
         q_len: int,
         kv_len: int | None = None,
         block_size: int = 128,
-        device=None,
+        device: Device | None = None,
         *,
         progress: bool | None = None,
     ) -> BlockMask:
@@ -138,7 +147,14 @@ class BlockMask:
         return build.from_mask_mod(mask_mod, batch, heads, q_len, kv_len, block_size, device, progress)
 
     @classmethod
-    def per_head(cls, masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+    def per_head(
+        cls,
+        masks: Iterable[MaskLike],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        block_size: int = 128,
+        device: Device | None = None,
+    ) -> BlockMask:
         """One mask for each query head; equal ones are stored once.
 
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the lengths and
@@ -168,7 +184,7 @@ class BlockMask:
         return self.q_len, self.kv_len, self.block_size
 
     @cached_property
-    def fits(self) -> tuple:
+    def fits(self) -> tuple[int | torch.device, ...]:
         """All that says which q and k the mask is for."""
         return *self.sizes, *self.mask_index.shape, self.device
 
@@ -237,13 +253,16 @@ class BlockMask:
         return [t.detach() for t in self.tensors()]
 
     @classmethod
-    def from_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor], keeps_all=False) -> BlockMask:
+    def from_tensors(
+        cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor], keeps_all: bool = False
+    ) -> BlockMask:
         """The reverse of ``tensors()``."""
         size = len(Table._fields)
         by_query, by_key = Table(*tensors[1 : 1 + size]), Table(*tensors[1 + size : 1 + 2 * size])
-        return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, *tensors[1 + 2 * size :])
+        tile_runs, tile_bits = tensors[1 + 2 * size :]
+        return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, tile_runs, tile_bits)
 
-    def to(self, device) -> BlockMask:
+    def to(self, device: Device) -> BlockMask:
         """The same mask on another device (itself where it is there already)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
@@ -367,8 +386,8 @@ class BlockMask:
         for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
             part = slice(low, low + max(1, DENSE_CHUNK // size**2))
             dense[self.entry_masks[part], rows[part], cols[part]] = self.tile_pairs(kind[part], tile[part])
-        dense = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
-        return self._per_head(torch.from_numpy(dense[:, : self.q_len, : self.kv_len].copy()))
+        pairs = dense.transpose(0, 1, 3, 2, 4).reshape(self.masks, self.grid.q_blocks * size, -1)
+        return self._per_head(torch.from_numpy(pairs[:, : self.q_len, : self.kv_len].copy()))
 
     def _per_head(self, per_mask: torch.Tensor) -> torch.Tensor:
         per_mask = per_mask.to(self.device)
@@ -379,15 +398,18 @@ class BlockMask:
         mine, theirs = self.tensors(), other.tensors()
         return self.sizes == other.sizes and all(torch.equal(a, b.to(a.device)) for a, b in zip(mine, theirs, strict=True))
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
             f"batch_heads={tuple(self.mask_index.shape)}, nbytes={self.nbytes}, device={str(self.device)!r})"
         )
 
+
+# What stands for a mask.
+MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
 # torch.load takes a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])

@@ -4,16 +4,16 @@ other BlockMasks. ``BlockMask``'s class methods are the public names of what is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from . import block_mask, coarsen, from_flex
-from .block_mask import DENSE_CHUNK, BlockMask
+from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, one_mask
-from .from_flex import FlexMask
+from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid
 from .memory import remembered
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
@@ -58,12 +58,12 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
     )
 
 
-def _keeps_all(grid: BlockGrid, rows, cols, tiles, pool: TilePool) -> bool:
+def _keeps_all(grid: BlockGrid, rows: np.ndarray, cols: np.ndarray, tiles: np.ndarray, pool: TilePool) -> bool:
     kept = np.append(pool.kept, grid.block_size**2)
     return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
 
 
-def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within) -> BlockMask:
+def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within: MaskLike | None) -> BlockMask:
     """See ``BlockMask.from_blocks``."""
     if not isinstance(blocks, torch.Tensor):
         raise TypeError(f"blocks must be a bool tensor; got {type(blocks).__name__}; use torch.tensor(...)")
@@ -153,18 +153,19 @@ def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
             f"{kept.dtype} of shape {tuple(kept.shape)}"
         )
     dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
-    grid = BlockGrid(*dense.shape[2:], block_size)
+    batch, heads, q_len, kv_len = dense.shape
+    grid = BlockGrid(q_len, kv_len, block_size)
     pool = TilePool(block_size)
     rows, cols = (axis.ravel() for axis in np.indices(grid.shape))
     below, beyond = grid.q_blocks * block_size - grid.q_len, grid.kv_blocks * block_size - grid.kv_len
     masks = []
-    for one in dense.reshape(-1, *dense.shape[2:]):
+    for one in dense.reshape(-1, q_len, kv_len):
         padded = np.pad(one, ((0, below), (0, beyond)))
         blocks = padded.reshape(grid.q_blocks, block_size, grid.kv_blocks, block_size).swapaxes(1, 2)
         tiles = pool.add_dense(blocks.reshape(-1, block_size, block_size))
         some = tiles != EMPTY_TILE
         masks.append(from_entries(grid, Entries(rows[some], cols[some], tiles[some]), pool))
-    return _of_heads(masks, dense.shape[:2]).to(kept.device)
+    return _of_heads(masks, batch, heads).to(kept.device)
 
 
 def of_flex(mask: FlexMask) -> BlockMask:
@@ -172,17 +173,17 @@ def of_flex(mask: FlexMask) -> BlockMask:
     grid = from_flex.grid_of(mask)
     pool = TilePool(grid.block_size)
     masks = [from_entries(grid, Entries(*entries), pool) for entries in from_flex.entries_of(mask, pool)]
-    return _of_heads(masks, mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
+    return _of_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
 
 
 def from_mask_mod(
-    mask_mod: Callable,
+    mask_mod: MaskFunction,
     batch: int | None,
     heads: int | None,
     q_len: int,
     kv_len: int | None,
     block_size: int,
-    device,
+    device: Device | None,
     progress: bool | None,
 ) -> BlockMask:
     """See ``BlockMask.from_mask_mod``."""
@@ -192,24 +193,31 @@ def from_mask_mod(
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
     grid, shape = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size), (batch or 1, heads or 1)
-    pool, stored = TilePool(block_size), {}
-    masks = [[None] * shape[1] for _ in range(shape[0])]
+    pool = TilePool(block_size)
+    stored: dict[bytes, BlockMask] = {}
+    masks: dict[tuple[int, int], BlockMask] = {}
     device = torch.device(device or "cpu")
     for served, entries in from_flex.all_entries_of(mask_mod, grid, shape, device, pool, progress):
         mask = from_entries(grid, Entries(*entries), pool)
         mask = stored.setdefault(mask.digest, mask)
         for b, h in served:
-            masks[b][h] = mask
-    return _of_heads([mask for row in masks for mask in row], shape).to(device)
+            masks[b, h] = mask
+    return _of_heads([masks[b, h] for b in range(shape[0]) for h in range(shape[1])], *shape).to(device)
 
 
-def _of_heads(masks: list[BlockMask], shape: tuple[int, int]) -> BlockMask:
-    """A mask for each head of each batch entry, of which there are ``shape``."""
+def _of_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
+    """A mask for each head of each batch entry."""
     joined = per_head(masks)
-    return replace(joined, mask_index=joined.mask_index.view(shape))
+    return replace(joined, mask_index=joined.mask_index.view(batch, heads))
 
 
-def per_head(masks, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+def per_head(
+    masks: Iterable[MaskLike],
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+) -> BlockMask:
     """See ``BlockMask.per_head``."""
     if isinstance(masks, (str, BlockMask)) or not isinstance(masks, Iterable):
         raise TypeError(f"per_head needs a list of patterns or masks, one for each head; got {type(masks).__name__}")
@@ -220,7 +228,8 @@ def per_head(masks, q_len=None, kv_len=None, block_size=128, device=None) -> Blo
     if first is not None:
         q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
         device = device or first.device
-    compiled, cache = [], {}
+    compiled: list[BlockMask] = []
+    cache: dict[object, BlockMask] = {}
     for item in masks:
         key = id(item) if isinstance(item, BlockMask) else item
         if key not in cache:
@@ -327,7 +336,7 @@ def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
     for number in range(mask.masks):
         mine = np.flatnonzero(mask.entry_masks == number)
 
-        def decode(index, mine=mine):
+        def decode(index: np.ndarray, mine: np.ndarray = mine) -> np.ndarray:
             return mask.tile_pairs(kind[mine[index]], tile[mine[index]])
 
         entries = coarsen.merged(mask.grid, rows[mine], cols[mine], mask.entry_pairs[mine], decode, pool)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from functools import singledispatch
+from typing import Any
 
 import torch
 
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
 from . import from_flex
-from .block_mask import BlockMask
+from .block_mask import BlockMask, MaskLike
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
+from .pattern import Pattern
 
 # A FlexAttention mask -> (what it was made of, BlockMask), for as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
@@ -24,13 +26,13 @@ _captured: dict[int, BlockMask] = {}
 
 
 @singledispatch
-def as_block_mask(mask, **lengths) -> BlockMask:
+def as_block_mask(mask: object, **lengths: Any) -> BlockMask:
     """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
     the table's format, need not know how tables are compiled."""
     raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
 
 
-def _way_out(mask) -> str:
+def _way_out(mask: object) -> str:
     """How to make a mask of what is none; nothing where there is no saying."""
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
@@ -44,12 +46,12 @@ def _way_out(mask) -> str:
 
 
 @as_block_mask.register(BlockMask)
-def _(mask, **lengths) -> BlockMask:
+def _(mask: BlockMask, **lengths: Any) -> BlockMask:
     return mask
 
 
 @as_block_mask.register(FlexMask)
-def from_flex_once(mask, **lengths) -> BlockMask:
+def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
     """``BlockMask.from_flex``, once for each mask: again only where its function or tables were replaced by others."""
     if torch.compiler.is_compiling():
         raise TypeError(
@@ -71,7 +73,7 @@ def from_flex_once(mask, **lengths) -> BlockMask:
     return made
 
 
-def of_another_library(mask) -> BlockMask:
+def of_another_library(mask: object) -> BlockMask:
     """A BlockMask from what is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
     # torch.compile cannot trace into the dispatch.
     return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
@@ -83,7 +85,7 @@ def _keep_if_captured(mask: BlockMask) -> None:
         _captured[id(mask)] = mask
 
 
-def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
+def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
     FakeTensorMode, of its tensors."""
     if not torch.compiler.is_compiling():
@@ -101,7 +103,9 @@ def compiled_once(pattern, q_len: int, kv_len: int, block_size: int, device: tor
 
 
 @constant_in_graphs
-def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, list[torch.Tensor]]:
+def _constant_tables(
+    pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device
+) -> tuple[bool, list[torch.Tensor]]:
     """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
     mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
     with plain_tensors():
@@ -109,7 +113,7 @@ def _constant_tables(pattern, q_len, kv_len, block_size, device) -> tuple[bool, 
 
 
 @remembered(maxsize=64)
-def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
+def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
@@ -122,7 +126,7 @@ def _cached_mask(pattern, q_len, kv_len, block_size, device) -> BlockMask:
         return thread.submit(as_block_mask, pattern, **lengths).result()
 
 
-def one_mask(name: str, mask, grid: BlockGrid, device: torch.device) -> BlockMask:
+def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
     """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
     Raises ValueError, which calls it ``name``, where it does not fit."""
     if isinstance(mask, FlexMask):

@@ -26,7 +26,7 @@ def pays(grid: BlockGrid, masks: np.ndarray, rows: np.ndarray, cols: np.ndarray)
     most = (int(masks[-1]) + 1) * wide.q_blocks * wide.kv_blocks
     # A flag for each is faster than a sort, where flags are few.
     visited = np.count_nonzero(_flags(most, parents)) if most <= 64 * len(parents) else len(np.unique(parents))
-    return visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * len(rows) * grid.block_size**2
+    return bool(visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * len(rows) * grid.block_size**2)
 
 
 def _flags(count: int, which: np.ndarray) -> np.ndarray:

@@ -9,16 +9,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
+from typing import cast
 
 import numpy as np
 import scipy.sparse
 
-from .block_mask import BlockMask
+from .block_mask import BlockMask, Device
 from .build import from_entries, with_coarse
 from .cache import as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND
 from .table import Entries
@@ -29,7 +31,15 @@ _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
 _MOST_RUNS = 256  # runs a query beyond which looking at tokens is as fast
 
 
-def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, progress=None) -> BlockMask:
+def compile_mask(
+    pattern: Pattern | str,
+    q_len: int,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+    *,
+    progress: bool | None = None,
+) -> BlockMask:
     """Compiles a pattern into a lookup table.
 
     pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last
@@ -47,7 +57,13 @@ def compile_mask(pattern, q_len, kv_len=None, block_size=128, device=None, *, pr
 
 @as_block_mask.register(Pattern)
 @as_block_mask.register(str)
-def _(pattern, q_len=None, kv_len=None, block_size=128, device=None) -> BlockMask:
+def _(
+    pattern: Pattern | str,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    block_size: int = 128,
+    device: Device | None = None,
+) -> BlockMask:
     if q_len is None:
         raise ValueError(f"q_len is needed to compile {pattern}; pass q_len=... or a compiled mask")
     return compile_mask(pattern, q_len, kv_len, block_size, device)
@@ -76,7 +92,7 @@ class _Compilation:
             self.leaves[pattern] = _leaf_states(pattern, self.grid)
         return self.leaves[pattern]
 
-    def full_blocks(self, rows, cols, _):
+    def full_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Full blocks; those cut short by the end of the queries or keys need a tile that says where they end."""
         tiles = np.full(len(rows), FULL_TILE, np.int64)
         if self.grid.q_len % self.grid.block_size == 0 == self.grid.kv_len % self.grid.block_size:
@@ -87,7 +103,7 @@ class _Compilation:
             tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, 0])
         return rows, cols, tiles
 
-    def decided_blocks(self, states: BlockRuns):
+    def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Partial blocks, decided by their tokens, without those found empty."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
@@ -100,33 +116,33 @@ class _Compilation:
                 for kind, example in enumerate(kinds):
                     chosen = which == kind
                     rule = _simplify(self.pattern, dict(zip(self.leaves, leaf_states[example].tolist(), strict=True)))
-                    tiles[chosen] = self.decide(rule, rows[chosen], cols[chosen])
+                    # A pattern, as a partial block has a leaf that is partial there.
+                    tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
                 kept = tiles != EMPTY_TILE
                 self.bar.advance(len(rows) * self.grid.block_size**2)
                 yield rows[kept], cols[kept], tiles[kept]
 
-    def decide(self, rule: Pattern, rows, cols) -> np.ndarray:
+    def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
+        inverse: np.ndarray | slice = slice(None)
         if _alike_on_diagonals(rule, self.grid.block_size):
             alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
             first, inverse = unique_rows(alike)
             rows, cols = rows[first], cols[first]
-        else:
-            inverse = slice(None)
         if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
             return self.from_tokens(rule, rows, cols)[inverse]
         return self.from_runs(rule, rows, cols)[inverse]
 
-    def from_runs(self, rule, rows, cols) -> np.ndarray:
+    def from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """Of the runs of each query, only those that touch the block are looked at: a window over an image has many, one
         or two of them in any block."""
         tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)
-        count = _row_runs(rule, self.grid.q_positions(distinct[:1]))[0].shape[-1]
+        count = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
         step = max(1, _BATCH_NUMBERS // (size * count))
         for low in range(0, len(distinct), step):
             chosen = np.flatnonzero((row >= low) & (row < low + step))
-            first, stop = _row_runs(rule, self.grid.q_positions(distinct[low : low + step]))
+            first, stop = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[low : low + step])))
             first, stop = np.ascontiguousarray(first.swapaxes(1, 2)), np.ascontiguousarray(stop.swapaxes(1, 2))
             local, start = row[chosen] - low, cols[chosen, None] * size
             kept = stop > first
@@ -144,7 +160,7 @@ class _Compilation:
                     tiles[chosen[part]] = self.from_tokens(rule, r, c)
         return tiles
 
-    def pool_runs(self, packed) -> np.ndarray:
+    def pool_runs(self, packed: np.ndarray) -> np.ndarray:
         """Tile numbers of packed runs (n, runs, block)."""
         if packed.shape[1] == 1 or ((packed != 0).sum(1) <= 1).all():
             return self.pool.add_runs(packed.sum(1, dtype=np.int32))
@@ -155,7 +171,7 @@ class _Compilation:
             tiles.append(self.pool.add_dense(runs_to_dense(part & 0xFFFF, part >> 16, self.grid.block_size)))
         return np.concatenate(tiles)[inverse]
 
-    def from_tokens(self, rule, rows, cols) -> np.ndarray:
+    def from_tokens(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         tiles, size = [], self.grid.block_size
         for batch in dense_batches(len(rows), size):
             r, c = rows[batch], cols[batch]
@@ -169,7 +185,7 @@ class _Compilation:
             tiles.append(self.pool.add_dense(kept))
         return np.concatenate(tiles)
 
-    def clipped(self, rows, cols, first, stop) -> np.ndarray:
+    def clipped(self, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Runs (n, runs, block) relative to their block, cut to it and to the lengths, packed."""
         width = self.grid.widths(cols)[:, None, None]
         first, stop = np.clip(first, 0, width), np.minimum(stop, width)
@@ -177,7 +193,7 @@ class _Compilation:
         return pack_runs(first, np.where(within[:, None, :], stop, 0))
 
 
-def _slices(count: int, step: int):
+def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(low, min(low + step, count)) for low in range(0, count, step))
 
 
@@ -209,12 +225,13 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
         parts = [_simplify(p, states) for p in pattern.operands]
         if any(p is absorbing for p in parts):
             return absorbing
-        parts = [p for p in parts if isinstance(p, Pattern)]
-        return type(pattern).of(*parts) if parts else not absorbing
+        patterns = [p for p in parts if isinstance(p, Pattern)]
+        return type(pattern).of(*patterns) if patterns else not absorbing
     if isinstance(pattern, Not):
         inner = _simplify(pattern.operand, states)
         return ~inner if isinstance(inner, Pattern) else not inner
-    return {EMPTY: False, FULL: True, PARTIAL: pattern}[states[pattern]]
+    settled: dict[int, Pattern | bool] = {EMPTY: False, FULL: True, PARTIAL: pattern}
+    return settled[states[pattern]]
 
 
 def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
@@ -225,11 +242,12 @@ def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
 
 
-def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS):
+def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:
     """The pattern as runs of keys (first, stop), each (*q.shape, runs), or None where that takes more than ``limit``."""
     if isinstance(pattern, (And, Or)):
         parts = [_row_runs(p, q, limit) for p in pattern.operands]
-        runs = None if any(p is None for p in parts) else reduce(_intersect if isinstance(pattern, And) else _unite, parts)
+        known = [p for p in parts if p is not None]
+        runs = reduce(_intersect if isinstance(pattern, And) else _unite, known) if len(known) == len(parts) else None
     elif isinstance(pattern, Not):
         # The rest of one run is two; the rest of several would need them sorted, and looking at tokens is simpler.
         inner = _row_runs(pattern.operand, q, 1)
@@ -239,7 +257,7 @@ def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS):
     return runs if runs and runs[0].shape[-1] <= limit else None
 
 
-def _intersect(a, b):
+def _intersect(a: Runs, b: Runs) -> Runs:
     shape = (*a[0].shape[:-1], -1)
     return (
         np.maximum(a[0][..., :, None], b[0][..., None, :]).reshape(shape),
@@ -247,10 +265,10 @@ def _intersect(a, b):
     )
 
 
-def _unite(a, b):
+def _unite(a: Runs, b: Runs) -> Runs:
     return np.concatenate([a[0], b[0]], axis=-1), np.concatenate([a[1], b[1]], axis=-1)
 
 
-def _complement(first, stop):
+def _complement(first: np.ndarray, stop: np.ndarray) -> Runs:
     stop = np.maximum(first, stop)
     return np.concatenate([np.zeros_like(first), stop], -1), np.concatenate([first, np.full_like(stop, np.iinfo(np.int64).max)], -1)

@@ -6,6 +6,7 @@ Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from ..compat.pytorch import leaves_of, without_subclasses
 from .grid import BlockGrid
 from .progress import Progress
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
+
+# (b, h, q_idx, kv_idx), integer tensors without dimensions -> bool
+MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:
@@ -30,7 +34,7 @@ def grid_of(mask: FlexMask) -> BlockGrid:
     return BlockGrid(*mask.seq_lengths, q_block)
 
 
-def parts_of(mask: FlexMask) -> tuple:
+def parts_of(mask: FlexMask) -> tuple[object, ...]:
     """The objects that say what a mask keeps."""
     return mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
@@ -45,7 +49,7 @@ def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.
             rows, cols = _listed(mask.kv_num_blocks[b, h], mask.kv_indices[b, h])
             tiles = _tiles(mask, grid, b, h, rows, cols, pool, rule=True)
             parts = [(rows, cols, tiles)]
-            if mask.full_kv_num_blocks is not None:
+            if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
                 rows, cols = _listed(mask.full_kv_num_blocks[b, h], mask.full_kv_indices[b, h])
                 parts.append((rows, cols, _tiles(mask, grid, b, h, rows, cols, pool, rule=False)))
             rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -60,7 +64,9 @@ def _listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.
     return rows, indices[listed].cpu().numpy().astype(np.int64)
 
 
-def _tiles(mask: FlexMask, grid: BlockGrid, b: int, h: int, rows, cols, pool: TilePool, rule: bool) -> np.ndarray:
+def _tiles(
+    mask: FlexMask, grid: BlockGrid, b: int, h: int, rows: np.ndarray, cols: np.ndarray, pool: TilePool, rule: bool
+) -> np.ndarray:
     """Tile numbers of blocks. rule: whether their pairs follow the mask's token rule, or all are kept."""
     size = grid.block_size
     cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
@@ -74,7 +80,7 @@ def _tiles(mask: FlexMask, grid: BlockGrid, b: int, h: int, rows, cols, pool: Ti
 
 
 def all_entries_of(
-    mask_mod: Callable, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
+    mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
 ) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Each mask of a token rule once, as (the (batch entry, head) pairs that it is known to serve, its kept blocks as of
     ``entries_of``). Looks at every pair, some blocks at a time. shape: (batch, heads)."""
@@ -93,31 +99,33 @@ def all_entries_of(
                 kept.append((rows[some], cols[some], tiles[some]))
                 bar.advance(len(rows) * grid.block_size**2)
             served = [(i, j) for i in ([b] if by_batch else range(shape[0])) for j in ([h] if by_head else range(shape[1]))]
-            yield served, tuple(np.concatenate(arrays) for arrays in zip(*kept, strict=True))
+            rows, cols, tiles = (np.concatenate(arrays) for arrays in zip(*kept, strict=True))
+            yield served, (rows, cols, tiles)
 
 
 class _Rule:
     """Tiles by a mask function of FlexAttention, (b, h, q_idx, kv_idx) of integer tensors without dimensions -> bool; or of
     whole blocks where it is None."""
 
-    def __init__(self, mask_mod: Callable | None, grid: BlockGrid, device: torch.device, pool: TilePool):
+    def __init__(self, mask_mod: MaskFunction | None, grid: BlockGrid, device: torch.device, pool: TilePool):
         self.mask_mod, self.grid, self.device, self.pool = mask_mod, grid, device, pool
         self.within = torch.arange(grid.block_size, device=device)
         if mask_mod is not None:
             by_token = torch.vmap(self.checked, (None, None, None, 0))
             self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
 
-    def checked(self, b, h, q, kv) -> torch.Tensor:
+    def checked(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        mask_mod = cast(MaskFunction, self.mask_mod)  # called only where there is one
         try:
-            kept = self.mask_mod(b, h, q, kv)
+            kept = mask_mod(b, h, q, kv)
         except RuntimeError as error:
             raise ValueError(
-                f"a mask function must work on index tensors; {_name(self.mask_mod)} raised: {str(error).splitlines()[0]} (write "
+                f"a mask function must work on index tensors; {_name(mask_mod)} raised: {str(error).splitlines()[0]} (write "
                 "& | ~ and torch.where in place of and, or, not and if)"
             ) from error
         if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool:
             got = kept.dtype if isinstance(kept, torch.Tensor) else type(kept).__name__
-            raise TypeError(f"a mask function must return a bool tensor; {_name(self.mask_mod)} returned {got}; compare indices")
+            raise TypeError(f"a mask function must return a bool tensor; {_name(mask_mod)} returned {got}; compare indices")
         return kept
 
     def __call__(self, b: int, h: int, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
@@ -141,14 +149,22 @@ class _Rule:
 class _Watched(torch.Tensor):
     """An index that knows whether anything was computed from it."""
 
+    was_read: bool
+
     @staticmethod
-    def __new__(cls, number: torch.Tensor):
+    def __new__(cls: type[_Watched], number: torch.Tensor) -> _Watched:
         watched = number.as_subclass(cls)
         watched.was_read = False
         return watched
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         for value in leaves_of((args, kwargs or {})):
             if isinstance(value, cls):
                 value.was_read = True
@@ -156,7 +172,7 @@ class _Watched(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
 
-def _reads(mask_mod: Callable, device: torch.device) -> tuple[bool, bool]:
+def _reads(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
     """Whether a mask function depends on the batch entry, and on the head: whether it computes anything from those."""
     batch, head = (_Watched(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(2))
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -164,8 +180,9 @@ def _reads(mask_mod: Callable, device: torch.device) -> tuple[bool, bool]:
         result = mask_mod(batch, head, zero, zero)
     except Exception:  # what is wrong with it is said where it is evaluated
         return True, True
-    return tuple(index.was_read or result is index for index in (batch, head))
+    by_batch, by_head = (index.was_read or result is index for index in (batch, head))
+    return by_batch, by_head
 
 
-def _name(function: Callable) -> str:
+def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)

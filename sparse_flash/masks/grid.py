@@ -6,13 +6,16 @@ position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class BlockGrid:
     kv_len: int
     block_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("q_len", "kv_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
@@ -93,7 +96,9 @@ class BlockRuns:
         return cls(shape, np.zeros(1, np.int64), np.full(1, state, np.int8))
 
     @classmethod
-    def from_row_runs(cls, shape, rows, first, stop, state) -> BlockRuns:
+    def from_row_runs(
+        cls, shape: tuple[int, int], rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: np.ndarray
+    ) -> BlockRuns:
         """From runs of blocks [first, stop) in the given rows, each with a state; where runs overlap the larger wins."""
         rows, first, stop, state = (np.asarray(a).ravel() for a in np.broadcast_arrays(rows, first, stop, state))
         first, stop = np.clip(first, 0, shape[1]), np.clip(stop, 0, shape[1])
@@ -111,7 +116,7 @@ class BlockRuns:
         return cls(shape, position[last], states)._merged()
 
     @classmethod
-    def from_sparse(cls, matrix) -> BlockRuns:
+    def from_sparse(cls, matrix: SparseMatrix) -> BlockRuns:
         """From a scipy.sparse matrix of states (1 partial, 2 full); a boolean matrix means full where True."""
         coo = scipy.sparse.coo_array(matrix)
         state = np.where(coo.data, FULL, EMPTY) if coo.dtype == bool else coo.data
@@ -131,7 +136,7 @@ class BlockRuns:
         change = np.append(True, self.states[1:] != self.states[:-1])
         return BlockRuns(self.shape, self.starts[change], self.states[change])
 
-    def _combine(self, other: BlockRuns, operation) -> BlockRuns:
+    def _combine(self, other: BlockRuns, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> BlockRuns:
         if self.shape != other.shape:
             raise ValueError(f"block states of different grids: {self.shape} and {other.shape}")
         starts = np.union1d(self.starts, other.starts)
@@ -159,7 +164,7 @@ class BlockRuns:
         lengths = np.diff(self.starts, append=self.shape[0] * self.shape[1])
         return int(lengths[self.states == state].sum())
 
-    def blocks(self, state: int | None = None, chunk: int = 1 << 20):
+    def blocks(self, state: int | None = None, chunk: int = 1 << 20) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield (rows, cols, states) of the blocks that are not empty, or of those in one state, in row-major order and
         in pieces of about ``chunk`` blocks (at least one piece), so that memory stays bounded."""
         chosen = self.states != EMPTY if state is None else self.states == state

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
-FUNCTION = TypeVar("FUNCTION", bound=Callable)
+FUNCTION = TypeVar("FUNCTION", bound=Callable[..., Any])
 
 _ways_to_clear: list[Callable[[], None]] = []
 
@@ -24,7 +24,7 @@ def remembered(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:
     def decorate(function: FUNCTION) -> FUNCTION:
         cached = lru_cache(maxsize=maxsize)(function)
         cleared_by(cached.cache_clear)
-        return cached
+        return cast(FUNCTION, cached)
 
     return decorate
 

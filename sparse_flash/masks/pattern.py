@@ -9,19 +9,23 @@ import dataclasses
 import difflib
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib import metadata
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
 from ..compat.dynamo import constant_in_graphs
 from . import spec
-from .grid import BlockGrid
+from .grid import BlockGrid, BlockRuns, SparseMatrix
 from .memory import clear, remembered
 
 ENTRY_POINT_GROUP = "sparse_flash.patterns"
+PATTERN = TypeVar("PATTERN", bound="Pattern")
+# Where runs of keys begin and where they end.
+Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 class Pattern:
@@ -42,6 +46,8 @@ class Pattern:
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
+    # Of subclasses, which are dataclasses.
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def shift_period(self) -> int | None:
@@ -56,7 +62,7 @@ class Pattern:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
 
-    def block_rule(self, grid: BlockGrid):
+    def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
         """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns,
         or None where blocks cannot be told apart without their tokens.
 
@@ -64,7 +70,7 @@ class Pattern:
         """
         return None
 
-    def row_runs(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def row_runs(self, q: np.ndarray) -> Runs | None:
         """The keys that each query keeps, as runs [first, stop) of positions, or None where that is no natural form.
 
         q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs), the runs of a query ascending
@@ -92,7 +98,8 @@ class Pattern:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
         if self.name is None:
             raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
-        positional, keyword = [], {}
+        positional: list[Any] = []
+        keyword: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -107,25 +114,25 @@ class Pattern:
         """The pattern that spec text stands for. Raises ``SpecError``, which points at the column."""
         return parse(text)
 
-    def __and__(self, other):
+    def __and__(self, other: Pattern | str) -> Pattern:
         return _combined(And, self, other)
 
-    def __or__(self, other):
+    def __or__(self, other: Pattern | str) -> Pattern:
         return _combined(Or, self, other)
 
     __rand__, __ror__ = __and__, __or__  # with spec text on the left; operands have no order
 
-    def __invert__(self):
+    def __invert__(self) -> Pattern:
         return Not(self)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         # Fields only: what is cached beside them (hashes, arrays) is made anew where the pattern is unpickled.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def __bool__(self):
+    def __bool__(self) -> NoReturn:
         raise TypeError("a pattern has no truth value; combine patterns with & | ~ instead of and, or, not")
 
-    def __str__(self):
+    def __str__(self) -> str:
         try:
             return self.to_spec()
         except ValueError:
@@ -140,7 +147,7 @@ class DerivedPattern(Pattern):
         """What this pattern stands for."""
         raise NotImplementedError
 
-    def token_rule(self, q, kv):
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.expression.token_rule(q, kv)
 
 
@@ -150,7 +157,7 @@ class _Composite(Pattern):
 
     operands: tuple[Pattern, ...]
     symbol: ClassVar[str]
-    combine: ClassVar
+    combine: ClassVar[np.ufunc]
 
     @classmethod
     def of(cls, *operands: Pattern) -> Pattern:
@@ -162,20 +169,20 @@ class _Composite(Pattern):
     def _hash(self) -> int:
         return hash((self.symbol, self.operands))
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return self._hash
 
-    def token_rule(self, q, kv):
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return reduce(self.combine, (p.token_rule(q, kv) for p in self.operands))
 
-    def _write(self, write) -> str:
+    def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
         return f" {self.symbol} ".join(parts)
 
     def to_spec(self) -> str:
         return self._write(lambda p: p.to_spec())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._write(repr)
 
 
@@ -188,14 +195,14 @@ class And(_Composite):
     """Pairs that every operand keeps."""
 
     symbol = "&"
-    combine = staticmethod(np.logical_and)
+    combine = np.logical_and
 
 
 class Or(_Composite):
     """Pairs that some operand keeps."""
 
     symbol = "|"
-    combine = staticmethod(np.logical_or)
+    combine = np.logical_or
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,20 +211,20 @@ class Not(Pattern):
 
     operand: Pattern
 
-    def __invert__(self):
+    def __invert__(self) -> Pattern:
         return self.operand
 
-    def token_rule(self, q, kv):
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_rule(q, kv))
 
-    def _write(self, write) -> str:
+    def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
         return f"~({inner})" if isinstance(self.operand, _Composite) else f"~{inner}"
 
     def to_spec(self) -> str:
         return self._write(lambda p: p.to_spec())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._write(repr)
 
 
@@ -225,7 +232,7 @@ _registry: dict[str, type[Pattern]] = {}
 _entry_points_read = False
 
 
-def register_pattern(name: str):
+def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     """Class decorator: makes a pattern available to spec text and the command line under ``name``.
 
     The class must be a frozen dataclass derived from Pattern. A name that is taken raises ValueError naming both owners;
@@ -234,10 +241,11 @@ def register_pattern(name: str):
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a pattern name must be an identifier such as 'ring'; got {name!r}")
 
-    def decorate(cls):
+    def decorate(cls: type[PATTERN]) -> type[PATTERN]:
         if not (isinstance(cls, type) and issubclass(cls, Pattern)):
             raise TypeError(f"@register_pattern({name!r}) must decorate a subclass of sparse_flash.Pattern; got {cls!r}")
-        if "__dataclass_params__" not in vars(cls) or not cls.__dataclass_params__.frozen:
+        params = vars(cls).get("__dataclass_params__")
+        if params is None or not params.frozen:
             raise TypeError(
                 f"pattern {name!r}: {cls.__qualname__} must be a frozen dataclass; "
                 "put @dataclass(frozen=True) under @register_pattern"
@@ -315,7 +323,7 @@ def _text_of(pattern: Pattern | str) -> str | None:
         return None
 
 
-def _build(tree: spec.PatternCall | spec.Operation, text: str) -> Pattern:
+def _build(tree: spec.Tree, text: str) -> Pattern:
     if isinstance(tree, spec.Operation):
         operands = [_build(operand, text) for operand in tree.operands]
         return ~operands[0] if tree.symbol == "~" else {"&": And, "|": Or}[tree.symbol].of(*operands)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 _LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
 
 
@@ -17,15 +19,15 @@ class Progress:
             self.bar = Bar(console=Console(stderr=True), transient=True)
             self.task = self.bar.add_task(text, total=total)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self.bar:
             self.bar.start()
         return self
 
-    def advance(self, pairs: int):
+    def advance(self, pairs: int) -> None:
         if self.bar:
             self.bar.advance(self.task, pairs)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.stop()

@@ -7,20 +7,25 @@ DistancePattern the rule speaks of the distance between two units        strided
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import numpy as np
 import scipy.sparse
 
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
-from .pattern import Pattern
+from .pattern import Pattern, Runs
 
 # Looking at all pairs of units smaller than this would cost as much as looking at tokens.
 SMALLEST_LISTED_UNIT = 16
 # The end of a run that has none: past every position, and far enough from 2^63 to add positions to.
 BEYOND = 1 << 62
 _CHUNK = 1 << 20
+# Runs of blocks: rows, first, stop, states.
+_RowRuns: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def positive_int(pattern: str, name: str, value, least: int = 1) -> int:
+def positive_int(pattern: str, name: str, value: object, least: int = 1) -> int:
     """``value`` as an int from ``least`` to 2^62, so that arithmetic on positions cannot overflow; raises ValueError."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= BEYOND:
         most = " and at most 2**62" if isinstance(value, int) and value > BEYOND else ""
@@ -28,7 +33,7 @@ def positive_int(pattern: str, name: str, value, least: int = 1) -> int:
     return int(value)
 
 
-def int_tuple(pattern: str, name: str, values, least: int = 1) -> tuple[int, ...]:
+def int_tuple(pattern: str, name: str, values: object, least: int = 1) -> tuple[int, ...]:
     """A tuple of ints from a tuple, list, array or tensor, each checked as by ``positive_int``."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (tuple, list)):
@@ -36,7 +41,7 @@ def int_tuple(pattern: str, name: str, values, least: int = 1) -> tuple[int, ...
     return tuple(positive_int(pattern, f"{name}[{k}]", value, least) for k, value in enumerate(values))
 
 
-def optional_factors(pattern: str, value) -> int | None:
+def optional_factors(pattern: str, value: object) -> int | None:
     """How many powers of two: None for all of them, else 0 .. 62."""
     if value is None:
         return None
@@ -49,17 +54,17 @@ def optional_factors(pattern: str, value) -> int | None:
 class RunPattern(Pattern):
     """Each query keeps a few runs of keys: define ``row_runs``."""
 
-    def row_runs(self, q):
+    def row_runs(self, q: np.ndarray) -> Runs:
         raise NotImplementedError
 
-    def token_rule(self, q, kv):
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         first, stop = self.row_runs(np.asarray(q))
-        kept = False
+        kept: np.ndarray = np.zeros((), bool)
         for run in range(first.shape[-1]):
             kept = kept | ((kv >= first[..., run]) & (kv < stop[..., run]))
         return kept
 
-    def block_rule(self, grid: BlockGrid):
+    def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """Run by run: some query of a block row reaches from the least first to the greatest stop; all of them reach
         from the greatest first to the least stop."""
         runs = self.row_runs(np.array([grid.offset]))[0].shape[-1]
@@ -74,13 +79,13 @@ class RunPattern(Pattern):
         return _joined(grid, pieces)
 
 
-def _row_chunks(grid: BlockGrid, numbers_per_row: int):
+def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
     """The block rows, in chunks about which so many numbers fit in bounded memory."""
     step = max(1, _CHUNK // numbers_per_row)
     return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
 
 
-def _block_runs(grid: BlockGrid, rows, first, stop, state) -> tuple:
+def _block_runs(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
     """Runs of blocks (row, first, stop, state) from runs of tokens, one or more for each block row.
 
     rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL takes every block that a run touches,
@@ -96,7 +101,7 @@ def _block_runs(grid: BlockGrid, rows, first, stop, state) -> tuple:
     return rows[row], first[row, run], stop[row, run], np.full(len(row), state)
 
 
-def _joined(grid: BlockGrid, pieces: list[tuple]) -> BlockRuns:
+def _joined(grid: BlockGrid, pieces: list[_RowRuns]) -> BlockRuns:
     return BlockRuns.from_row_runs(grid.shape, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
@@ -119,19 +124,20 @@ class UnitPattern(Pattern):
             i = np.arange(low, min(low + step, stop))[:, None]
             row, col = np.nonzero(np.broadcast_to(self.unit_rule(i, j), (len(i), cols)))
             pairs.append((row + low, col))
-        return tuple(np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
+        queries, keys = (np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
+        return queries, keys
 
-    def token_rule(self, q, kv):
+    def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.unit_rule(np.asarray(q) // self.block, np.asarray(kv) // self.block)
 
-    def token_tiles(self, q, kv):
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         size, unit = kv.shape[1], self.block
         starts_on_units = size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any()
         if unit == 1 or not starts_on_units:
             return super().token_tiles(q, kv)
         return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
 
-    def block_rule(self, grid: BlockGrid):
+    def block_rule(self, grid: BlockGrid) -> BlockRuns | None:
         lists_pairs = type(self).unit_pairs is not UnitPattern.unit_pairs
         if self.block < SMALLEST_LISTED_UNIT and not lists_pairs:
             return None
@@ -139,7 +145,7 @@ class UnitPattern(Pattern):
         i, j = self.unit_pairs(first, stop, stop)
         return self._large_units(grid, i, j) if self.block >= grid.block_size else self._small_units(grid, i, j)
 
-    def _small_units(self, grid: BlockGrid, i, j) -> BlockRuns:
+    def _small_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """Kept units overlap no other, so the areas that they cover in a block add up to the block's kept pairs."""
         kept = scipy.sparse.csr_array(grid.shape, dtype=np.int64)
         for row, height in _overlaps(i * self.block - grid.offset, self.block, grid.q_len, grid.block_size):
@@ -152,7 +158,7 @@ class UnitPattern(Pattern):
         state = np.where(kept.data == grid.heights(rows) * grid.widths(cols), FULL, PARTIAL)
         return BlockRuns.from_row_runs(grid.shape, rows, cols, cols + 1, state)
 
-    def _large_units(self, grid: BlockGrid, i, j) -> BlockRuns:
+    def _large_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """The queries of a block row lie in one unit or in two; where both say the same of a block, that is its state."""
         order = np.lexsort((j, i))
         i, j = i[order], j[order]
@@ -170,7 +176,7 @@ class UnitPattern(Pattern):
         return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
 
 
-def _overlaps(start: np.ndarray, unit: int, length: int, size: int):
+def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Cuts token ranges [start, start + unit), unit < size, into their parts in blocks of ``size`` tokens: yields (block,
     tokens) of the first part and of the second; parts outside [0, length) have no tokens."""
     for part in range(2):
@@ -190,13 +196,14 @@ class DistancePattern(UnitPattern):
     def shift_period(self) -> int:
         return self.block
 
-    def unit_rule(self, i, j):
+    def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return self.distance_rule(i - j)
 
-    def block_rule(self, grid: BlockGrid):
+    def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """From the runs of kept distances [low, high): queries of units top .. bottom reach key units top - high + 1 ..
         bottom - low, and all of them reach bottom - high + 1 .. top - low."""
-        unit, pieces = self.block, []
+        unit = self.block
+        pieces: list[_RowRuns] = []
         # A block covers at least so many distances, so that a shorter gap separates no block, nor a shorter run fills one.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)

@@ -36,8 +36,9 @@ def listing_of(by_query: Table, by_key: Table) -> Listing:
     room = max(len(by_query.col_idx), len(by_key.col_idx)), max(rows)
     sides = _side(by_query, rows[1], 1, *room), _side(by_key, 1, rows[1], *room)
     block, exists, col_tile, *lines = (torch.stack(tensors) for tensors in zip(*sides, strict=True))
-    lines = [line[:, None].long() for line in lines]
-    return Listing(block[:, None].long(), exists[:, None], col_tile.transpose(0, 1)[:, :, None].contiguous(), *lines, rows)
+    ptr, split, bounds = (line[:, None].long() for line in lines)
+    col_tile = col_tile.transpose(0, 1)[:, :, None].contiguous()
+    return Listing(block[:, None].long(), exists[:, None], col_tile, ptr, split, bounds, rows)
 
 
 def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
@@ -90,10 +91,10 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     tables = []
     for side, rows in enumerate(listing.rows):
         # Rows that a table has not are the lightest, and last in order.
-        of_rows = (t[side, :, :rows].contiguous() for t in (split, order))
+        own_split, own_order = (t[side, :, :rows].contiguous() for t in (split, order))
         cols, tiles = col_tile[:, 1 - side]
         of_work = work[side, :, :rows].contiguous()
-        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), *of_rows, cols, tiles, of_work, parts))
+        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), own_split, own_order, cols, tiles, of_work, parts))
     return tables
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeAlias, cast
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<number>-?(?:inf\b|\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
     r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
 )
-_CONSTANTS = {"True": True, "False": False, "None": None}
+_CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 class SpecError(ValueError):
@@ -35,8 +36,8 @@ class PatternCall:
 
     name: str
     column: int
-    positional: tuple = ()
-    keyword: dict[str, Any] = field(default_factory=dict)
+    positional: tuple[Value, ...] = ()
+    keyword: dict[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,27 @@ class Operation:
     """``"&"`` or ``"|"`` over two or more operands, or ``"~"`` over one."""
 
     symbol: str
-    operands: tuple
+    operands: tuple[Tree, ...]
 
 
-def read(text: str) -> PatternCall | Operation:
+Tree: TypeAlias = PatternCall | Operation
+Value: TypeAlias = "int | float | str | bool | tuple[Value, ...] | None"
+
+
+def read(text: str) -> Tree:
     """Spec text -> a tree of ``PatternCall`` and ``Operation``. Raises SpecError."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
     return _Reader(text).whole()
 
 
-def write_call(name: str, positional: list, keyword: dict[str, Any]) -> str:
+def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str:
     """The text of one call; a call without arguments is the bare name."""
     parts = [write_value(v) for v in positional] + [f"{k}={write_value(v)}" for k, v in keyword.items()]
     return f"{name}({', '.join(parts)})" if parts else name
 
 
-def write_value(value) -> str:
+def write_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -80,13 +85,13 @@ class _Reader:
             if not match:
                 column = position + len(text[position:]) - len(text[position:].lstrip())
                 raise SpecError(f"unexpected {text[column]!r}", text, column)
-            kind = match.lastgroup
+            kind = cast(str, match.lastgroup)  # every alternative is a group with a name
             self.tokens.append((kind, match[kind], match.start(kind)))
             position = match.end()
         self.tokens.append(("end", "the end of the spec", len(text)))
         self.next = 0
 
-    def fail(self, expected: str):
+    def fail(self, expected: str) -> NoReturn:
         kind, value, column = self.tokens[self.next]
         raise SpecError(f"expected {expected}, got {value if kind == 'end' else repr(value)}", self.text, column)
 
@@ -97,19 +102,19 @@ class _Reader:
         self.next += 1
         return token, column
 
-    def whole(self):
+    def whole(self) -> Tree:
         tree = self.chain("|", lambda: self.chain("&", self.factor))
         if self.tokens[self.next][0] != "end":
             self.fail("'&', '|' or the end of the spec")
         return tree
 
-    def chain(self, symbol: str, operand):
+    def chain(self, symbol: str, operand: Callable[[], Tree]) -> Tree:
         operands = [operand()]
         while self.accept("mark", symbol):
             operands.append(operand())
         return operands[0] if len(operands) == 1 else Operation(symbol, tuple(operands))
 
-    def factor(self):
+    def factor(self) -> Tree:
         if self.accept("mark", "~"):
             return Operation("~", (self.factor(),))
         if self.accept("mark", "("):
@@ -123,8 +128,9 @@ class _Reader:
         positional, keyword = self.arguments() if self.accept("mark", "(") else ([], {})
         return PatternCall(name[0], name[1], tuple(positional), keyword)
 
-    def arguments(self):
-        positional, keyword = [], {}
+    def arguments(self) -> tuple[list[Value], dict[str, Value]]:
+        positional: list[Value] = []
+        keyword: dict[str, Value] = {}
         while not self.accept("mark", ")"):
             if positional or keyword:
                 if not self.accept("mark", ","):
@@ -143,7 +149,7 @@ class _Reader:
                 positional.append(self.value())
         return positional, keyword
 
-    def value(self):
+    def value(self) -> Value:
         for kind in ("number", "string"):
             token = self.accept(kind)
             if token and token[0].lstrip("-") == "inf":
@@ -160,7 +166,7 @@ class _Reader:
             self.next -= 1
         for opening, closing in (("(", ")"), ("[", "]")):
             if self.accept("mark", opening):
-                values = []
+                values: list[Value] = []
                 while not self.accept("mark", closing):
                     if values and not self.accept("mark", ","):
                         self.fail(f"',' or {closing!r}")

@@ -51,7 +51,7 @@ class Table(NamedTuple):
     parts: torch.Tensor
 
 
-def table_of(rows, cols, segment, tile, n_rows: int) -> Table:
+def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:
     """The table of one mask's entries, (entries,) each, in order of rows, segments and columns. segment: 0 full, 1 run tile, 2 bit
     tile. tile: its number among those of its kind."""
     bounds = np.append(0, np.cumsum(np.bincount(rows * 3 + segment, minlength=n_rows * 3)))
@@ -61,7 +61,7 @@ def table_of(rows, cols, segment, tile, n_rows: int) -> Table:
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
-def transposed_table_of(rows, cols, segment, tile, n_cols: int) -> Table:
+def transposed_table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_cols: int) -> Table:
     """The table of the same entries, in the same order, column by column."""
     order = _stable_order(cols * 3 + segment)
     return table_of(cols[order], rows[order], segment[order], tile[order], n_cols)
@@ -80,7 +80,9 @@ def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tenso
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
 
 
-def with_work(row_ptr, row_split, row_order, col_idx, tile_idx) -> Table:
+def with_work(
+    row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
+) -> Table:
     """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
     items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)

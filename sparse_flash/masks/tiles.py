@@ -6,6 +6,8 @@ and their intersections are all of this kind); any other is a *bit tile*.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 EMPTY_TILE, FULL_TILE = -1, -2
@@ -115,7 +117,7 @@ class TilePool:
         return np.stack([self._data[n] for n in numbers]) if len(numbers) else np.zeros((0, *shape), np.int32)
 
 
-def dense_batches(count: int, block: int):
+def dense_batches(count: int, block: int) -> Iterator[slice]:
     """Slices of ``count`` tiles, each of about four million pairs, so that looking at tokens takes bounded memory."""
     step = max(1, _BATCH_PAIRS // block**2)
     return (slice(low, min(low + step, count)) for low in range(0, count, step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -30,8 +30,10 @@ class Pairs(NamedTuple):
         """Of the whole (batch, heads, q_len, kv_len) matrix."""
         (batch, heads, q_len), kv_len = q.shape[:3], k.shape[2]
         ranges = [torch.arange(size, device=q.device) for size in (batch, heads, q_len, kv_len)]
-        axes = (places.view([-1 if axis == own else 1 for axis in range(4)]) for own, places in enumerate(ranges))
-        return cls(*axes, heads, q_len, kv_len)
+        of_batch, of_head, of_query, of_key = (
+            places.view([-1 if axis == own else 1 for axis in range(4)]) for own, places in enumerate(ranges)
+        )
+        return cls(of_batch, of_head, of_query, of_key, heads, q_len, kv_len)
 
     @property
     def q_pos(self) -> torch.Tensor:
@@ -50,7 +52,7 @@ def differentiated(terms: Terms, products: torch.Tensor, pairs: Pairs) -> tuple[
     biased = _biased(terms, capped, pairs)
     if terms.score_mod is None:
         return biased, torch.ones((), device=products.device), inner
-    scores, pullback = torch.func.vjp(lambda score: _own(terms, score, pairs), biased)
+    scores, pullback = torch.func.vjp(lambda score: _own(terms, score, pairs), biased)[:2]
     return scores, pullback(torch.ones_like(scores))[0], inner
 
 
@@ -75,7 +77,7 @@ def _own(terms: Terms, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
 
 def _distance(terms: Terms, pairs: Pairs) -> torch.Tensor:
     """The column of rel_bias for each pair."""
-    reach = terms.rel_bias.shape[1] // 2
+    reach = cast(torch.Tensor, terms.rel_bias).shape[1] // 2
     return (pairs.key - pairs.q_pos).clamp(-reach, reach) + reach
 
 
@@ -85,7 +87,9 @@ def add_bias_gradient(gradient: torch.Tensor, terms: Terms, dbiased: torch.Tenso
     gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
 
-def existing(starts: torch.Tensor | None, lens: torch.Tensor | None, batch, token) -> torch.Tensor | None:
+def existing(
+    starts: torch.Tensor | None, lens: torch.Tensor | None, batch: torch.Tensor, token: torch.Tensor
+) -> torch.Tensor | None:
     """Which tokens exist, of the broadcast shape of batch and token; None: all."""
     exist = None
     if lens is not None:
@@ -108,7 +112,7 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
-    exist = existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None])
+    exist = cast(torch.Tensor, existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
     # In place on a copy: masked_fill's result has another memory order, and the operators' results have that of their arguments.
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
@@ -123,7 +127,7 @@ def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tenso
     query // 8 % 2 its half, the lower one for 0. A pair is kept where that is at least dropout_p * 2^16. These four pairs a
     thread holds of a product of NVIDIA's tensor cores, and of its transpose.
     """
-    seed = terms.seed[0]
+    seed = cast(torch.Tensor, terms.seed)[0]
     line = pairs.batch * pairs.heads + pairs.head
     zero = torch.zeros_like(line)
     key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
@@ -143,7 +147,7 @@ def _groups(token: torch.Tensor, axis: int) -> torch.Tensor:
     return token.narrow(axis, 0, 1) // 2 + torch.arange(count, device=token.device).view(-1, *[1] * (-1 - axis))
 
 
-def philox_4x32(counter: tuple, key: tuple) -> tuple[torch.Tensor, ...]:
+def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Philox-4x32-10: four words from a counter of four and a key of two; int64 tensors that hold 32-bit words, of shapes that
     broadcast. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
     c0, c1, c2, c3 = counter
@@ -156,7 +160,7 @@ def philox_4x32(counter: tuple, key: tuple) -> tuple[torch.Tensor, ...]:
     return c0, c1, c2, c3
 
 
-def philox_2x32(counter: tuple, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Philox-2x32-7, as ``philox_4x32``: seven rounds are the fewest that pass the tests of its source."""
     c0, c1 = counter
     for _ in range(7):
@@ -166,7 +170,7 @@ def philox_2x32(counter: tuple, key: torch.Tensor) -> tuple[torch.Tensor, torch.
     return c0, c1
 
 
-def with_sinks(out, lse, sinks, terms: Terms | None):
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, terms: Terms | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) after one more logit a head, (heads,), has joined each query's softmax; differentiable in all three.
 
     A query that keeps nothing has out 0 and its sink as lse; one that does not exist has lse -inf as before.
@@ -177,5 +181,6 @@ def with_sinks(out, lse, sinks, terms: Terms | None):
     if terms is None or (terms.q_starts is None and terms.q_lens is None):
         return out, total
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
-    exist = existing(terms.q_starts, terms.q_lens, batch, torch.arange(lse.shape[2], device=lse.device)[None])[:, None]
+    token = torch.arange(lse.shape[2], device=lse.device)[None]
+    exist = cast(torch.Tensor, existing(terms.q_starts, terms.q_lens, batch, token))[:, None]
     return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +14,10 @@ LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # what a draw of 16 bits can be compared with
+# (score, batch, head, q_pos, k_pos, params) -> score
+_OfTensors: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor
+]
 _score_functions: dict[str, ScoreFunction] = {}
 
 
@@ -32,11 +37,12 @@ class ScoreFunction:
     A result of -inf drops the pair; blocks are skipped by the mask alone.
     """
 
-    torch: Callable
-    triton: Callable | None = None
-    derivative: Callable | None = None
+    torch: _OfTensors
+    triton: Callable[..., Any] | None = None
+    derivative: Callable[..., Any] | None = None
+    name: str = field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("torch", "triton", "derivative"):
             value = getattr(self, name)
             if not callable(value) and (name == "torch" or value is not None):
@@ -124,7 +130,7 @@ class Terms:
         return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
 
 
-NO_TERMS = [], "", 0.0, 0.0  # as ``packed()``
+NO_TERMS: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 
 
@@ -146,7 +152,7 @@ def terms_of(
     """
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    terms = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    terms: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
     check_number("dropout_p", dropout_p, _ONE_NUMBER)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
@@ -198,7 +204,7 @@ def terms_of(
     return Terms(**terms) if terms else None
 
 
-def check_number(name: str, value, what: str = "a number") -> None:
+def check_number(name: str, value: object, what: str = "a number") -> None:
     """Raises TypeError for what is no number."""
     if not isinstance(value, (int, float)):
         hint = "; use .item()" * isinstance(value, torch.Tensor)
