@@ -39,7 +39,7 @@ CHIPS = {
     "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
-COMMON = ("common/tiles", "common/philox", "portable/dropout", "portable/lengths", "portable/scores", "common/variant")
+COMMON = ("common/tiles", "common/philox", "portable/dropout", "portable/lengths", "portable/scores", "portable/walks", "common/variant")
 SOURCES = {
     "forward": ("portable/forward", *COMMON),
     "grad_q": ("portable/backward", *COMMON),
