@@ -24,7 +24,7 @@ from .configs import grad_kv_config, grad_q_config
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import Scoring, Sizes, Tile, in_block, pairs_of_step, query_tile, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, valid_of_axes, walk_row
 
 
 class _QueryOperands(NamedTuple):
@@ -51,7 +51,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
     position = step_position(table, first, last, TILE_N)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table, step + 1, last, TILE_N)
-        pairs = pairs_of_step(tile, position, sizes)
+        place = place_of_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:
@@ -59,24 +59,24 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             k = tl.where(exists[:, None], k, 0.0)
         scores = tl.dot(operands.q, k.T, input_precision="ieee")
         if scoring.SCORED:
-            changed = scored(scores, pairs, sizes, scoring, KIND)
+            changed = scored(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - operands.lse[:, None])
         else:
             weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
         if KIND != FULL:
-            block = in_block(pairs, step, table, sizes)
+            block = in_block(place, step, table, sizes)
             if KIND == CUT:
                 weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if scoring.SCORED:
             # Not after the next product, beside which the scores would be kept.
-            weights = times_derivative_of_function(weights, scores, pairs, sizes, scoring, KIND)
+            weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if terms.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(operands.dout, v.T, input_precision="ieee")
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, operands.stream, pairs, sizes)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - terms.dropout_p))
         dscores = weights * (dweights - operands.delta[:, None])
         if KIND == CUT:
@@ -84,7 +84,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
         if terms.rel_bias_gradient is not None:
             # A query that does not exist may hold anything, and so may its row.
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
-            beyond = add_bias_gradient(beyond, dbiased, pairs, sizes, scoring)
+            beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
@@ -216,7 +216,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
     position = step_position(table, first, last, TILE_M)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         upcoming = step_position(table, step + 1, last, TILE_M)
-        pairs = pairs_of_step(tile, position, sizes)
+        place = place_of_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
         q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
         lse = _of_queries(operands.lse, query, sizes.q_len, KIND)
@@ -231,12 +231,12 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if terms.seed is not None:  # weights are divided by the share that dropout keeps
             log2_sum += log2_share
         if scoring.SCORED:
-            changed = scored(scores, pairs, sizes, scoring, KIND)
+            changed = scored(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
             weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
         if KIND != FULL:
-            block = in_block(pairs, step, table, sizes)
+            block = in_block(place, step, table, sizes)
             if KIND == CUT:
                 weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
@@ -248,14 +248,14 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             dout = tl.where(exists[:, None], dout, 0.0)
         if terms.seed is not None:
             # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
-            survives = kept_by_dropout(terms, operands.stream, pairs, sizes)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         if scoring.SCORED and terms.seed is None:
             # Not after the next product, beside which the scores would be kept.
-            weights = times_derivative_of_function(weights, scores, pairs, sizes, scoring, KIND)
+            weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
@@ -267,7 +267,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         else:
             dscores = weights * (dweights - delta[None, :])
         if scoring.SCORED and terms.seed is not None:
-            dscores = times_derivative_of_function(dscores, scores, pairs, sizes, scoring, KIND)
+            dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming

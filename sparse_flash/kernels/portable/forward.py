@@ -21,7 +21,7 @@ from .configs import forward_config
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import scored
-from .walks import Scoring, Sizes, in_block, pairs_of_step, query_tile, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, valid_of_axes, walk_row
 
 
 class _Operands(NamedTuple):
@@ -46,17 +46,17 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         # The table is read one step ahead, so that no load of keys waits for it.
         upcoming = step_position(table, step + 1, last, TILE_N)
-        pairs = pairs_of_step(tile, position, sizes)
+        place = place_of_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
         scores = tl.dot(operands.q, k.T, input_precision="ieee")
         if scoring.SCORED:
-            scores = scored(scores, pairs, sizes, scoring, KIND)
+            scores = scored(scores, place, sizes, scoring, KIND)
         if KIND == FULL and not scoring.SCORED:
             new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
             weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
         else:
             if KIND != FULL:
-                block = in_block(pairs, step, table, sizes)
+                block = in_block(place, step, table, sizes)
                 if KIND != CUT:
                     kept = kept_pairs(table, step // STEPS, block, KIND)
             if not scoring.SCORED:
@@ -73,7 +73,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, operands.stream, pairs, sizes)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
             weights = tl.where(survives, weights, tl.minimum(terms.dropout_p, 0.0))
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)

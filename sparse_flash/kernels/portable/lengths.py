@@ -50,7 +50,7 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def _valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
+def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
     """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have valid tokens;
     and all that they have within the axis's length are valid from whole_begin to whole_end - 1. At most one is cut at either side.
 
@@ -80,13 +80,13 @@ def _valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
-    """What ``_valid_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
+    """What ``valid_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
     each kind begins, and where the last ends."""
-    full = _valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
+    full = valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
     if table.SPARSE:
-        runs = _valid_of_kind(table, bounds[1], bounds[2], valid, length, TILE)
-        bits = _valid_of_kind(table, bounds[2], bounds[3], valid, length, TILE)
+        runs = valid_of_kind(table, bounds[1], bounds[2], valid, length, TILE)
+        bits = valid_of_kind(table, bounds[2], bounds[3], valid, length, TILE)
     return full, runs, bits
 
 

@@ -9,15 +9,15 @@ from .walks import column
 
 
 @triton.jit
-def _positions(pairs, sizes):
+def _positions(place, sizes):
     """Of the first query and key of a step: the last query is where the last key is."""
-    return pairs.first_query + (sizes.kv_len - sizes.q_len), pairs.first_key
+    return place.first_query + (sizes.kv_len - sizes.q_len), place.first_key
 
 
 @triton.jit
-def _first_distance(pairs, sizes):
+def _first_distance(place, sizes):
     """k_pos - q_pos of the first pair of a step."""
-    q_pos, k_pos = _positions(pairs, sizes)
+    q_pos, k_pos = _positions(place, sizes)
     return k_pos - q_pos
 
 
@@ -35,21 +35,21 @@ def _beyond_reach(first_distance, sizes, REACH: tl.constexpr):
 
 
 @triton.jit
-def _biased(scores, pairs, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
+def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
     """scores: times UNIT, as the result."""
     terms = scoring.terms
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
     TILE_N: tl.constexpr = sizes.TILE_N
     BY_KEY: tl.constexpr = sizes.BY_KEY
-    first_distance = _first_distance(pairs, sizes)
+    first_distance = _first_distance(place, sizes)
     if terms.alibi_slopes is not None:
         # A conversion of each distance would take as long as its exponential: rows and columns are converted, and one added.
         keys = column(first_distance, TILE_N, BY_KEY).to(tl.float32)
         distance = keys - column(0, TILE_M, not BY_KEY).to(tl.float32)
-        scores -= (tl.load(terms.alibi_slopes + pairs.tile.line) * UNIT) * tl.abs(distance)
+        scores -= (tl.load(terms.alibi_slopes + place.tile.line) * UNIT) * tl.abs(distance)
     if terms.rel_bias is not None:
-        biases = terms.rel_bias + pairs.tile.head * (2 * REACH + 1) + REACH
+        biases = terms.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
             # Triton 3.6 does not compile the other branches where what is loaded beside them, by a cut walk or by the user's
             # function, chooses the layout of the scores.
@@ -74,41 +74,41 @@ def _biased(scores, pairs, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def _before_function(products, pairs, sizes, scoring, NATURAL: tl.constexpr, KIND: tl.constexpr):
+def _before_function(products, place, sizes, scoring, NATURAL: tl.constexpr, KIND: tl.constexpr):
     """Capped and biased scores, natural or in base 2."""
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     if scoring.terms.softcap is not None:
         scores = _tanh(products, scoring) * (scoring.terms.softcap * UNIT)
     else:
         scores = products * (scoring.scale * (LN_2 * UNIT))
-    return _biased(scores, pairs, sizes, scoring, UNIT, KIND)
+    return _biased(scores, place, sizes, scoring, UNIT, KIND)
 
 
 @triton.jit
-def _of_function(FUNCTION: tl.constexpr, scores, pairs, sizes, terms):
+def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, terms):
     """What the user's function of scores, or its derivative, says of a step."""
-    first_q, first_k = _positions(pairs, sizes)
+    first_q, first_k = _positions(place, sizes)
     q_pos = column(first_q, sizes.TILE_M, not sizes.BY_KEY)
     k_pos = column(first_k, sizes.TILE_N, sizes.BY_KEY)
-    return FUNCTION(scores, pairs.tile.batch, pairs.tile.head, q_pos, k_pos, terms.params)
+    return FUNCTION(scores, place.tile.batch, place.tile.head, q_pos, k_pos, terms.params)
 
 
 @triton.jit
-def scored(products, pairs, sizes, scoring, KIND: tl.constexpr):
+def scored(products, place, sizes, scoring, KIND: tl.constexpr):
     """Scores in base 2."""
     NATURAL: tl.constexpr = scoring.SCORE is not None
-    scores = _before_function(products, pairs, sizes, scoring, NATURAL, KIND)
+    scores = _before_function(products, place, sizes, scoring, NATURAL, KIND)
     if NATURAL:
-        scores = _of_function(scoring.SCORE, scores, pairs, sizes, scoring.terms) * LOG2_E
+        scores = _of_function(scoring.SCORE, scores, place, sizes, scoring.terms) * LOG2_E
     return scores
 
 
 @triton.jit
-def times_derivative_of_function(values, products, pairs, sizes, scoring, KIND: tl.constexpr):
+def times_derivative_of_function(values, products, place, sizes, scoring, KIND: tl.constexpr):
     """values times the derivative of scores by biased products, for the arguments of ``scored``."""
     if scoring.DERIVATIVE is not None:
-        biased = _before_function(products, pairs, sizes, scoring, True, KIND)
-        values *= _of_function(scoring.DERIVATIVE, biased, pairs, sizes, scoring.terms)
+        biased = _before_function(products, place, sizes, scoring, True, KIND)
+        values *= _of_function(scoring.DERIVATIVE, biased, place, sizes, scoring.terms)
     return values
 
 
@@ -128,21 +128,21 @@ def _bias_bins(head, scoring):
 
 
 @triton.jit
-def add_bias_gradient(beyond, dbiased, pairs, sizes, scoring):
+def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
     """Adds a step's gradient, (TILE_M, TILE_N), to that of rel_bias. beyond: sums for each query of what lies beyond the largest
     distance, on either side; (below, above), the result too."""
     below, above = beyond
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
     TILE_N: tl.constexpr = sizes.TILE_N
-    first_distance = _first_distance(pairs, sizes)
+    first_distance = _first_distance(place, sizes)
     if _beyond_reach(first_distance, sizes, REACH):
         of_queries = tl.sum(dbiased, 1)
         below += tl.where(first_distance > 0, 0.0, of_queries)
         above += tl.where(first_distance > 0, of_queries, 0.0)
     else:
         # Each row turned by its number, so that diagonals become columns: TILE_N sums for each time that they wrap around.
-        bins = _bias_bins(pairs.tile.head, scoring)
+        bins = _bias_bins(place.tile.head, scoring)
         number = tl.arange(0, TILE_M)[:, None] + tl.arange(0, TILE_N)[None, :]
         turned = tl.gather(dbiased, number % TILE_N, 1)
         for turn in tl.static_range((TILE_M + TILE_N - 2) // TILE_N + 1):

@@ -59,8 +59,8 @@ class Entries(NamedTuple):
     kind: Any = None
 
 
-class Pairs(NamedTuple):
-    """The pairs of one step: where they begin."""
+class Place(NamedTuple):
+    """Where the pairs of one step begin."""
 
     tile: Any
     first_query: Any
@@ -129,13 +129,13 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
 
 
 @triton.jit
-def pairs_of_step(tile, position, sizes):
+def place_of_step(tile, position, sizes):
     """position: of the step along the walked axis."""
     if sizes.BY_KEY:
-        pairs = Pairs(tile, position, tile.first)
+        place = Place(tile, position, tile.first)
     else:
-        pairs = Pairs(tile, tile.first, position)
-    return pairs
+        place = Place(tile, tile.first, position)
+    return place
 
 
 @triton.jit
@@ -146,16 +146,16 @@ def column(first, COUNT: tl.constexpr, AS_ROWS: tl.constexpr):
 
 
 @triton.jit
-def in_block(pairs, step, table, sizes):
+def in_block(place, step, table, sizes):
     """``InBlock`` of the pairs of a step."""
     if sizes.BY_KEY:
         STEPS: tl.constexpr = table.BLOCK // sizes.TILE_M if table.SPARSE else 1
-        q_start = pairs.first_query - (step % STEPS) * sizes.TILE_M
-        k_start = pairs.first_key // table.BLOCK * table.BLOCK
+        q_start = place.first_query - (step % STEPS) * sizes.TILE_M
+        k_start = place.first_key // table.BLOCK * table.BLOCK
     else:
         STEPS: tl.constexpr = table.BLOCK // sizes.TILE_N if table.SPARSE else 1
-        k_start = pairs.first_key - (step % STEPS) * sizes.TILE_N
-        q_start = pairs.first_query // table.BLOCK * table.BLOCK
-    query = column(pairs.first_query - q_start, sizes.TILE_M, not sizes.BY_KEY)
-    key = column(pairs.first_key - k_start, sizes.TILE_N, sizes.BY_KEY)
+        k_start = place.first_key - (step % STEPS) * sizes.TILE_N
+        q_start = place.first_query // table.BLOCK * table.BLOCK
+    query = column(place.first_query - q_start, sizes.TILE_M, not sizes.BY_KEY)
+    key = column(place.first_key - k_start, sizes.TILE_N, sizes.BY_KEY)
     return InBlock(query, key, sizes.q_len - q_start, sizes.kv_len - k_start)
