@@ -14,8 +14,22 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import CUT, FULL, LOG2_E, Table, TableRows, dense_bounds, kept_pairs, load_tile, mask_of, of_kept_pairs
-from ..common.tiles import ordered_tile, row_bounds, step_position, store_tile
+from ..common.tiles import (
+    CUT,
+    FULL,
+    LOG2_E,
+    Table,
+    TableRows,
+    dense_bounds,
+    kept_pairs,
+    load_tile,
+    mask_of,
+    of_kept_pairs,
+    ordered_tile,
+    row_bounds,
+    step_position,
+    store_tile,
+)
 from ..common.variant import kernel_terms, launch_options, within_memory
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
@@ -25,6 +39,22 @@ from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
 from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, valid_of_axes, walk_row
+
+
+class _Tensors(NamedTuple):
+    """Of all heads, as the kernels take them; None where a pass has no use for one."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    out: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
 
 
 class _QueryOperands(NamedTuple):
@@ -92,22 +122,20 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
 
 
 @triton.jit
-def _compute_grad_q(
-    q_tensor, k_tensor, v_tensor, out_tensor, dout_tensor, dq_tensor, lse_ptr, dlse_ptr, delta_ptr, scale, rows, table, sizes, scoring
-):
+def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
     """dQ and delta of this program's tile of queries."""
     terms = scoring.terms
     TILE_M: tl.constexpr = sizes.TILE_M
     tile, bounds = query_tile(rows, table, sizes)
-    q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
-    dout = load_tile(dout_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
     row_line = tile.line.to(tl.int64) * sizes.q_len + query
-    lse = tl.load(lse_ptr + row_line, mask=query < sizes.q_len, other=0.0) * LOG2_E
-    out = load_tile(out_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    lse = tl.load(tensors.lse + row_line, mask=query < sizes.q_len, other=0.0) * LOG2_E
+    out = load_tile(tensors.out, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row_line, mask=query < sizes.q_len, other=0.0)
+    if tensors.dlse is not None:
+        delta -= tl.load(tensors.dlse + row_line, mask=query < sizes.q_len, other=0.0)
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, terms)
     Q_CUT: tl.constexpr = is_cut(terms.q_starts, terms.q_lens)
     if Q_CUT:
@@ -115,9 +143,9 @@ def _compute_grad_q(
         delta = tl.where(exists, delta, 0.0)
     if Q_CUT or is_cut(terms.kv_starts, terms.kv_lens) or scoring.SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
-    tl.store(delta_ptr + row_line, delta, mask=query < sizes.q_len)
+    tl.store(tensors.delta + row_line, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
-    operands = _QueryOperands(q, dout, lse, delta, k_tensor, v_tensor, dropout_stream(terms, tile.line))
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(terms, tile.line))
     beyond = ()
     if terms.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
@@ -126,7 +154,7 @@ def _compute_grad_q(
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
         dq = tl.where(exists[:, None], dq, 0.0)
-    store_tile(dq_tensor, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    store_tile(tensors.dq, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -174,7 +202,9 @@ def grad_q_kernel(
     of a row: one program a query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
     # fmt: off
     _compute_grad_q(
-        q_tensor, k_tensor, v_tensor, out_tensor, dout_tensor, dq_tensor, lse_ptr, dlse_ptr if HAS_DLSE else None, delta_ptr, scale,
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, out=out_tensor, dlse=dlse_ptr if HAS_DLSE else None,
+                 dq=dq_tensor),
+        scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
         Table(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
@@ -275,9 +305,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
 
 
 @triton.jit
-def _compute_grad_kv(
-    q_tensor, k_tensor, v_tensor, dout_tensor, dk_tensor, dv_tensor, lse_ptr, delta_ptr, scale, rows, table, sizes, scoring
-):
+def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
     """dK and dV of this program's tile of keys."""
     terms = scoring.terms
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -290,8 +318,8 @@ def _compute_grad_kv(
         # The heads of a group may have masks of different orders; any one order visits every key block once.
         mask = mask_of(rows, batch, kv_head * sizes.group)
         _, first = ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
-    k = load_tile(k_tensor, batch, kv_head, first, TILE_N, sizes.DIM)
-    v = load_tile(v_tensor, batch, kv_head, first, TILE_N, sizes.DIM_V)
+    k = load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
+    v = load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
     dk = tl.zeros([TILE_N, sizes.DIM], tl.float32)
     dv = tl.zeros([TILE_N, sizes.DIM_V], tl.float32)
     valid, valid_queries = valid_of_axes(first, batch, sizes, terms)
@@ -304,15 +332,15 @@ def _compute_grad_kv(
             bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
         else:
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
-        operands = _KeyOperands(k, v, q_tensor, dout_tensor, lse_ptr + row_line, delta_ptr + row_line, stream)
+        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, tensors.delta + row_line, stream)
         dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(terms.kv_starts, terms.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
     if terms.seed is not None:
         dk *= 0.5
-    store_tile(dk_tensor, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
-    store_tile(dv_tensor, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
+    store_tile(tensors.dk, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
+    store_tile(tensors.dv, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -358,7 +386,8 @@ def grad_kv_kernel(
     ``grad_q_kernel``."""
     # fmt: off
     _compute_grad_kv(
-        q_tensor, k_tensor, v_tensor, dout_tensor, dk_tensor, dv_tensor, lse_ptr, delta_ptr, scale,
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, dk=dk_tensor, dv=dv_tensor),
+        scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
         Table(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),

@@ -18,7 +18,20 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
-from ..common.tiles import BITS, FLOOR, LN_2, LOG2_E, RUNS, InBlock, Table, TableRows, kept_pairs, mask_of, row_bounds, step_position
+from ..common.tiles import (
+    BITS,
+    FLOOR,
+    LN_2,
+    LOG2_E,
+    RUNS,
+    InBlock,
+    Table,
+    TableRows,
+    kept_pairs,
+    mask_of,
+    row_bounds,
+    step_position,
+)
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from .configs import decode_config, family_of
 
@@ -102,9 +115,9 @@ class _Output(NamedTuple):
 
 
 class _Splits(NamedTuple):
-    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) leave what they find: the results of
-    every tile, then their logs, ROWS rows of each split. arrived: int32 zeros, one a tile. COMBINED: splits that are combined at a
-    time."""
+    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) leave what they find: the results
+    of every tile, then their logs, ROWS rows of each split. arrived: int32 zeros, one a tile. COMBINED: splits that are combined at
+    a time."""
 
     tile: Any
     number: Any
@@ -415,8 +428,8 @@ def decode_kernel(
     _compute_tile(
         _Queries(q_ptr, q_batch_stride, q_head_stride, q_token_stride, batch, head, kv_head, heads, members, first_row, q_len,
                  score_scale, SEVERAL, CAUSAL, AT_END, TILE_M),
-        _Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride, block_table,
-               table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
+        _Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
+               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
         _Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, None, q_blocks),
         Table(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),

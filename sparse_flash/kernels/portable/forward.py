@@ -11,8 +11,20 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
-from ..common.tiles import CUT, FLOOR, FULL, LN_2, LOG2_E, Table, TableRows, kept_pairs, load_tile, of_kept_pairs
-from ..common.tiles import step_position, store_tile
+from ..common.tiles import (
+    CUT,
+    FLOOR,
+    FULL,
+    LN_2,
+    LOG2_E,
+    Table,
+    TableRows,
+    kept_pairs,
+    load_tile,
+    of_kept_pairs,
+    step_position,
+    store_tile,
+)
 from ..common.variant import kernel_terms, launch_options
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments

@@ -86,7 +86,7 @@ def query_tile(rows, table, sizes):
 
 @triton.jit
 def valid_of_axes(first, batch, sizes, terms):
-    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked one: nothing of it for a tile of no valid token."""
+    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked one; a tile of no valid token walks none."""
     queries = valid_tokens(terms.q_starts, terms.q_lens, batch, sizes.q_len)
     keys = valid_tokens(terms.kv_starts, terms.kv_lens, batch, sizes.kv_len)
     own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
@@ -131,11 +131,7 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
 @triton.jit
 def place_of_step(tile, position, sizes):
     """position: of the step along the walked axis."""
-    if sizes.BY_KEY:
-        place = Place(tile, position, tile.first)
-    else:
-        place = Place(tile, tile.first, position)
-    return place
+    return Place(tile, position, tile.first) if sizes.BY_KEY else Place(tile, tile.first, position)
 
 
 @triton.jit
