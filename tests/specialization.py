@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.hopper import backward as hopper_backward
+from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import repack, spans
@@ -134,7 +135,7 @@ def main() -> None:
                 setattr(module, name, Kernel(value))
                 kernels[f"{module.__name__.removeprefix('sparse_flash.kernels.')}.{name}"] = getattr(module, name)
     not_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-    one_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True)
+    one_stream = mock.patch.object(descriptors, "raw_stream", lambda device: 0)
     with mock.patch.object(launch, "remember", lambda *_: None), not_capturing, one_stream:
         portable_calls()
         hopper_calls()

@@ -14,7 +14,7 @@ from triton import knobs
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.kernels.launch import launch
+from sparse_flash.kernels.launch import memory
 
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (16, 1), (3, 3))
@@ -32,13 +32,13 @@ def kernels():
 @contextmanager
 def compiled_once():
     """Asserts that Triton compiles no more kernels within than there are launches that ``launch`` tells apart."""
-    found, before = [], len(launch._launched)
+    found, before = [], len(memory.launched)
     with ExitStack() as stack:
         if DEVICE == "cuda":
             stack.enter_context(knobs.runtime.scope())
             knobs.runtime.jit_post_compile_hook = lambda **_: found.append(1)
         yield
-    assert len(found) <= len(launch._launched) - before
+    assert len(found) <= len(memory.launched) - before
 
 
 def test_code_that_is_launched_again_was_made_for_no_value_of_an_integer(kernels):
