@@ -39,7 +39,8 @@ CHIPS = {
     "12.0": (("cuda", 120, 32), (12, 0), 101376, False),
     "gfx942": (("hip", "gfx942", 64), "gfx942", 65536, False),
 }
-COMMON = ("common/tiles", "common/philox", "portable/dropout", "portable/lengths", "portable/scores", "common/variant")
+WALKS = ("portable/walks", "portable/lengths", "portable/scores", "portable/dropout")
+COMMON = (*WALKS, "common/tiles", "common/philox", "common/variant")
 SOURCES = {
     "forward": ("portable/forward", *COMMON),
     "grad_q": ("portable/backward", *COMMON),

@@ -350,11 +350,13 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
 
 
 if triton:
-    from sparse_flash.kernels.portable.lengths import valid_of_kind
+    from sparse_flash.kernels.common.tiles import Table
+    from sparse_flash.kernels.portable.lengths import Valid, valid_of_kind
 
     @triton.jit
     def entries_kernel(index, found, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-        low, whole_begin, whole_end, high = valid_of_kind(index, begin, end, first, last, length, BLOCK, SPARSE)
+        entries = valid_of_kind(Table(index, None, None, None, BLOCK, SPARSE), begin, end, Valid(first, last), length, BLOCK)
+        low, whole_begin, whole_end, high = entries
         tl.store(found, low)
         tl.store(found + 1, whole_begin)
         tl.store(found + 2, whole_end)

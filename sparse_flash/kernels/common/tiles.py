@@ -25,6 +25,44 @@ BITS = tl.constexpr(2)
 CUT = tl.constexpr(3)
 
 
+class WalkedTable(NamedTuple):
+    """The entries that a kernel walks, row after row. A dense walk (SPARSE False) has none: its entries are its steps.
+
+    index: the block of each entry along the walked axis. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs of an entry
+    along either side.
+    """
+
+    index: Any
+    tile_idx: Any
+    tile_runs: Any
+    tile_bits: Any
+    BLOCK: Any
+    SPARSE: Any
+
+
+class TableRows(NamedTuple):
+    """Where the rows of a table begin, of the masks that it holds. mask_index: the mask of each head. order: rows by weight, None
+    where a kernel has no use for it. count: rows of a mask."""
+
+    mask_index: Any
+    batch_stride: Any
+    head_stride: Any
+    ptr: Any
+    split: Any
+    order: Any
+    count: Any
+
+
+class InBlock(NamedTuple):
+    """Pairs of a step as int32 positions within their block: one of query and key is (n, 1), the other (1, n). queries_left,
+    keys_left: tokens from the block's start to the end of each axis, which only a dense walk asks for."""
+
+    query: Any
+    key: Any
+    queries_left: Any = None
+    keys_left: Any = None
+
+
 class Rows(NamedTuple):
     """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles by itself. Triton would turn a descriptor
     into loads of single numbers there, as it does not know that rows are unbroken and begin on 16 bytes.
@@ -80,21 +118,27 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 
 @triton.jit
-def ordered_tile(row_order, mask, rows, slot, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr):
-    """The table row that a program's slot stands for, heaviest first, and the first token of its tile within it."""
-    TILES: tl.constexpr = TABLE_BLOCK // TILE
-    row = tl.load(row_order + mask * rows + slot // TILES)
-    return row, row * TABLE_BLOCK + slot % TILES * TILE
+def mask_of(rows, batch, head):
+    """The number of a head's mask among those of a table."""
+    return tl.load(rows.mask_index + batch * rows.batch_stride + head * rows.head_stride)
 
 
 @triton.jit
-def row_bounds(row_ptr, row_split, mask, row, rows):
+def ordered_tile(rows, mask, slot, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The table row that a program's slot stands for, heaviest first, and the first token of its tile within it."""
+    TILES: tl.constexpr = BLOCK // TILE
+    row = tl.load(rows.order + mask * rows.count + slot // TILES)
+    return row, row * BLOCK + slot % TILES * TILE
+
+
+@triton.jit
+def row_bounds(rows, mask, row):
     """Where the full, run and bit entries of a row begin, and where the last end."""
-    line = mask * rows + row
-    begin = tl.load(row_ptr + line + mask)
-    runs = tl.load(row_split + line * 2)
-    bits = tl.load(row_split + line * 2 + 1)
-    end = tl.load(row_ptr + line + mask + 1)
+    line = mask * rows.count + row
+    begin = tl.load(rows.ptr + line + mask)
+    runs = tl.load(rows.split + line * 2)
+    bits = tl.load(rows.split + line * 2 + 1)
+    end = tl.load(rows.ptr + line + mask + 1)
     return begin, runs, bits, end
 
 
@@ -107,47 +151,40 @@ def dense_bounds(length, TILE: tl.constexpr):
 
 
 @triton.jit
-def step_position(index, step, end, STEPS: tl.constexpr, TILE: tl.constexpr, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def step_position(table, step, end, TILE: tl.constexpr):
     """The first token of a step along the walked axis; any number past the end."""
-    if SPARSE:
-        block = tl.load(index + step // STEPS, mask=step < end, other=0)
-        position = block * TABLE_BLOCK + (step % STEPS) * TILE
+    if table.SPARSE:
+        STEPS: tl.constexpr = table.BLOCK // TILE
+        block = tl.load(table.index + step // STEPS, mask=step < end, other=0)
+        position = block * table.BLOCK + (step % STEPS) * TILE
     else:
         position = step * TILE
     return position
 
 
 @triton.jit
-def kept_pairs(
-    table, entry, q_in_block, kv_in_block, q_left, kv_left, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr, KIND: tl.constexpr
-):
-    """Which pairs of a step are kept, of the broadcast shape of q_in_block and kv_in_block.
-
-    table: (index, tile_idx, tile_runs, tile_bits). q_in_block, kv_in_block: int32 positions within the block, one of shape
-    (n, 1), the other (1, n). q_left, kv_left: tokens from the block's start to the end of the queries and keys.
-    """
-    if not SPARSE:
-        kept = (q_in_block < q_left) & (kv_in_block < kv_left)
+def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
+    """Which pairs of a step of an entry are kept, of the broadcast shape of the two fields of pairs, ``InBlock``."""
+    if not table.SPARSE:
+        kept = (pairs.query < pairs.queries_left) & (pairs.key < pairs.keys_left)
     else:
-        tile = tl.load(table[1] + entry)
+        tile = tl.load(table.tile_idx + entry)
         if KIND == RUNS:
-            run = tl.load(table[2] + tile * TABLE_BLOCK + q_in_block)
-            kept = (kv_in_block >= (run & 0xFFFF)) & (kv_in_block < (run >> 16))
+            run = tl.load(table.tile_runs + tile * table.BLOCK + pairs.query)
+            kept = (pairs.key >= (run & 0xFFFF)) & (pairs.key < (run >> 16))
         else:
-            WORDS: tl.constexpr = (TABLE_BLOCK + 31) // 32
-            words = table[3] + tile.to(tl.int64) * (TABLE_BLOCK * WORDS) + q_in_block * WORDS + kv_in_block // 32
-            kept = ((tl.load(words) >> (kv_in_block % 32)) & 1) != 0
+            WORDS: tl.constexpr = (table.BLOCK + 31) // 32
+            words = table.tile_bits + tile.to(tl.int64) * (table.BLOCK * WORDS) + pairs.query * WORDS + pairs.key // 32
+            kept = ((tl.load(words) >> (pairs.key % 32)) & 1) != 0
     return kept
 
 
 @triton.jit
-def of_kept_pairs(values, otherwise, kind, table, entry, q_in_block, kv_in_block, TABLE_BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def of_kept_pairs(values, otherwise, kind, table, entry, pairs):
     """values, and ``otherwise`` where a step of a cut entry, of any kind, does not keep a pair."""
-    if SPARSE:
+    if table.SPARSE:
         if kind == RUNS:
-            kept = kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, RUNS)
-            values = tl.where(kept, values, otherwise)
+            values = tl.where(kept_pairs(table, entry, pairs, RUNS), values, otherwise)
         elif kind == BITS:
-            kept = kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, BITS)
-            values = tl.where(kept, values, otherwise)
+            values = tl.where(kept_pairs(table, entry, pairs, BITS), values, otherwise)
     return values

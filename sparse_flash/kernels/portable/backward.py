@@ -7,20 +7,23 @@ repeat bit for bit. The gradient of a relative bias alone is added up by atomic 
 Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.tiles import (
-    BITS,
     CUT,
     FULL,
     LOG2_E,
-    RUNS,
+    TableRows,
+    WalkedTable,
     dense_bounds,
     kept_pairs,
     load_tile,
+    mask_of,
     of_kept_pairs,
     ordered_tile,
     row_bounds,
@@ -33,100 +36,125 @@ from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_varian
 from ..launch.replay import known_call
 from .configs import grad_kv_config, grad_q_config
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import cut_entry, valid_entries, valid_tokens
+from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
+from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, valid_of_axes, walk_row
+
+
+class _Tensors(NamedTuple):
+    """Of all heads, as the kernels take them; None where a pass has no use for one."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    out: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+class _QueryOperands(NamedTuple):
+    """What a tile of queries brings to its walk, lse in base 2; the tensors of the walked axis; what dropout draws from."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    k_tensor: Any
+    v_tensor: Any
+    stream: Any
 
 
 @triton.jit
-def _walk_keys(
-    dq,
-    beyond,
-    q,
-    dout,
-    lse,
-    delta,
-    k_tensor,
-    v_tensor,
-    batch,
-    head,
-    line,
-    stream,
-    kv_head,
-    table,
-    begin,
-    end,
-    first_query,
-    q_len,
-    kv_len,
-    valid,
-    score_scale,
-    terms,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Adds dS K of entries begin .. end - 1, all of one kind, to the dQ of a query tile, and to ``beyond`` what
-    ``add_bias_gradient`` says. lse: (TILE_M,) in base 2. valid: for KIND CUT the first key that exists, the one past the
-    last, and the entries' kind."""
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
-    last = end * STEPS
-    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
-        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-        k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
-        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
+def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds dS K of entries, all of one kind, to the dQ of a query tile, and to ``beyond`` what ``add_bias_gradient`` says."""
+    dq, beyond = state
+    terms = scoring.terms
+    TILE_N: tl.constexpr = sizes.TILE_N
+    STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
+    last = entries.end * STEPS
+    first = entries.begin * STEPS
+    position = step_position(table, first, last, TILE_N)
+    for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
+        upcoming = step_position(table, step + 1, last, TILE_N)
+        place = place_of_step(tile, position, sizes)
+        k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
+        v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:
-            key = position + tl.arange(0, TILE_N)
-            exists = (key >= valid[0]) & (key < valid[1])
+            exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
             k = tl.where(exists[:, None], k, 0.0)
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        if SCORED:
-            place = (batch, head, line, first_query + (kv_len - q_len), position)
-            changed = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND)
-            weights = tl.math.exp2(changed - lse[:, None])
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        if scoring.SCORED:
+            changed = scored(scores, place, sizes, scoring, KIND)
+            weights = tl.math.exp2(changed - operands.lse[:, None])
         else:
-            weights = tl.math.exp2(scores * score_scale - lse[:, None])
+            weights = tl.math.exp2(scores * scoring.scale - operands.lse[:, None])
         if KIND != FULL:
-            block_start = position - (step % STEPS) * TILE_N
-            row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
-            q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
-            kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
-            left = (q_len - row_start, kv_len - block_start)
+            block = in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = of_kept_pairs(weights, 0.0, valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE)
+                weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
-                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-                weights = tl.where(kept, weights, 0.0)
-        if SCORED:
+                weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
+        if scoring.SCORED:
             # Not after the next product, beside which the scores would be kept.
-            weights = times_derivative_of_function(
-                weights, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, False, KIND
-            )
+            weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if terms.rel_bias_gradient is None:
-                weights = times_derivative_of_cap(weights, scores, score_scale, terms)
-        dweights = tl.dot(dout, v.T, input_precision="ieee")
+                weights = times_derivative_of_cap(weights, scores, scoring)
+        dweights = tl.dot(operands.dout, v.T, input_precision="ieee")
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, stream, first_query, position, TILE_M, TILE_N, False)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - terms.dropout_p))
-        dscores = weights * (dweights - delta[:, None])
+        dscores = weights * (dweights - operands.delta[:, None])
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
         if terms.rel_bias_gradient is not None:
             # A query that does not exist may hold anything, and so may its row.
-            dbiased = tl.where((lse < float("inf"))[:, None], dscores, 0.0)
-            beyond = add_bias_gradient(beyond, dbiased, head, position - place[3], terms, REACH, TILE_M, TILE_N)
-            dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
+            dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
+            beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
+            dscores = times_derivative_of_cap(dscores, scores, scoring)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
         position = upcoming
     return dq, beyond
+
+
+@triton.jit
+def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
+    """dQ and delta of this program's tile of queries."""
+    terms = scoring.terms
+    TILE_M: tl.constexpr = sizes.TILE_M
+    tile, bounds = query_tile(rows, table, sizes)
+    q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    query = tile.first + tl.arange(0, TILE_M)
+    row_line = tile.line.to(tl.int64) * sizes.q_len + query
+    lse = tl.load(tensors.lse + row_line, mask=query < sizes.q_len, other=0.0) * LOG2_E
+    out = load_tile(tensors.out, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if tensors.dlse is not None:
+        delta -= tl.load(tensors.dlse + row_line, mask=query < sizes.q_len, other=0.0)
+    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, terms)
+    Q_CUT: tl.constexpr = is_cut(terms.q_starts, terms.q_lens)
+    if Q_CUT:
+        exists = is_valid(valid, query)
+        delta = tl.where(exists, delta, 0.0)
+    if Q_CUT or is_cut(terms.kv_starts, terms.kv_lens) or scoring.SCORED:
+        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
+    tl.store(tensors.delta + row_line, delta, mask=query < sizes.q_len)
+    dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(terms, tile.line))
+    beyond = ()
+    if terms.rel_bias_gradient is not None:
+        beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
+    dq, beyond = walk_row(_walk_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
+    if terms.rel_bias_gradient is not None:
+        store_bias_gradient(beyond, tile.head, scoring)
+    if Q_CUT:
+        dq = tl.where(exists[:, None], dq, 0.0)
+    store_tile(tensors.dq, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -172,187 +200,147 @@ def grad_q_kernel(
 ):
     """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP
     of a row: one program a query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
-    slot = tl.program_id(0)
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    kv_head = head // group
-    table = (col_idx, tile_idx, tile_runs, tile_bits)
-    if SPARSE:
-        mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row, first_query = ordered_tile(row_order, mask, q_blocks, slot, TILE_M, TABLE_BLOCK)
-        bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
-    else:
-        first_query = slot * TILE_M
-        bounds = dense_bounds(kv_len, TILE_N)
-    q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
-    dout = load_tile(dout_tensor, batch, head, first_query, TILE_M, DIM_V)
-    query = first_query + tl.arange(0, TILE_M)
-    row_line = tl.program_id(1).to(tl.int64) * q_len + query
-    lse = tl.load(lse_ptr + row_line, mask=query < q_len, other=0.0) * LOG2_E
-    out = load_tile(out_tensor, batch, head, first_query, TILE_M, DIM_V)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + row_line, mask=query < q_len, other=0.0)
-    first, last = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
-    first_key, last_key = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
-    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
-    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if Q_CUT:  # a tile of no valid query has no keys
-        last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
-        exists = (query >= first) & (query < last)
-        delta = tl.where(exists, delta, 0.0)
-    if Q_CUT or KV_CUT or SCORED:
-        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
-    tl.store(delta_ptr + row_line, delta, mask=query < q_len)
-    dq = tl.zeros([TILE_M, DIM], tl.float32)
-    line = tl.program_id(1)
-    stream = dropout_stream(terms, line)
-    beyond = ()
-    if terms.rel_bias_gradient is not None:
-        beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
-    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
-    if Q_CUT or KV_CUT:
-        entries = valid_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
-        if KV_CUT or not SPARSE:
-            for number in range(2 * KINDS):
-                begin, end = cut_entry(entries, number, KINDS)
-                if begin < end:
-                    dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream,
-                                            kv_head, table, begin, end, first_query, q_len, kv_len,
-                                            (first_key, last_key, number // 2), score_scale, terms, DIM, DIM_V, TILE_M,
-                                            TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, CUT)
-    for KIND in tl.static_range(FULL, KINDS):
-        if Q_CUT or KV_CUT:
-            begin, end = entries[KIND][1], entries[KIND][2]
-        else:
-            begin, end = bounds[KIND], bounds[KIND + 1]
-        if KIND == FULL:  # noqa: SIM114
-            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
-                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
-                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
-        elif begin < end:
-            dq, beyond = _walk_keys(dq, beyond, q, dout, lse, delta, k_tensor, v_tensor, batch, head, line, stream, kv_head, table,
-                                    begin, end, first_query, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
-                                    TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
+    _compute_grad_q(
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, out=out_tensor, dlse=dlse_ptr if HAS_DLSE else None,
+                 dq=dq_tensor),
+        scale,
+        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
+        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
+        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+    )
     # fmt: on
-    if terms.rel_bias_gradient is not None:
-        store_bias_gradient(beyond, head, terms, REACH)
-    if Q_CUT:
-        dq = tl.where(exists[:, None], dq, 0.0)
-    store_tile(dq_tensor, dq * scale, batch, head, first_query, TILE_M, DIM)
+
+
+class _KeyOperands(NamedTuple):
+    """What a tile of keys brings to its walk, and what lies along the walked axis; lse and delta from the head's first on."""
+
+    k: Any
+    v: Any
+    q_tensor: Any
+    dout_tensor: Any
+    lse: Any
+    delta: Any
+    stream: Any
 
 
 @triton.jit
-def _walk_queries(
-    dk,
-    dv,
-    k,
-    v,
-    q_tensor,
-    dout_tensor,
-    lse_base,
-    delta_base,
-    batch,
-    head,
-    line,
-    stream,
-    table,
-    begin,
-    end,
-    first_key,
-    q_len,
-    kv_len,
-    valid,
-    score_scale,
-    terms,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Adds dS^T Q and P^T dOut of entries begin .. end - 1, all of one kind, to the dK and dV of a key tile; with
-    dropout, to dK twice that. valid: for KIND CUT the first query that exists, the one past the last, and the entries'
-    kind."""
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_M if SPARSE else 1
-    last = end * STEPS
+def _of_queries(base, query, q_len, KIND: tl.constexpr):
+    """Numbers of a step's queries, all of which are there in full entries."""
+    return tl.load(base + query) if KIND == FULL else tl.load(base + query, mask=query < q_len, other=0.0)
+
+
+@triton.jit
+def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Adds dS^T Q and P^T dOut of entries, all of one kind, to the dK and dV of a key tile; with dropout, to dK twice that."""
+    dk, dv = state
+    k, v = operands.k, operands.v
+    terms = scoring.terms
+    TILE_M: tl.constexpr = sizes.TILE_M
+    STEPS: tl.constexpr = table.BLOCK // TILE_M if table.SPARSE else 1
+    last = entries.end * STEPS
     if terms.seed is not None:
         log2_share = tl.math.log2(tl.full([1], 1.0 - terms.dropout_p, tl.float32))
-    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
-        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_M, TABLE_BLOCK, SPARSE)
+    first = entries.begin * STEPS
+    position = step_position(table, first, last, TILE_M)
+    for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
+        upcoming = step_position(table, step + 1, last, TILE_M)
+        place = place_of_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
-        q = load_tile(q_tensor, batch, head, position, TILE_M, DIM)
-        lse = tl.load(lse_base + query) if KIND == FULL else tl.load(lse_base + query, mask=query < q_len, other=0.0)
+        q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
+        lse = _of_queries(operands.lse, query, sizes.q_len, KIND)
         if KIND == CUT:
-            exists = (query >= valid[0]) & (query < valid[1])
+            exists = is_valid(entries.valid, query)
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
-        if SCORED and (SCORE is not None or terms.rel_bias is not None):
+        if scoring.SCORED and (scoring.SCORE is not None or terms.rel_bias is not None):
             # Either may drop all of a query's pairs: their weights are then 0, not NaN.
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
         log2_sum = lse * LOG2_E
         if terms.seed is not None:  # weights are divided by the share that dropout keeps
             log2_sum += log2_share
-        if SCORED:
-            place = (batch, head, line, position + (kv_len - q_len), first_key)
-            changed = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, True, KIND)
+        if scoring.SCORED:
+            changed = scored(scores, place, sizes, scoring, KIND)
             weights = tl.math.exp2(changed - log2_sum[None, :])
         else:
-            weights = tl.math.exp2(scores * score_scale - log2_sum[None, :])
+            weights = tl.math.exp2(scores * scoring.scale - log2_sum[None, :])
         if KIND != FULL:
-            block_start = position - (step % STEPS) * TILE_M
-            col_start = first_key // TABLE_BLOCK * TABLE_BLOCK
-            q_in_block = (position - block_start + tl.arange(0, TILE_M))[None, :]
-            kv_in_block = (first_key - col_start + tl.arange(0, TILE_N))[:, None]
-            left = (q_len - block_start, kv_len - col_start)
+            block = in_block(place, step, table, sizes)
             if KIND == CUT:
-                weights = of_kept_pairs(weights, 0.0, valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE)
+                weights = of_kept_pairs(weights, 0.0, entries.kind, table, step // STEPS, block)
             else:
-                kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-                weights = tl.where(kept, weights, 0.0)
+                weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if KIND == CUT:
             weights = tl.where(exists[None, :], weights, 0.0)
-        dout = load_tile(dout_tensor, batch, head, position, TILE_M, DIM_V)
+        dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if terms.seed is not None:
             # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
-            survives = kept_by_dropout(terms, stream, position, first_key, TILE_M, TILE_N, True)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-        if SCORED and terms.seed is None:
+        if scoring.SCORED and terms.seed is None:
             # Not after the next product, beside which the scores would be kept.
-            weights = times_derivative_of_function(
-                weights, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True, KIND
-            )
-            weights = times_derivative_of_cap(weights, scores, score_scale, terms)
+            weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
+            weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
-        delta = tl.load(delta_base + query) if KIND == FULL else tl.load(delta_base + query, mask=query < q_len, other=0.0)
+        delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
         if terms.seed is not None:
             # Twice the kept weights as a sum, not as twice the maximum above, beside which they would be kept.
             twice = (weights + tl.abs(weights)) * dweights
             dscores = twice - tl.abs(weights) * (delta * (2.0 * (1.0 - terms.dropout_p)))[None, :]
         else:
             dscores = weights * (dweights - delta[None, :])
-        if SCORED and terms.seed is not None:
-            dscores = times_derivative_of_function(
-                dscores, scores, score_scale, place, terms, REACH, DERIVATIVE, TILE_M, TILE_N, True, KIND
-            )
-            dscores = times_derivative_of_cap(dscores, scores, score_scale, terms)
+        if scoring.SCORED and terms.seed is not None:
+            dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
+            dscores = times_derivative_of_cap(dscores, scores, scoring)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
         position = upcoming
     return dk, dv
+
+
+@triton.jit
+def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
+    """dK and dV of this program's tile of keys."""
+    terms = scoring.terms
+    TILE_N: tl.constexpr = sizes.TILE_N
+    slot = tl.program_id(0)
+    kv_heads = sizes.heads // sizes.group
+    batch = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    first = slot * TILE_N
+    if table.SPARSE:
+        # The heads of a group may have masks of different orders; any one order visits every key block once.
+        mask = mask_of(rows, batch, kv_head * sizes.group)
+        _, first = ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
+    k = load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
+    v = load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
+    dk = tl.zeros([TILE_N, sizes.DIM], tl.float32)
+    dv = tl.zeros([TILE_N, sizes.DIM_V], tl.float32)
+    valid, valid_queries = valid_of_axes(first, batch, sizes, terms)
+    for member in range(sizes.group):
+        head = kv_head * sizes.group + member
+        tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
+        stream = dropout_stream(terms, tile.line)
+        row_line = tile.line.to(tl.int64) * sizes.q_len
+        if table.SPARSE:
+            bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
+        else:
+            bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
+        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, tensors.delta + row_line, stream)
+        dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
+    if is_cut(terms.kv_starts, terms.kv_lens):
+        exists = is_valid(valid, first + tl.arange(0, TILE_N))
+        dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
+    if terms.seed is not None:
+        dk *= 0.5
+    store_tile(tensors.dk, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
+    store_tile(tensors.dv, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -396,71 +384,16 @@ def grad_kv_kernel(
 ):
     """dK and dV: one program a key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
     ``grad_q_kernel``."""
-    slot = tl.program_id(0)
-    kv_heads = heads // group
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
-    table = (row_idx, tile_idx, tile_runs, tile_bits)
-    first_key = slot * TILE_N
-    if SPARSE:
-        # The heads of a group may have masks of different orders; any one order visits every key block once.
-        mask = tl.load(mask_index + batch * mask_batch_stride + kv_head * group * mask_head_stride)
-        _, first_key = ordered_tile(col_order, mask, kv_blocks, slot, TILE_N, TABLE_BLOCK)
-    k = load_tile(k_tensor, batch, kv_head, first_key, TILE_N, DIM)
-    v = load_tile(v_tensor, batch, kv_head, first_key, TILE_N, DIM_V)
-    dk = tl.zeros([TILE_N, DIM], tl.float32)
-    dv = tl.zeros([TILE_N, DIM_V], tl.float32)
-    first, last = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
-    first_query, last_query = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
-    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
-    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if KV_CUT:  # a tile of no valid key has no queries
-        last_query = tl.where((first_key < last) & (first_key + TILE_N > first), last_query, first_query)
-    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
-    for member in range(group):
-        head = kv_head * group + member
-        line = batch * heads + head
-        stream = dropout_stream(terms, line)
-        rows = line.to(tl.int64) * q_len
-        if SPARSE:
-            mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-            bounds = row_bounds(col_ptr, col_split, mask, first_key // TABLE_BLOCK, kv_blocks)
-        else:
-            bounds = dense_bounds(q_len, TILE_M)
-        lse, delta = lse_ptr + rows, delta_ptr + rows
-        # fmt: off
-        if Q_CUT or KV_CUT:
-            entries = valid_entries(row_idx, bounds, first_query, last_query, q_len, TABLE_BLOCK if SPARSE else TILE_M, SPARSE)
-            if Q_CUT or not SPARSE:
-                for number in range(2 * KINDS):
-                    begin, end = cut_entry(entries, number, KINDS)
-                    if begin < end:
-                        dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table,
-                                               begin, end, first_key, q_len, kv_len, (first_query, last_query, number // 2),
-                                               score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
-                                               SCORE, DERIVATIVE, CUT)
-        for KIND in tl.static_range(FULL, KINDS):
-            if Q_CUT or KV_CUT:
-                begin, end = entries[KIND][1], entries[KIND][2]
-            else:
-                begin, end = bounds[KIND], bounds[KIND + 1]
-            if KIND == FULL:  # noqa: SIM114
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
-                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
-                                       TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
-            elif begin < end:
-                dk, dv = _walk_queries(dk, dv, k, v, q_tensor, dout_tensor, lse, delta, batch, head, line, stream, table, begin,
-                                       end, first_key, q_len, kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M,
-                                       TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, DERIVATIVE, KIND)
-        # fmt: on
-    if KV_CUT:
-        key = first_key + tl.arange(0, TILE_N)
-        exists = (key >= first) & (key < last)
-        dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
-    if terms.seed is not None:
-        dk *= 0.5
-    store_tile(dk_tensor, dk * scale, batch, kv_head, first_key, TILE_N, DIM)
-    store_tile(dv_tensor, dv, batch, kv_head, first_key, TILE_N, DIM_V)
+    # fmt: off
+    _compute_grad_kv(
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, dk=dk_tensor, dv=dv_tensor),
+        scale,
+        TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
+        WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
+        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+    )
+    # fmt: on
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q_config=None, kv_config=None):

@@ -1,16 +1,16 @@
-"""The portable kernel for few queries: the blocks that their rows keep are divided among programs, and joined.
+"""The portable kernel for few queries: the blocks that their rows keep are split among programs, and the results combined.
 
 The ordinary kernels have one program for a tile of queries, and one query against a long cache would keep one
-multiprocessor busy. Here each program takes a share of the row's entries. It stacks the queries of all heads that share
+multiprocessor busy. Here each program takes a split of the row's entries. It stacks the queries of all heads that share
 a key head as the rows of one tile, so that keys are read once for all of them. What it finds goes to memory in float32,
-and the last program of a tile to arrive joins the shares in a fixed order: one launch, and the same bits every time.
+and the last program of a tile to arrive combines the splits in a fixed order: one launch, and the same bits every time.
 
-Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the division).
+Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
 
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,98 +18,184 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
-from ..common.tiles import BITS, FLOOR, LN_2, LOG2_E, RUNS, kept_pairs, row_bounds, step_position
+from ..common.tiles import (
+    BITS,
+    FLOOR,
+    LN_2,
+    LOG2_E,
+    RUNS,
+    InBlock,
+    TableRows,
+    WalkedTable,
+    kept_pairs,
+    mask_of,
+    row_bounds,
+    step_position,
+)
 from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors, table_arguments
 from .configs import decode_config, family_of
 
 
+class _Cache(NamedTuple):
+    """Keys and values of all sequences. Strides are in units of VECTOR numbers; without pages (PAGE 0) those of pages are those of
+    the batch. tokens: of the program's sequence. HEAD_DIM, DIM: as it is and padded."""
+
+    k: Any
+    v: Any
+    k_page_stride: Any
+    k_head_stride: Any
+    k_token_stride: Any
+    v_page_stride: Any
+    v_head_stride: Any
+    v_token_stride: Any
+    block_table: Any
+    table_stride: Any
+    tokens: Any
+    HEAD_DIM: Any
+    DIM: Any
+    HEAD_DIM_V: Any
+    DIM_V: Any
+    TILE_N: Any
+    PAGE: Any
+    VECTOR: Any
+
+
+class _Queries(NamedTuple):
+    """The queries of ``members`` heads from ``head`` on, of which row after row is stacked; a tile begins at first_row. Strides are
+    in units of VECTOR numbers. score_scale: scale * log2(e). SEVERAL: whether a head has more than one. CAUSAL, AT_END: see the
+    kernel."""
+
+    q: Any
+    batch_stride: Any
+    head_stride: Any
+    token_stride: Any
+    batch: Any
+    head: Any
+    kv_head: Any
+    heads: Any
+    members: Any
+    first_row: Any
+    q_len: Any
+    score_scale: Any
+    SEVERAL: Any
+    CAUSAL: Any
+    AT_END: Any
+    TILE_M: Any
+
+
+class _Tile(NamedTuple):
+    """A tile of q, the position of each row, and its head's keys, values and pages."""
+
+    q: Any
+    position: Any
+    k: Any
+    v: Any
+    pages: Any
+
+
+class _Split(NamedTuple):
+    """Steps begin .. end - 1 of a row of the table, whose kinds have ``bounds``."""
+
+    begin: Any
+    end: Any
+    row: Any
+    bounds: Any
+
+
+class _Output(NamedTuple):
+    """out and lse of all queries."""
+
+    out: Any
+    lse: Any
+    batch_stride: Any
+    head_stride: Any
+    token_stride: Any
+    HEAD_DIM_V: Any
+    DIM_V: Any
+
+
+class _Splits(NamedTuple):
+    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) leave what they find: the results
+    of every tile, then their logs, ROWS rows of each split. arrived: int32 zeros, one a tile. COMBINED: splits that are combined at
+    a time."""
+
+    tile: Any
+    number: Any
+    tiles: Any
+    count: Any
+    results: Any
+    arrived: Any
+    SPLIT: Any
+    ROWS: Any
+    COMBINED: Any
+
+
 @triton.jit
-def _page(pages, position, kv_len, TILE_N: tl.constexpr, PAGE: tl.constexpr):
+def _page(pages, cache, position):
     """The pages that hold the tokens of a step: one, or (TILE_N,) where a step has several; not used without pages."""
-    if PAGE == 0:
+    if cache.PAGE == 0:
         page = position
-    elif PAGE < TILE_N:
-        token = position + tl.arange(0, TILE_N)
-        page = tl.load(pages + token // PAGE, mask=token < kv_len, other=0)
+    elif cache.PAGE < cache.TILE_N:
+        token = position + tl.arange(0, cache.TILE_N)
+        page = tl.load(pages + token // cache.PAGE, mask=token < cache.tokens, other=0)
     else:
-        page = tl.load(pages + position // PAGE, mask=position < kv_len, other=0)
+        page = tl.load(pages + position // cache.PAGE, mask=position < cache.tokens, other=0)
     return page
 
 
 @triton.jit
-def _rows(page, token, page_stride, token_stride, PAGE: tl.constexpr, VECTOR: tl.constexpr):
+def _rows(cache, page, token, page_stride, token_stride):
     """Where the rows of these tokens begin, (TILE_N, 1), from the start of their head."""
-    if PAGE == 0:
+    if cache.PAGE == 0:
         row = token.to(tl.int64) * token_stride
     else:
-        row = page.to(tl.int64) * page_stride + (token % PAGE).to(tl.int64) * token_stride
-    return (row * VECTOR)[:, None]
+        row = page.to(tl.int64) * page_stride + (token % cache.PAGE).to(tl.int64) * token_stride
+    return (row * cache.VECTOR)[:, None]
 
 
 @triton.jit
-def _walk(
-    state,
-    q,
-    k,
-    v,
-    pages,
-    strides,
-    table,
-    bounds,
-    begin,
-    end,
-    row_block,
-    position,
-    kv_len,
-    score_scale,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SEVERAL: tl.constexpr,
-    PAGE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Folds steps begin .. end - 1 into the softmax state, in one loop for entries of all kinds: each loop would wait for keys of
-    its own before it starts. bounds: of the row's kinds. position: of each row of the tile."""
+def _walk(state, tile, queries, cache, split, table):
+    """Folds a split into the softmax state, in one loop for entries of all kinds: each loop would wait for keys of its own before
+    it starts."""
     accumulator, running_max, running_sum = state
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
-    dim, dim_v = tl.arange(0, DIM)[None, :], tl.arange(0, DIM_V)[None, :]
-    in_block = position - row_block * TABLE_BLOCK if SPARSE else position
-    within = (in_block >= 0) & (in_block < TABLE_BLOCK) if SPARSE else in_block >= 0
-    first = step_position(table[0], begin, end, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-    page = _page(pages, first, kv_len, TILE_N, PAGE)
-    for step in tl.range(begin, end):
+    q, position = tile.q, tile.position
+    TILE_N: tl.constexpr = cache.TILE_N
+    BLOCK: tl.constexpr = table.BLOCK
+    STEPS: tl.constexpr = BLOCK // TILE_N if table.SPARSE else 1
+    dim, dim_v = tl.arange(0, cache.DIM)[None, :], tl.arange(0, cache.DIM_V)[None, :]
+    in_block = position - split.row * BLOCK if table.SPARSE else position
+    within = (in_block >= 0) & (in_block < BLOCK) if table.SPARSE else in_block >= 0
+    first = step_position(table, split.begin, split.end, TILE_N)
+    page = _page(tile.pages, cache, first)
+    for step in tl.range(split.begin, split.end):
         token = first + tl.arange(0, TILE_N)
-        exists = token < kv_len
+        exists = token < cache.tokens
         # What lies past the last key may be anything, NaN too, which a weight of 0 would not take away.
-        load, load_v = exists[:, None] & (dim < HEAD_DIM), exists[:, None] & (dim_v < HEAD_DIM_V)
-        keys = tl.load(k + _rows(page, token, strides[0], strides[1], PAGE, VECTOR) + dim, mask=load, other=0.0)
-        values = tl.load(v + _rows(page, token, strides[2], strides[3], PAGE, VECTOR) + dim_v, mask=load_v, other=0.0)
+        load, load_v = exists[:, None] & (dim < cache.HEAD_DIM), exists[:, None] & (dim_v < cache.HEAD_DIM_V)
+        key_rows = tile.k + _rows(cache, page, token, cache.k_page_stride, cache.k_token_stride)
+        keys = tl.load(key_rows + dim, mask=load, other=0.0)
+        value_rows = tile.v + _rows(cache, page, token, cache.v_page_stride, cache.v_token_stride)
+        values = tl.load(value_rows + dim_v, mask=load_v, other=0.0)
         kept = exists[None, :]
-        if SEVERAL:
+        if queries.SEVERAL:
             kept = kept & within[:, None]
-        if CAUSAL:
+        if queries.CAUSAL:
             kept = kept & (token[None, :] <= position[:, None])
-        if SPARSE:
+        if table.SPARSE:
             q_in_block = tl.where(within, in_block, 0)[:, None]
-            kv_in_block = ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :]
+            pairs = InBlock(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
             kept = kept & (q_in_block >= 0)
             # In branches, out of sight of the compiler, which would fetch masks ahead in place of keys.
             entry = step // STEPS
-            if entry >= bounds[BITS]:
-                kept = kept & kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, BITS)
-            elif entry >= bounds[RUNS]:
-                kept = kept & kept_pairs(table, entry, q_in_block, kv_in_block, 0, 0, TABLE_BLOCK, SPARSE, RUNS)
+            if entry >= split.bounds[BITS]:
+                kept = kept & kept_pairs(table, entry, pairs, BITS)
+            elif entry >= split.bounds[RUNS]:
+                kept = kept & kept_pairs(table, entry, pairs, RUNS)
         # The table is read one step ahead, so that no load of keys waits for it.
-        first = step_position(table[0], step + 1, end, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-        page = _page(pages, first, kv_len, TILE_N, PAGE)
+        first = step_position(table, step + 1, split.end, TILE_N)
+        page = _page(tile.pages, cache, first)
         scores = tl.dot(q, keys.T, input_precision="ieee")
-        scores = tl.where(kept, scores * score_scale, -float("inf"))
+        scores = tl.where(kept, scores * queries.score_scale, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.math.exp2(scores - new_max[:, None])
         rescale = tl.math.exp2(running_max - new_max)
@@ -120,118 +206,142 @@ def _walk(
 
 
 @triton.jit
-def _walk_share(
-    state,
-    q,
-    k,
-    v,
-    pages,
-    strides,
-    table,
-    row_ptr,
-    row_split,
-    mask,
-    row_block,
-    q_blocks,
-    position,
-    kv_len,
-    score_scale,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SEVERAL: tl.constexpr,
-    PAGE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Folds this program's share of a row of the table into the softmax state: as many steps as each other program's."""
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_N
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    bounds = row_bounds(row_ptr, row_split, mask, row_block, q_blocks)
+def _walk_row(state, tile, queries, cache, splits, row, mask, rows, table):
+    """Folds this program's split of a row of the table into the softmax state: as many steps as each other program's."""
+    STEPS: tl.constexpr = table.BLOCK // cache.TILE_N
+    bounds = row_bounds(rows, mask, row)
     steps = (bounds[3] - bounds[0]) * STEPS
-    begin = bounds[0] * STEPS + (steps * split) // splits
-    end = bounds[0] * STEPS + (steps * (split + 1)) // splits
-    # fmt: off
-    return _walk(state, q, k, v, pages, strides, table, bounds, begin, end, row_block, position, kv_len, score_scale,
-                 HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, True, False, SEVERAL, PAGE, VECTOR)
-    # fmt: on
+    begin = bounds[0] * STEPS + (steps * splits.number) // splits.count
+    end = bounds[0] * STEPS + (steps * (splits.number + 1)) // splits.count
+    return _walk(state, tile, queries, cache, _Split(begin, end, row, bounds), table)
 
 
 @triton.jit
-def _query_of(row, members, q_len, SEVERAL: tl.constexpr):
-    """Which of the stacked heads, and which of its queries, a row is; and whether there is one."""
-    if SEVERAL:
-        member, query = row // q_len, row % q_len
+def _query_of(queries, ROWS: tl.constexpr):
+    """Which of the stacked heads, and which of its queries, each of ROWS rows is; and whether there is one."""
+    row = queries.first_row + tl.arange(0, ROWS)
+    if queries.SEVERAL:
+        member, query = row // queries.q_len, row % queries.q_len
     else:
         member, query = row, row * 0
-    return member, query, member < members
+    return member, query, member < queries.members
 
 
 @triton.jit
-def _joined(shares, logs, splits, ROWS: tl.constexpr, JOINED: tl.constexpr, DIM_V: tl.constexpr):
-    """The softmax state of a tile, from its shares in their order. JOINED of them are under way at a time, each thread having
-    the same numbers of every share: nothing passes between threads."""
-    running_max = tl.full([ROWS], FLOOR, tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, DIM_V], tl.float32)
-    row = tl.arange(0, ROWS)
-    place = row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :]
-    for first in tl.range(0, splits, JOINED):
-        part_logs, parts = (), ()
-        for number in tl.static_range(JOINED):
-            share = first + number
-            exists = row < (splits - share) * ROWS
-            # Other multiprocessors wrote them: not from this one's own cache.
-            part_logs += (tl.load(logs + share * ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
-            parts += (tl.load(shares + share * ROWS * DIM_V + place, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
-        new_max = running_max
-        for number in tl.static_range(JOINED):
-            new_max = tl.maximum(new_max, part_logs[number])
-        rescale = tl.math.exp2(running_max - new_max)
-        running_sum *= rescale
-        accumulator *= rescale[:, None]
-        for number in tl.static_range(JOINED):
-            weight = tl.math.exp2(part_logs[number] - new_max)
-            running_sum += weight
-            accumulator += parts[number] * weight[:, None]
-        running_max = new_max
-    return accumulator, running_max, running_sum
-
-
-@triton.jit
-def _finished(accumulator, running_max, running_sum):
+def _finished(state):
     """(out, log2 of the softmax sum) of a softmax state: 0 and -inf where nothing was kept."""
+    accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
     total = tl.where(keeps_nothing, 1.0, running_sum)
     return accumulator / total[:, None], tl.where(keeps_nothing, -float("inf"), running_max + tl.math.log2(total))
 
 
 @triton.jit
-def _store(
-    state,
-    out,
-    lse,
-    strides,
-    batch,
-    head,
-    heads,
-    members,
-    first_row,
-    q_len,
-    HEAD_DIM_V: tl.constexpr,
-    DIM_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEVERAL: tl.constexpr,
-):
-    """The results of rows first_row .. first_row + ROWS - 1 of the queries stacked from ``head`` on."""
-    values, log = _finished(state[0], state[1], state[2])
-    member, query, exists = _query_of(first_row + tl.arange(0, ROWS), members, q_len, SEVERAL)
-    row = batch * strides[0] + (head + member) * strides[1] + query * strides[2]
-    dim = tl.arange(0, DIM_V)[None, :]
-    tl.store(out + row[:, None] + dim, values.to(out.dtype.element_ty), mask=exists[:, None] & (dim < HEAD_DIM_V))
-    tl.store(lse + (batch.to(tl.int64) * heads + head + member) * q_len + query, log * LN_2, mask=exists)
+def _store(state, output, queries, ROWS: tl.constexpr):
+    """The results of a tile's ROWS rows."""
+    values, log = _finished(state)
+    member, query, exists = _query_of(queries, ROWS)
+    row = queries.batch * output.batch_stride + (queries.head + member) * output.head_stride + query * output.token_stride
+    dim = tl.arange(0, output.DIM_V)[None, :]
+    place = output.out + row[:, None] + dim
+    tl.store(place, values.to(output.out.dtype.element_ty), mask=exists[:, None] & (dim < output.HEAD_DIM_V))
+    line = queries.batch.to(tl.int64) * queries.heads + queries.head + member
+    tl.store(output.lse + line * queries.q_len + query, log * LN_2, mask=exists)
+
+
+@triton.jit
+def _store_split(state, results, logs, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
+    """What this program has found, among the splits of its tile."""
+    values, log = _finished(state)
+    row = tl.arange(0, TILE_M)
+    place = splits.number * splits.ROWS + row
+    # A split that keeps nothing is 0, not left out: then its loads need not wait for its log.
+    tl.store(results + place[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :], values, mask=(row < splits.ROWS)[:, None])
+    tl.store(logs + place, log, mask=row < splits.ROWS)
+
+
+@triton.jit
+def _combined(results, logs, splits, DIM_V: tl.constexpr):
+    """The softmax state of a tile, from its splits in their order. COMBINED of them are under way at a time, each thread having
+    the same numbers of every split: nothing passes between threads."""
+    ROWS: tl.constexpr = splits.ROWS
+    COMBINED: tl.constexpr = splits.COMBINED
+    running_max = tl.full([ROWS], FLOOR, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    accumulator = tl.zeros([ROWS, DIM_V], tl.float32)
+    row = tl.arange(0, ROWS)
+    place = row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :]
+    for first in tl.range(0, splits.count, COMBINED):
+        some_logs, some_results = (), ()
+        for number in tl.static_range(COMBINED):
+            split = first + number
+            exists = row < (splits.count - split) * ROWS
+            # Other multiprocessors wrote them: not from this one's own cache.
+            some_logs += (tl.load(logs + split * ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
+            here = results + split * ROWS * DIM_V + place
+            some_results += (tl.load(here, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
+        new_max = running_max
+        for number in tl.static_range(COMBINED):
+            new_max = tl.maximum(new_max, some_logs[number])
+        rescale = tl.math.exp2(running_max - new_max)
+        running_sum *= rescale
+        accumulator *= rescale[:, None]
+        for number in tl.static_range(COMBINED):
+            weight = tl.math.exp2(some_logs[number] - new_max)
+            running_sum += weight
+            accumulator += some_results[number] * weight[:, None]
+        running_max = new_max
+    return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _compute_tile(queries, cache, splits, rows, table, output):
+    """out and lse of this program's tile of queries, or its split of them; the last program of a tile combines the splits."""
+    TILE_M: tl.constexpr = queries.TILE_M
+    DIM_V: tl.constexpr = cache.DIM_V
+    first_query = cache.tokens - queries.q_len if queries.AT_END else 0
+    member, query, exists = _query_of(queries, TILE_M)
+    dim = tl.arange(0, cache.DIM)[None, :]
+    row = queries.batch * queries.batch_stride + (queries.head + member) * queries.head_stride + query * queries.token_stride
+    row = (row * cache.VECTOR)[:, None]
+    q = tl.load(queries.q + row + dim, mask=exists[:, None] & (dim < cache.HEAD_DIM), other=0.0)
+    k = cache.k + queries.kv_head * cache.k_head_stride * cache.VECTOR
+    v = cache.v + queries.kv_head * cache.v_head_stride * cache.VECTOR
+    if cache.PAGE == 0:
+        k += queries.batch * cache.k_page_stride * cache.VECTOR
+        v += queries.batch * cache.v_page_stride * cache.VECTOR
+    tile = _Tile(q, first_query + query, k, v, cache.block_table + queries.batch * cache.table_stride)
+    state = (
+        tl.zeros([TILE_M, DIM_V], tl.float32),
+        tl.full([TILE_M], FLOOR, tl.float32),
+        tl.zeros([TILE_M], tl.float32),
+    )
+    if table.SPARSE:
+        mask = mask_of(rows, queries.batch, queries.head)
+        first_block = tl.maximum(first_query, 0) // table.BLOCK
+        if queries.SEVERAL:
+            last_block = tl.maximum(first_query + queries.q_len - 1, 0) // table.BLOCK
+            for block in tl.range(first_block, last_block + 1):
+                state = _walk_row(state, tile, queries, cache, splits, block, mask, rows, table)
+        else:
+            state = _walk_row(state, tile, queries, cache, splits, first_block, mask, rows, table)
+    else:
+        steps = (cache.tokens + cache.TILE_N - 1) // cache.TILE_N
+        begin = (steps * splits.number) // splits.count
+        end = (steps * (splits.number + 1)) // splits.count
+        state = _walk(state, tile, queries, cache, _Split(begin, end, None, None), table)
+    if splits.SPLIT:
+        first_row = splits.tile.to(tl.int64) * splits.count * splits.ROWS
+        logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
+        results = splits.results + first_row * DIM_V
+        _store_split(state, results, logs, splits, TILE_M, DIM_V)
+        # Every thread has written its part of the split before one of them says so.
+        tl.debug_barrier()
+        if tl.atomic_add(splits.arrived + splits.tile, 1, sem="acq_rel", scope="gpu") == splits.count - 1:
+            tl.store(splits.arrived + splits.tile, 0)
+            _store(_combined(results, logs, splits, DIM_V), output, queries, splits.ROWS)
+    else:
+        _store(state, output, queries, TILE_M)
 
 
 NOT_SPECIALIZED = ["mask_batch_stride", "mask_head_stride", "heads", "group", "members", "row_tiles", "q_len", "kv_len", "q_blocks"]
@@ -246,7 +356,7 @@ def decode_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
-    shares,
+    split_results,
     arrived,
     kv_lens,
     block_table,
@@ -287,93 +397,44 @@ def decode_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
-    JOINED: tl.constexpr,
+    COMBINED: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
     CAUSAL: tl.constexpr,
     SEVERAL: tl.constexpr,
     AT_END: tl.constexpr,
     HAS_LENS: tl.constexpr,
-    SHARED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One program a tile of stacked queries and share of its keys. score_scale: scale * log2(e).
+    """One program a tile of stacked queries and split of its keys. score_scale: scale * log2(e).
 
     group: query heads that share a key head. members: of them, those that are stacked, all or one. Strides of q, k and v are in
     units of VECTOR numbers. HEAD_DIM, DIM: of q and k, as it is and padded; HEAD_DIM_V, DIM_V: of v and out. Strides of pages are
-    those of the batch without pages. shares: room for the results and logs of every program, where several share a tile (SHARED);
-    ROWS: rows of a tile in there. arrived: int32 zeros, one a tile. AT_END: the table is square, and the queries are the last of
+    those of the batch without pages. split_results, arrived, SPLIT, ROWS, COMBINED: see ``_Splits``.
+    AT_END: the table is square, and the queries are the last of
     the sequence; else its rows are the queries.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    tiles, splits = tl.num_programs(0), tl.num_programs(1)
+    tile, number = tl.program_id(0), tl.program_id(1)
+    tiles, count = tl.num_programs(0), tl.num_programs(1)
     units = heads // members
     batch = tile // row_tiles // units
     head = tile // row_tiles % units * members
     kv_head = head // group
     first_row = tile % row_tiles * TILE_M
     length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if HAS_LENS else kv_len
-    first_query = length - q_len if AT_END else 0
-    member, query, exists = _query_of(first_row + tl.arange(0, TILE_M), members, q_len, SEVERAL)
-    position = first_query + query
-    dim = tl.arange(0, DIM)[None, :]
-    q_row = batch * q_batch_stride + (head + member) * q_head_stride + query * q_token_stride
-    q = tl.load(q_ptr + (q_row * VECTOR)[:, None] + dim, mask=exists[:, None] & (dim < HEAD_DIM), other=0.0)
-    k, v = k_ptr + kv_head * k_head_stride * VECTOR, v_ptr + kv_head * v_head_stride * VECTOR
-    if PAGE == 0:
-        k += batch * k_page_stride * VECTOR
-        v += batch * v_page_stride * VECTOR
-    pages = block_table + batch * table_stride
-    strides = (k_page_stride, k_token_stride, v_page_stride, v_token_stride)
-    table = (col_idx, tile_idx, tile_runs, tile_bits)
-    state = (
-        tl.zeros([TILE_M, DIM_V], tl.float32),
-        tl.full([TILE_M], FLOOR, tl.float32),
-        tl.zeros([TILE_M], tl.float32),
+    # fmt: off
+    _compute_tile(
+        _Queries(q_ptr, q_batch_stride, q_head_stride, q_token_stride, batch, head, kv_head, heads, members, first_row, q_len,
+                 score_scale, SEVERAL, CAUSAL, AT_END, TILE_M),
+        _Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
+               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
+        _Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
+        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, None, q_blocks),
+        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
     )
-    # fmt: off
-    if SPARSE:
-        mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        first_block = tl.maximum(first_query, 0) // TABLE_BLOCK
-        if SEVERAL:
-            last_block = tl.maximum(first_query + q_len - 1, 0) // TABLE_BLOCK
-            for row_block in tl.range(first_block, last_block + 1):
-                state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, row_block, q_blocks, position,
-                                    length, score_scale, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, SEVERAL, PAGE,
-                                    VECTOR)
-        else:
-            state = _walk_share(state, q, k, v, pages, strides, table, row_ptr, row_split, mask, first_block, q_blocks, position,
-                                length, score_scale, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TABLE_BLOCK, SEVERAL, PAGE,
-                                    VECTOR)
-    else:
-        steps = (length + TILE_N - 1) // TILE_N
-        begin, end = (steps * split) // splits, (steps * (split + 1)) // splits
-        state = _walk(state, q, k, v, pages, strides, table, None, begin, end, 0, position, length, score_scale,
-                      HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, TILE_N, False, CAUSAL, SEVERAL, PAGE, VECTOR)
-    # fmt: on
-    out_strides = (out_batch_stride, out_head_stride, out_token_stride)
-    # fmt: off
-    if SHARED:
-        first_row_of_tile = tile.to(tl.int64) * splits * ROWS
-        logs = shares + tiles.to(tl.int64) * splits * ROWS * DIM_V + first_row_of_tile
-        shares += first_row_of_tile * DIM_V
-        values, log = _finished(state[0], state[1], state[2])
-        row = tl.arange(0, TILE_M)
-        share_row = split * ROWS + row
-        # A share that keeps nothing is 0, not left out: then its loads need not wait for its log.
-        tl.store(shares + share_row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :], values, mask=(row < ROWS)[:, None])
-        tl.store(logs + share_row, log, mask=row < ROWS)
-        # Every thread has written its part of the share before one of them says so.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrived + tile, 0)
-            whole = _joined(shares, logs, splits, ROWS, JOINED, DIM_V)
-            _store(whole, out_ptr, lse_ptr, out_strides, batch, head, heads, members, first_row, q_len,
-                   HEAD_DIM_V, DIM_V, ROWS, SEVERAL)
-    else:
-        _store(state, out_ptr, lse_ptr, out_strides, batch, head, heads, members, first_row, q_len,
-               HEAD_DIM_V, DIM_V, TILE_M, SEVERAL)
     # fmt: on
 
 
@@ -398,13 +459,13 @@ def attention_decode(
     plan = _plan(*shape)
     out = empty_out(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    shares = arrived = lse
-    if plan.shares:
-        shares = torch.empty(plan.shares, dtype=torch.float32, device=q.device)
+    split_results = arrived = lse
+    if plan.split_numbers:
+        split_results = torch.empty(plan.split_numbers, dtype=torch.float32, device=q.device)
         arrived = arrival_counters(plan.grid[0], q.device)
     lens = lse if kv_lens is None else kv_lens
     where = lse if block_table is None else block_table
-    tensors = q, k, v, out, lse, shares, arrived, lens, where
+    tensors = q, k, v, out, lse, split_results, arrived, lens, where
 
     def prepared():
         index, row_ptr, row_split, _, *entries = table_arguments(mask, mask and mask.by_query, lse)
@@ -416,11 +477,11 @@ def attention_decode(
 
 
 class DecodePlan(NamedTuple):
-    """All of a launch that follows from shapes. shares: numbers in the room for shares, 0 where there are none. numbers: the
-    kernel's integers from q_batch_stride on."""
+    """All of a launch that follows from shapes. split_numbers: how many the splits of all tiles leave, 0 where nothing is split.
+    numbers: the kernel's integers from q_batch_stride on."""
 
     grid: tuple[int, int]
-    shares: int
+    split_numbers: int
     numbers: tuple[int, ...]
     constants: dict
     options: dict
@@ -470,14 +531,14 @@ def _plan(
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "ROWS": stored,
-        "JOINED": joined_at_a_time(stored, dim_v),
+        "COMBINED": combined_at_a_time(stored, dim_v),
         "TABLE_BLOCK": table[0] if table else tile_n,
         "SPARSE": table is not None,
         "CAUSAL": causal and q_len > 1,
         "SEVERAL": q_len > 1,
         "AT_END": at_end,
         "HAS_LENS": has_lens,
-        "SHARED": splits > 1,
+        "SPLIT": splits > 1,
         "PAGE": 0 if pages is None else k_shape[2],
         "VECTOR": vector,
     }
@@ -493,12 +554,12 @@ def _plan(
         tokens,
         table[2] if table else 0,
     )
-    shares = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
-    return DecodePlan((tiles, splits), shares, numbers, constants, config.options)
+    split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
+    return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
 
 
-def joined_at_a_time(rows: int, dim: int) -> int:
-    """How many shares of so many rows a program holds at once: their loads run side by side, and must stay in registers beside
+def combined_at_a_time(rows: int, dim: int) -> int:
+    """How many splits of so many rows a program holds at once: their loads run side by side, and must stay in registers beside
     their sum."""
     return max(1, 4096 // (rows * dim))
 

@@ -16,13 +16,11 @@ def dropout_stream(terms, line):
 
 
 @triton.jit
-def kept_by_dropout(terms, stream, first_query, first_key, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
-    """Which pairs of TILE_M queries and TILE_N keys dropout keeps: (TILE_M, TILE_N), or its transpose where BY_KEY.
-
-    stream: of ``dropout_stream``. first_query, first_key: multiples of the tile's sides, which are powers of two from 16.
-    """
+def kept_by_dropout(terms, stream, place, sizes):
+    """Which pairs of a step dropout keeps, of the shape of its scores. stream: of ``dropout_stream``. Its first query and key are
+    multiples of the tile's sides, which are powers of two from 16."""
     threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
-    query, token = tl.arange(0, TILE_M).to(tl.uint32), tl.arange(0, TILE_N).to(tl.uint32)
-    query, token = (query[None, :], token[:, None]) if BY_KEY else (query[:, None], token[None, :])
-    word = words_of_pairs(stream, query, token, first_query, first_key)
+    query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
+    query, token = (query[None, :], token[:, None]) if sizes.BY_KEY else (query[:, None], token[None, :])
+    word = words_of_pairs(stream, query, token, place.first_query, place.first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold

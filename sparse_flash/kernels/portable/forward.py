@@ -3,6 +3,8 @@
 Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention is the same body without a table.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,19 +12,16 @@ import triton.language as tl
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
 from ..common.tiles import (
-    BITS,
     CUT,
     FLOOR,
     FULL,
     LN_2,
     LOG2_E,
-    RUNS,
-    dense_bounds,
+    TableRows,
+    WalkedTable,
     kept_pairs,
     load_tile,
     of_kept_pairs,
-    ordered_tile,
-    row_bounds,
     step_position,
     store_tile,
 )
@@ -32,75 +31,51 @@ from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_varian
 from ..launch.replay import known_call
 from .configs import forward_config
 from .dropout import dropout_stream, kept_by_dropout
-from .lengths import cut_entry, valid_entries, valid_tokens
+from .lengths import is_cut, is_valid
 from .scores import scored
+from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, valid_of_axes, walk_row
+
+
+class _Operands(NamedTuple):
+    """A tile of q, the tensors of the walked axis, and what dropout draws from."""
+
+    q: Any
+    k_tensor: Any
+    v_tensor: Any
+    stream: Any
 
 
 @triton.jit
-def _walk(
-    state,
-    q,
-    k_tensor,
-    v_tensor,
-    batch,
-    head,
-    line,
-    stream,
-    kv_head,
-    table,
-    begin,
-    end,
-    first_query,
-    q_len,
-    kv_len,
-    valid,
-    score_scale,
-    terms,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
-    REACH: tl.constexpr,
-    SCORE: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Folds entries begin .. end - 1, all of one kind, into the softmax state of a query tile. valid: for KIND CUT the first
-    key that exists, the one past the last, and the entries' kind."""
+def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
+    """Folds entries, all of one kind, into the softmax state of a query tile."""
     accumulator, running_max, running_sum = state
-    STEPS: tl.constexpr = TABLE_BLOCK // TILE_N if SPARSE else 1
-    last = end * STEPS
-    position = step_position(table[0], begin * STEPS, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-    for step in tl.range(begin * STEPS, last, num_stages=1 if KIND == CUT else None):
+    terms = scoring.terms
+    TILE_N: tl.constexpr = sizes.TILE_N
+    STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
+    last = entries.end * STEPS
+    first = entries.begin * STEPS
+    position = step_position(table, first, last, TILE_N)
+    for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
         # The table is read one step ahead, so that no load of keys waits for it.
-        upcoming = step_position(table[0], step + 1, last, STEPS, TILE_N, TABLE_BLOCK, SPARSE)
-        k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        if SCORED:
-            place = (batch, head, line, first_query + (kv_len - q_len), position)
-            scores = scored(scores, score_scale, place, terms, REACH, SCORE, TILE_M, TILE_N, False, KIND)
-        if KIND == FULL and not SCORED:
-            new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
-            weights = tl.math.exp2(scores * score_scale - new_max[:, None])
+        upcoming = step_position(table, step + 1, last, TILE_N)
+        place = place_of_step(tile, position, sizes)
+        k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
+        scores = tl.dot(operands.q, k.T, input_precision="ieee")
+        if scoring.SCORED:
+            scores = scored(scores, place, sizes, scoring, KIND)
+        if KIND == FULL and not scoring.SCORED:
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * scoring.scale)
+            weights = tl.math.exp2(scores * scoring.scale - new_max[:, None])
         else:
             if KIND != FULL:
-                block_start = position - (step % STEPS) * TILE_N
-                row_start = first_query // TABLE_BLOCK * TABLE_BLOCK
-                q_in_block = (first_query - row_start + tl.arange(0, TILE_M))[:, None]
-                kv_in_block = (position - block_start + tl.arange(0, TILE_N))[None, :]
-                left = (q_len - row_start, kv_len - block_start)
+                block = in_block(place, step, table, sizes)
                 if KIND != CUT:
-                    kept = kept_pairs(table, step // STEPS, q_in_block, kv_in_block, left[0], left[1], TABLE_BLOCK, SPARSE, KIND)
-            if not SCORED:
-                scores *= score_scale
+                    kept = kept_pairs(table, step // STEPS, block, KIND)
+            if not scoring.SCORED:
+                scores *= scoring.scale
             if KIND == CUT:
-                scores = of_kept_pairs(
-                    scores, -float("inf"), valid[2], table, step // STEPS, q_in_block, kv_in_block, TABLE_BLOCK, SPARSE
-                )
-                key = position + tl.arange(0, TILE_N)
-                exists = (key >= valid[0]) & (key < valid[1])
+                scores = of_kept_pairs(scores, -float("inf"), entries.kind, table, step // STEPS, block)
+                exists = is_valid(entries.valid, position + tl.arange(0, TILE_N))
                 scores = tl.where(exists[None, :], scores, -float("inf"))
             elif KIND != FULL:
                 scores = tl.where(kept, scores, -float("inf"))
@@ -110,16 +85,46 @@ def _walk(
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
         if terms.seed is not None:
-            survives = kept_by_dropout(terms, stream, first_query, position, TILE_M, TILE_N, False)
+            survives = kept_by_dropout(terms, operands.stream, place, sizes)
             # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
             weights = tl.where(survives, weights, tl.minimum(terms.dropout_p, 0.0))
-        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
+        v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
         running_max = new_max
         position = upcoming
     return accumulator, running_max, running_sum
+
+
+@triton.jit
+def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table, sizes, scoring):
+    """out and lse of this program's tile of queries."""
+    terms = scoring.terms
+    TILE_M: tl.constexpr = sizes.TILE_M
+    tile, bounds = query_tile(rows, table, sizes)
+    q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    state = (
+        tl.zeros([TILE_M, sizes.DIM_V], tl.float32),
+        tl.full([TILE_M], FLOOR, tl.float32),
+        tl.zeros([TILE_M], tl.float32),
+    )
+    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, terms)
+    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(terms, tile.line))
+    accumulator, running_max, running_sum = walk_row(_walk, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
+    keeps_nothing = running_sum == 0.0
+    query = tile.first + tl.arange(0, TILE_M)
+    if is_cut(terms.q_starts, terms.q_lens):
+        exists = is_valid(valid, query)
+        keeps_nothing |= ~exists
+        accumulator = tl.where(exists[:, None], accumulator, 0.0)
+    total = tl.where(keeps_nothing, 1.0, running_sum)
+    divisor = total
+    if terms.seed is not None:
+        divisor *= 1.0 - terms.dropout_p
+    store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
+    lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
+    tl.store(lse_ptr + tile.line.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -159,71 +164,15 @@ def attention_forward_kernel(
 ):
     """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
     head_dim of q and k, DIM_V: of v and out. terms, SCORED, REACH, SCORE, DERIVATIVE: see ``common.variant``."""
-    slot = tl.program_id(0)
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    kv_head = head // group
-    table = (col_idx, tile_idx, tile_runs, tile_bits)
-    if SPARSE:
-        mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-        row, first_query = ordered_tile(row_order, mask, q_blocks, slot, TILE_M, TABLE_BLOCK)
-        bounds = row_bounds(row_ptr, row_split, mask, row, q_blocks)
-    else:
-        first_query = slot * TILE_M
-        bounds = dense_bounds(kv_len, TILE_N)
-    q = load_tile(q_tensor, batch, head, first_query, TILE_M, DIM)
-    state = (
-        tl.zeros([TILE_M, DIM_V], tl.float32),
-        tl.full([TILE_M], FLOOR, tl.float32),
-        tl.zeros([TILE_M], tl.float32),
-    )
-    first, last = valid_tokens(terms.q_starts, terms.q_lens, batch, q_len)
-    first_key, last_key = valid_tokens(terms.kv_starts, terms.kv_lens, batch, kv_len)
-    Q_CUT: tl.constexpr = terms.q_starts is not None or terms.q_lens is not None
-    KV_CUT: tl.constexpr = terms.kv_starts is not None or terms.kv_lens is not None
-    if Q_CUT:  # a tile of no valid query has no keys
-        last_key = tl.where((first_query < last) & (first_query + TILE_M > first), last_key, first_key)
-    line = tl.program_id(1)
-    stream = dropout_stream(terms, line)
-    KINDS: tl.constexpr = BITS + 1 if SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     # fmt: off
-    if Q_CUT or KV_CUT:
-        entries = valid_entries(col_idx, bounds, first_key, last_key, kv_len, TABLE_BLOCK if SPARSE else TILE_N, SPARSE)
-        if KV_CUT or not SPARSE:
-            for number in range(2 * KINDS):
-                begin, end = cut_entry(entries, number, KINDS)
-                if begin < end:
-                    state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query,
-                                  q_len, kv_len, (first_key, last_key, number // 2), score_scale, terms, DIM, DIM_V, TILE_M,
-                                  TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH, SCORE, CUT)
-    for KIND in tl.static_range(FULL, KINDS):
-        if Q_CUT or KV_CUT:
-            begin, end = entries[KIND][1], entries[KIND][2]
-        else:
-            begin, end = bounds[KIND], bounds[KIND + 1]
-        if KIND == FULL:  # noqa: SIM114 (known at compile time, as the next is not)
-            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
-                          kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
-                          SCORE, KIND)
-        elif begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
-            state = _walk(state, q, k_tensor, v_tensor, batch, head, line, stream, kv_head, table, begin, end, first_query, q_len,
-                          kv_len, (0, 0, 0), score_scale, terms, DIM, DIM_V, TILE_M, TILE_N, TABLE_BLOCK, SPARSE, SCORED, REACH,
-                          SCORE, KIND)
+    _compute_tile(
+        q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
+        TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
+        WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+        Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
+        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+    )
     # fmt: on
-    accumulator, running_max, running_sum = state
-    keeps_nothing = running_sum == 0.0
-    if Q_CUT:
-        exists = (first_query + tl.arange(0, TILE_M) >= first) & (first_query + tl.arange(0, TILE_M) < last)
-        keeps_nothing |= ~exists
-        accumulator = tl.where(exists[:, None], accumulator, 0.0)
-    total = tl.where(keeps_nothing, 1.0, running_sum)
-    divisor = total
-    if terms.seed is not None:
-        divisor *= 1.0 - terms.dropout_p
-    store_tile(out_tensor, accumulator / divisor[:, None], batch, head, first_query, TILE_M, DIM_V)
-    query = first_query + tl.arange(0, TILE_M)
-    lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
-    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None):

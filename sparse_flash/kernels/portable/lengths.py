@@ -1,20 +1,40 @@
 """Tokens that exist: which entries of a table's row hold any, and which hold some that do not."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 _CHUNK = tl.constexpr(256)
 
 
+class Valid(NamedTuple):
+    """Tokens first .. last - 1 of an axis exist."""
+
+    first: Any
+    last: Any
+
+
+@triton.constexpr_function
+def is_cut(starts, lens):
+    """Whether an axis may hold tokens that do not exist, known at compile time."""
+    return starts is not None or lens is not None
+
+
 @triton.jit
 def valid_tokens(starts, lens, batch, length):
-    """Tokens first .. last - 1 of a batch entry exist. starts, lens: pointers, or None."""
+    """Those of a batch entry. starts, lens: pointers, or None."""
     first, last = length * 0, length
     if starts is not None:
         first = tl.maximum(tl.load(starts + batch), 0)
     if lens is not None:
         last = tl.minimum(tl.load(lens + batch), length)
-    return first, last
+    return Valid(first, last)
+
+
+@triton.jit
+def is_valid(valid, token):
+    return (token >= valid.first) & (token < valid.last)
 
 
 @triton.jit
@@ -30,25 +50,26 @@ def _entries_below(index, begin, end, block):
 
 
 @triton.jit
-def valid_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-    """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have tokens among
-    first .. last - 1, the walked axis's that exist; and all that they have within the axis's length exist from whole_begin to
-    whole_end - 1. At most one is cut at either side.
+def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
+    """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have valid tokens;
+    and all that they have within the axis's length are valid from whole_begin to whole_end - 1. At most one is cut at either side.
 
-    A dense walk's entries are all tiles of the axis, whatever begin and end are.
+    valid, length: of the walked axis. TILE: of a dense walk, whose entries are all tiles of the axis, whatever begin and end are.
     """
+    first, last = valid.first, valid.last
+    BLOCK: tl.constexpr = table.BLOCK if table.SPARSE else TILE
     low, high = begin, begin
     if first < last:
-        if SPARSE:
-            low = begin + _entries_below(index, begin, end, first // BLOCK) if first > 0 else begin
-            high = begin + _entries_below(index, begin, end, (last + BLOCK - 1) // BLOCK) if last < length else end
+        if table.SPARSE:
+            low = begin + _entries_below(table.index, begin, end, first // BLOCK) if first > 0 else begin
+            high = begin + _entries_below(table.index, begin, end, (last + BLOCK - 1) // BLOCK) if last < length else end
         else:
             low, high = first // BLOCK, (last + BLOCK - 1) // BLOCK
     whole_begin, whole_end = low, high
     if low < high:
-        if SPARSE:
-            begin_cut = tl.load(index + low) * BLOCK < first
-            end_cut = ((tl.load(index + high - 1) + 1) * BLOCK > last) & (last < length)
+        if table.SPARSE:
+            begin_cut = tl.load(table.index + low) * BLOCK < first
+            end_cut = ((tl.load(table.index + high - 1) + 1) * BLOCK > last) & (last < length)
         else:
             begin_cut = low * BLOCK < first
             end_cut = high * BLOCK > last
@@ -58,14 +79,14 @@ def valid_of_kind(index, begin, end, first, last, length, BLOCK: tl.constexpr, S
 
 
 @triton.jit
-def valid_entries(index, bounds, first, last, length, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
     """What ``valid_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
     each kind begins, and where the last ends."""
-    full = valid_of_kind(index, bounds[0], bounds[1], first, last, length, BLOCK, SPARSE)
+    full = valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
-    if SPARSE:
-        runs = valid_of_kind(index, bounds[1], bounds[2], first, last, length, BLOCK, SPARSE)
-        bits = valid_of_kind(index, bounds[2], bounds[3], first, last, length, BLOCK, SPARSE)
+    if table.SPARSE:
+        runs = valid_of_kind(table, bounds[1], bounds[2], valid, length, TILE)
+        bits = valid_of_kind(table, bounds[2], bounds[3], valid, length, TILE)
     return full, runs, bits
 
 

@@ -1,0 +1,157 @@
+"""What the forward pass and both backward passes share: the tile of a program, and the walk over the entries of its row.
+
+A tile of queries walks keys; a tile of keys (BY_KEY) walks queries, through the transposed table. Records are made inside a
+kernel: Triton specializes the integers of a tuple argument (1, and multiples of 16) even where it is told not to.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import BITS, CUT, FULL, RUNS, InBlock, dense_bounds, mask_of, ordered_tile, row_bounds
+from .lengths import Valid, cut_entry, is_cut, valid_entries, valid_tokens
+
+
+class Sizes(NamedTuple):
+    """heads: of queries. group: query heads that share a key head. DIM: padded head_dim of q and k, DIM_V: of v and out. Scores of
+    a step are TILE_M queries by TILE_N keys, or where BY_KEY keys by queries."""
+
+    heads: Any
+    group: Any
+    q_len: Any
+    kv_len: Any
+    DIM: Any
+    DIM_V: Any
+    TILE_M: Any
+    TILE_N: Any
+    BY_KEY: Any
+
+
+class Scoring(NamedTuple):
+    """How products become scores: see ``common.variant``. scale: times log2(e)."""
+
+    scale: Any
+    terms: Any
+    SCORED: Any
+    REACH: Any
+    SCORE: Any
+    DERIVATIVE: Any
+
+
+class Tile(NamedTuple):
+    """What a walk is for. line: batch * heads + head. first: its first query or key."""
+
+    batch: Any
+    head: Any
+    kv_head: Any
+    line: Any
+    first: Any
+
+
+class Entries(NamedTuple):
+    """Entries begin .. end - 1 of a row. Of cut ones (KIND CUT) also valid: the tokens of the walked axis that exist, and their
+    kind."""
+
+    begin: Any
+    end: Any
+    valid: Any = None
+    kind: Any = None
+
+
+class Place(NamedTuple):
+    """Where the pairs of one step begin."""
+
+    tile: Any
+    first_query: Any
+    first_key: Any
+
+
+@triton.jit
+def query_tile(rows, table, sizes):
+    """(the ``Tile`` of queries that a program computes, the bounds of its row's entries)."""
+    slot, line = tl.program_id(0), tl.program_id(1)
+    batch = line // sizes.heads
+    head = line % sizes.heads
+    kv_head = head // sizes.group
+    if table.SPARSE:
+        mask = mask_of(rows, batch, head)
+        row, first = ordered_tile(rows, mask, slot, sizes.TILE_M, table.BLOCK)
+        bounds = row_bounds(rows, mask, row)
+    else:
+        first = slot * sizes.TILE_M
+        bounds = dense_bounds(sizes.kv_len, sizes.TILE_N)
+    return Tile(batch, head, kv_head, line, first), bounds
+
+
+@triton.jit
+def valid_of_axes(first, batch, sizes, terms):
+    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked one; a tile of no valid token walks none."""
+    queries = valid_tokens(terms.q_starts, terms.q_lens, batch, sizes.q_len)
+    keys = valid_tokens(terms.kv_starts, terms.kv_lens, batch, sizes.kv_len)
+    own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
+    if is_cut(terms.kv_starts, terms.kv_lens) if sizes.BY_KEY else is_cut(terms.q_starts, terms.q_lens):
+        some = (first < own.last) & (first + (sizes.TILE_N if sizes.BY_KEY else sizes.TILE_M) > own.first)
+        walked = Valid(walked.first, tl.where(some, walked.last, walked.first))
+    return own, walked
+
+
+@triton.jit
+def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, sizes, scoring):
+    """``state`` after WALK has folded all entries of a row into it, those of one kind after another.
+
+    WALK: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: of the walked
+    axis.
+    """
+    terms = scoring.terms
+    Q_CUT: tl.constexpr = is_cut(terms.q_starts, terms.q_lens)
+    KV_CUT: tl.constexpr = is_cut(terms.kv_starts, terms.kv_lens)
+    KINDS: tl.constexpr = BITS + 1 if table.SPARSE else RUNS if Q_CUT or KV_CUT else BITS
+    if Q_CUT or KV_CUT:
+        if sizes.BY_KEY:
+            entries = valid_entries(table, bounds, valid, sizes.q_len, sizes.TILE_M)
+        else:
+            entries = valid_entries(table, bounds, valid, sizes.kv_len, sizes.TILE_N)
+        if (Q_CUT if sizes.BY_KEY else KV_CUT) or not table.SPARSE:
+            for number in range(2 * KINDS):
+                begin, end = cut_entry(entries, number, KINDS)
+                if begin < end:
+                    cut = Entries(begin, end, valid, number // 2)
+                    state = WALK(state, operands, tile, cut, table, sizes, scoring, CUT)
+    for KIND in tl.static_range(FULL, KINDS):
+        if Q_CUT or KV_CUT:
+            begin, end = entries[KIND][1], entries[KIND][2]
+        else:
+            begin, end = bounds[KIND], bounds[KIND + 1]
+        if KIND == FULL or begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
+            state = WALK(state, operands, tile, Entries(begin, end), table, sizes, scoring, KIND)
+    return state
+
+
+@triton.jit
+def place_of_step(tile, position, sizes):
+    """position: of the step along the walked axis."""
+    return Place(tile, position, tile.first) if sizes.BY_KEY else Place(tile, tile.first, position)
+
+
+@triton.jit
+def column(first, COUNT: tl.constexpr, AS_ROWS: tl.constexpr):
+    """first .. first + COUNT - 1, (COUNT, 1) where AS_ROWS, else (1, COUNT)."""
+    numbers = first + tl.arange(0, COUNT)
+    return numbers[:, None] if AS_ROWS else numbers[None, :]
+
+
+@triton.jit
+def in_block(place, step, table, sizes):
+    """``InBlock`` of the pairs of a step."""
+    if sizes.BY_KEY:
+        STEPS: tl.constexpr = table.BLOCK // sizes.TILE_M if table.SPARSE else 1
+        q_start = place.first_query - (step % STEPS) * sizes.TILE_M
+        k_start = place.first_key // table.BLOCK * table.BLOCK
+    else:
+        STEPS: tl.constexpr = table.BLOCK // sizes.TILE_N if table.SPARSE else 1
+        k_start = place.first_key - (step % STEPS) * sizes.TILE_N
+        q_start = place.first_query // table.BLOCK * table.BLOCK
+    query = column(place.first_query - q_start, sizes.TILE_M, not sizes.BY_KEY)
+    key = column(place.first_key - k_start, sizes.TILE_N, sizes.BY_KEY)
+    return InBlock(query, key, sizes.q_len - q_start, sizes.kv_len - k_start)

@@ -1,0 +1,152 @@
+"""Launches every kernel on tensors of many shapes, in Triton's compiler's place and without a GPU, and prints for each what became
+of it, one JSON object a line: how many times it was compiled and launched again, and the arguments of which the code would have
+been made for another call's value.
+
+``launch`` finds compiled code by what it believes that Triton compiles differently for. Triton itself makes code for integers that
+are 1 and for multiples of 16, also where they are fields of a tuple of which the kernel says otherwise. Here Triton's own code says
+what a launch is compiled for, and every launch that takes code made for another one is held against that.
+
+Run as a program, in a process of its own: kernels defined under TRITON_INTERPRET cannot be compiled.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from itertools import product
+from unittest import mock
+
+import torch
+from oracle import heavy_rows_in_parts
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import sparse_flash as sf
+from sparse_flash.kernels.hopper import backward as hopper_backward
+from sparse_flash.kernels.hopper import descriptors
+from sparse_flash.kernels.hopper import forward as hopper_forward
+from sparse_flash.kernels.launch import launch
+from sparse_flash.kernels.packed import repack, spans
+from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.variant.variant import Terms
+
+MODULES = (forward, backward, decode, repack, spans, hopper_forward, hopper_backward)
+LENGTHS = (1, 16, 33)
+HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+class Kernel:
+    """Stands for a kernel: in place of compiling, it asks Triton what it would compile for."""
+
+    def __init__(self, kernel: JITFunction):
+        self.fn, self.params = kernel.fn, kernel.params
+        self.binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+        self.compiled = self.again = 0
+        self.wrong: set[str] = set()
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: Compiled(self, arguments, options)
+
+    def specialization(self, arguments, options) -> dict[str, tuple]:
+        """(type, what of its value) of each argument."""
+        return dict(zip((p.name for p in self.params), self.binder(*arguments, **options)[1], strict=True))
+
+
+class Compiled:
+    """Code that was made for the arguments of one launch, and is launched again with others."""
+
+    def __init__(self, kernel: Kernel, arguments, options):
+        kernel.compiled += 1
+        self.kernel, self.made_for = kernel, kernel.specialization(arguments, options)
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments):
+        self.kernel.again += 1
+        for name, found in self.kernel.specialization(arguments, {}).items():
+            if found != self.made_for[name]:
+                self.kernel.wrong.add(f"{name}: {self.made_for[name]}, then {found}")
+
+
+def tensors(batch, heads, kv_heads, q_len, kv_len, dtype):
+    q, k, v = (torch.zeros(batch, *of, 64, dtype=dtype) for of in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
+    return q, k, v, torch.zeros(batch, heads, q_len)
+
+
+def terms_of(batch: int, heads: int) -> tuple[Terms | None, ...]:
+    lengths = dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), torch.zeros(batch, dtype=torch.int32))
+    dropout = {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5}
+    return None, Terms(**lengths, **dropout, alibi_slopes=torch.zeros(batch, heads), softcap=2.0)
+
+
+def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
+    mask = sf.compile_mask("causal", q_len, kv_len, block_size)
+    other = sf.compile_mask("causal & local(8)", q_len, kv_len, block_size)
+    return None, mask, sf.BlockMask.per_head([mask if head % 2 else other for head in range(heads)])
+
+
+def portable_calls() -> None:
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
+        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
+        for mask, terms in product(masks_of(heads, q_len, kv_len, 64), terms_of(batch, heads)):
+            forward.attention_forward(q, k, v, mask, 1.0, terms)
+            backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, terms)
+        for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
+            decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
+        for mask in masks_of(heads, q_len, kv_len, 64)[1:]:
+            decode.attention_decode(q, k, v, mask, 1.0, at_end=False)
+        pages = torch.zeros(batch, kv_len, dtype=torch.int32)
+        decode.attention_decode(
+            q, k[:, :, :1].expand(-1, -1, 16, -1), v[:, :, :1].expand(-1, -1, 16, -1), None, 1.0, block_table=pages
+        )
+
+
+def hopper_calls() -> None:
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, (1, 16, 385), (1, 16, 385)):
+        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
+        for mask in masks_of(heads, q_len, kv_len, 128):
+            hopper_forward.attention_forward(q, k, v, mask, 1.0)
+            for deterministic in (False, True):
+                hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0, deterministic=deterministic)
+
+
+def packed_calls() -> None:
+    for documents, tokens, rows, heads in product(LENGTHS, LENGTHS, LENGTHS, (1, 16, 3)):
+        ends = torch.zeros(documents + 1, dtype=torch.int32)
+        layout = repack.lay_out(ends, ends, tokens, tokens + 15, tokens, rows, 128, False)
+        table = sf.compile_mask("causal", 128 * rows).by_query
+        numbers = torch.zeros(128 * rows, dtype=torch.int32)
+        records = repack.find_rows(layout, table, rows, tokens, 128, (numbers, numbers), True, False)
+        tiles = [torch.zeros(count, 128, dtype=torch.int32) for count in (tokens, documents)]
+        repack.fill_rows(layout, records, table, tiles, tiles, 64, tokens, 128, True)
+        for dim in LENGTHS:
+            source = torch.zeros(rows, heads, dim)
+            repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))
+        spans.fill_spans(layout, torch.zeros(2, tokens, dtype=torch.int32), rows, tokens, tokens, 64, 64, 128)
+
+
+def main() -> None:
+    kernels = defaultdict(list)
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                setattr(module, name, Kernel(value))
+                kernels[f"{module.__name__.removeprefix('sparse_flash.kernels.')}.{name}"] = getattr(module, name)
+    not_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    one_stream = mock.patch.object(descriptors, "raw_stream", lambda device: 0)
+    with mock.patch.object(launch, "remember", lambda *_: None), not_capturing, one_stream:
+        portable_calls()
+        hopper_calls()
+        with heavy_rows_in_parts():
+            hopper_calls()
+        packed_calls()
+        with mock.patch.object(launch, "addresses_tiles", lambda device: False):
+            portable_calls()
+    for name, kernel in kernels.items():
+        print(json.dumps({"kernel": name, "compiled": kernel.compiled, "again": kernel.again, "wrong": sorted(kernel.wrong)}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
