@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     first: Any
 
 
-class Entries(NamedTuple):
+class RowEntries(NamedTuple):
     """Entries begin .. end - 1 of a row. Of cut ones (KIND CUT) also valid: the tokens of the walked axis that exist, and their
     kind."""
 
@@ -116,7 +116,7 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
             for number in range(2 * KINDS):
                 begin, end = cut_entry(entries, number, KINDS)
                 if begin < end:
-                    cut = Entries(begin, end, valid, number // 2)
+                    cut = RowEntries(begin, end, valid, number // 2)
                     state = WALK(state, operands, tile, cut, table, sizes, scoring, CUT)
     for KIND in tl.static_range(FULL, KINDS):
         if Q_CUT or KV_CUT:
@@ -124,7 +124,7 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
         else:
             begin, end = bounds[KIND], bounds[KIND + 1]
         if KIND == FULL or begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
-            state = WALK(state, operands, tile, Entries(begin, end), table, sizes, scoring, KIND)
+            state = WALK(state, operands, tile, RowEntries(begin, end), table, sizes, scoring, KIND)
     return state
 
 
