@@ -74,7 +74,7 @@ def calls(tokens: int, heads: int, head_dim: int, window: int, backward: bool) -
 
 def rounds(measured: dict[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
     """Milliseconds of each call, ``count`` times each, in turn."""
-    times = {name: [] for name in measured}
+    times: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(count):
         for name, call in measured.items():
             begin = time.perf_counter()

@@ -14,6 +14,7 @@ import subprocess
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TypeGuard
 
 FORMAT = 1
 FILE = "results.json"
@@ -165,9 +166,11 @@ class Results:
         os.replace(part, self.path)
 
 
-def finished(result: dict | None) -> bool:
+def finished(result: dict | None) -> TypeGuard[dict]:
     """Whether a result has numbers."""
-    return bool(result) and not any(key in result for key in ("refused", "over_limit", "out_of_memory", "failed"))
+    if not result:
+        return False
+    return not any(key in result for key in ("refused", "over_limit", "out_of_memory", "failed"))
 
 
 def why_not(result: dict) -> str:

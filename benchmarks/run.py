@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def run(options: Options, console) -> Results:
         results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
     cases = list(dict.fromkeys(case for listed in chosen.values() for case in listed if selected(case.key, options.only)))
     todo = suites.in_order(case for case in cases if _wanted(results.get(case.key), options))
-    if reused := _reused([results.entry(case.key) for case in cases if case not in set(todo)]):
+    if reused := _reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
         console.print(reused)
     try:
         _measure(todo, chosen, results, device, options, console)
@@ -107,7 +106,7 @@ def _reused(entries: list[dict]) -> str | None:
     return text + (f"; --retry measures the {again} without numbers, or with doubtful ones, again" if again else "")
 
 
-def _measure(todo: Iterable, chosen: dict, results: Results, device, options: Options, console) -> None:
+def _measure(todo: list, chosen: dict, results: Results, device, options: Options, console) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .measure import throughput

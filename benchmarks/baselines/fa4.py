@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 
 from sparse_flash.masks.pattern import And, Pattern
+from sparse_flash.patterns import documents, local
 
 from ..workload.problem import Problem
 from .base import Peer
@@ -26,11 +27,11 @@ class FlashAttention4(Peer):
         if problem.dropout_p or problem.kv_lens is not None:
             return "its calls have no dropout, and padding is not measured"
         inner = _inside_causal(problem)
-        if problem.name not in ("full", "causal") and (inner is None or inner.name not in ("local", "documents")):
+        if problem.name not in ("full", "causal") and not isinstance(inner, (local, documents)):
             return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"
         if self.deterministic and inner is not None:
             return "its deterministic backward pass is measured dense and causal"
-        if inner is not None and inner.name == "documents" and inner.cu_seqlens[-1] != problem.q.shape[2]:
+        if isinstance(inner, documents) and inner.cu_seqlens[-1] != problem.q.shape[2]:
             return f"its documents must end at the last of {problem.q.shape[2]} tokens; these end at {inner.cu_seqlens[-1]}"
         try:
             import flash_attn.cute  # noqa: F401
@@ -40,12 +41,12 @@ class FlashAttention4(Peer):
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         inner = _inside_causal(problem)
-        if inner is not None and inner.name == "documents":
+        if isinstance(inner, documents):
             return _documents(problem, inner.cu_seqlens)
         import flash_attn.cute
 
-        options = {"causal": problem.name != "full"}
-        if inner is not None:
+        options: dict[str, bool | tuple[int, int]] = {"causal": problem.name != "full"}
+        if isinstance(inner, local):
             options["window_size"] = (inner.window - 1, 0)  # keys before the query's own, and after
         if self.deterministic:
             options["deterministic"] = True

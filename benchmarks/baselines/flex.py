@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class Flex(Peer):
         torch.compiler.reset()
         # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
         keep_saved_tensors()
-        options = {
+        options: dict[str, Any] = {
             "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_within_reach(problem)),
             "kernel_options": {"BACKEND": self.backend} if self.backend else None,
             "enable_gqa": problem.grouped,
@@ -75,8 +76,10 @@ def flex_block_mask(problem: Problem):
         # The columns of kept blocks first, in order; what follows them is never read.
         order = np.argsort(~kept, axis=-1, kind="stable")
         lists += [torch.from_numpy(a.astype(np.int32)).to(mask.device) for a in (kept.sum(-1), order)]
+    lengths = mask.q_len, mask.kv_len
+    partial_count, partial_cols, full_count, full_cols = lists
     return FlexMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=mask.block_size, mask_mod=mask_mod(problem), seq_lengths=(mask.q_len, mask.kv_len)
+        partial_count, partial_cols, full_count, full_cols, mask.block_size, mask_mod(problem), seq_lengths=lengths
     )
 
 
@@ -124,8 +127,8 @@ def _form(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
     tiles = torch.from_numpy(np.concatenate([np.ones((1, size, size), bool), in_runs, unpack_bits(bits, size)])).to(device)
     number_of_tile = np.zeros(mask.grid.shape, np.int32)
     number_of_tile[rows, cols] = np.where(kind == 0, 0, tile + np.where(kind == 1, 1, 1 + len(runs)))
-    number_of_tile = torch.from_numpy(number_of_tile).to(device)
-    return lambda b, h, q, k: tiles[number_of_tile[q // size, k // size], q % size, k % size]
+    tile_at = torch.from_numpy(number_of_tile).to(device)
+    return lambda b, h, q, k: tiles[tile_at[q // size, k // size], q % size, k % size]
 
 
 def _closed_form(pattern: Pattern, mask: BlockMask) -> Callable | None:
@@ -138,13 +141,13 @@ def _closed_form(pattern: Pattern, mask: BlockMask) -> Callable | None:
         return inner and (lambda b, h, q, k: ~inner(b, h, q, k))
     if pattern.name == "causal":
         return lambda b, h, q, k: q + offset >= k
-    if pattern.name == "local":
+    if isinstance(pattern, sparse_flash.local):
         window = pattern.window
         return lambda b, h, q, k: (q + offset - k < window) & (k - q - offset < window)
-    if pattern.name == "global_tokens":
+    if isinstance(pattern, sparse_flash.global_tokens):
         tokens = pattern.tokens
         return lambda b, h, q, k: ((q + offset >= 0) & (q + offset < tokens)) | (k < tokens)
-    if pattern.name == "documents":
+    if isinstance(pattern, sparse_flash.documents):
         bounds = torch.tensor(pattern.cu_seqlens)
         document = torch.bucketize(torch.arange(mask.kv_len), bounds, right=True).to(mask.device)
         return lambda b, h, q, k: document[q + offset] == document[k]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,7 +81,11 @@ class Sdpa(Peer):
         return sdpa_kernel(getattr(SDPBackend, self.backend))
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        options = {"is_causal": problem.name == "causal", "enable_gqa": problem.grouped, "dropout_p": problem.dropout_p}
+        options: dict[str, Any] = {
+            "is_causal": problem.name == "causal",
+            "enable_gqa": problem.grouped,
+            "dropout_p": problem.dropout_p,
+        }
         if problem.kv_lens is not None:
             key = torch.arange(problem.k.shape[2], device=problem.k.device)
             options["attn_mask"] = (key < problem.kv_lens[:, None])[:, None, None]

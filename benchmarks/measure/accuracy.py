@@ -66,10 +66,10 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
             heads = range(kv_head * group, (kv_head + 1) * group)
             wanted = []
             for head in heads:
-                tensors = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
+                own = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
                 pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
                 pairs = kept[pattern] if problem.kv_lens is None else kept[pattern] & (keys < problem.kv_lens[batch])
-                wanted.append(_reference(*(t.detach().double() for t in tensors), rows, pairs))
+                wanted.append(_reference([t.detach().double() for t in own], rows, pairs))
             for name, tensors in found.items():
                 # dK and dV of a head of keys are the sums over the query heads that share it.
                 shared = name in ("dk", "dv")
@@ -115,8 +115,9 @@ def _kept(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.broadcast_to(pattern.token_rule(position, key), (len(position), key.shape[1])).copy())
 
 
-def _reference(q, k, v, dout, rows, kept) -> dict[str, torch.Tensor]:
-    """q, k, v: (tokens, head_dim) float64. dout: (samples, head_dim). kept: (samples, tokens)."""
+def _reference(tensors: list[torch.Tensor], rows, kept) -> dict[str, torch.Tensor]:
+    """tensors: q, k, v: (tokens, head_dim) float64. dout: (samples, head_dim). kept: (samples, tokens)."""
+    q, k, v, dout = tensors
     scale = q.shape[1] ** -0.5
     scores = (scale * q[rows] @ k.T).masked_fill(~kept, -torch.inf)
     p = torch.softmax(scores, dim=1).nan_to_num(0.0)

@@ -43,7 +43,7 @@ class Baselines:
         """{key: times}; {} where it gives none now, so that the row is compared with what the baseline had when it was alone."""
         try:
             with throughput.time_limit(self._limit):
-                held = self._prepared.get(key) or _Prepared(case, self._device)
+                held = self._prepared[key] if case is None or key in self._prepared else _Prepared(case, self._device)
                 times = held.times(self._device, self._seconds)
         except (throughput.OverLimit, Exception):
             self._prepared.pop(key, None)

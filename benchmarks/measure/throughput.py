@@ -138,8 +138,8 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
         dout = torch.randn_like(problem.q)
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
         if rival.deterministic:
-            result["repeatable"] = all(map(torch.equal, attend(dout), attend(dout)))
-            correct = correct and result["repeatable"]
+            result["repeatable"] = repeatable = all(map(torch.equal, attend(dout), attend(dout)))
+            correct = correct and repeatable
     return result | {"errors": errors, "correct": correct}
 
 
@@ -166,7 +166,7 @@ def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, 
         errors, correct = errors | of_dropout, correct and dropout_is_right(of_dropout)
         fn = rival.prepare(problem)
     attend = eagerly(problem, fn)
-    result = {}
+    result: dict = {}
     for name, timing in passes(problem, fn, device, seconds, backward):
         result |= timing.named(name)
     if backward:

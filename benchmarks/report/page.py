@@ -88,7 +88,7 @@ def headlines(data: dict) -> list[tuple[str, str]]:
     if compared and not sure:
         found.append(("no figure", "of speed that can be relied on: other programs used this machine; see the marks in the tables"))
     if sure:
-        best = max(sure, key=lambda gain: gain.total)
+        best = max(sure, key=lambda gain: gain.total or 0.0)
         found.append((f"{best.total:.1f}x", f"as fast as dense {best.rivals[1]}, forward and backward, with {best.row.label}"))
         shares = sorted(g.total * g.row.result["block_density"] for g in sure if 0 < g.row.result["block_density"] < 0.5)
         if shares:

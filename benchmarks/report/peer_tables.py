@@ -75,7 +75,7 @@ def _deterministic(data: dict) -> ReportTable | None:
     free = next((peer for peer in ours if not _repeats(peer)), None)
     lines = []
     for (shape, label, _), row in found.items():
-        mine = row.get(main)
+        mine = row.get(main) if main else None
         lines.append(
             [
                 shape,
@@ -176,11 +176,12 @@ def _ratios(mine: Row | None, others: list[Row], times: Callable[[Row], Passes])
     pair, doubtful = [], mine.doubtful
     rivals = around(mine, [row for row in others if row.counts])
     for number_of_pass, own in enumerate(times(mine)):
-        timed = [row for row in rivals if times(row)[number_of_pass]]
-        best = min(timed, key=lambda row: times(row)[number_of_pass], default=None)
-        pair.append(times(best)[number_of_pass] / own if own and best else None)
-        doubtful |= best is not None and best.doubtful
-    return *pair, doubtful
+        timed = [(time, row) for row in rivals if (time := times(row)[number_of_pass])]
+        best = min(timed, key=lambda one: one[0], default=None)
+        pair.append(best[0] / own if own and best else None)
+        doubtful |= best is not None and best[1].doubtful
+    forward, other = pair
+    return forward, other, doubtful
 
 
 def _pair(ratios: tuple[float | None, float | None, bool]) -> str:

@@ -39,12 +39,13 @@ def gains(data: dict) -> list[Gain]:
 
 def _gain(row: Row, dense: list[Row]) -> Gain:
     forward = min(dense, key=lambda rival: rival.result["forward_ms"], default=None)
-    total = min((rival for rival in dense if rival.total_ms), key=lambda rival: rival.total_ms, default=None)
+    totals = [(rival.total_ms, rival) for rival in dense if rival.total_ms]
+    total_ms, total = min(totals, key=lambda one: one[0], default=(None, None))
     return Gain(
         row,
-        forward and forward.result["forward_ms"] / row.result["forward_ms"],
-        total and row.total_ms and total.total_ms / row.total_ms,
-        (forward and forward.peer, total and total.peer),
+        forward.result["forward_ms"] / row.result["forward_ms"] if forward else None,
+        total_ms / row.total_ms if total_ms and row.total_ms else None,
+        (forward.peer if forward else None, total.peer if total else None),
         row.doubtful or any(rival.doubtful for rival in (forward, total) if rival),
     )
 

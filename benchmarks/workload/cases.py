@@ -110,8 +110,10 @@ class CompileCase:
 
 def _storable(spec: str | tuple[str, ...]) -> str | list[str]:
     """The form of a spec in the results file: a digest distinguishes maps of blocks."""
-    if isinstance(spec, tuple):
-        return [_storable(head) for head in spec]
+    return [_short(head) for head in spec] if isinstance(spec, tuple) else _short(spec)
+
+
+def _short(spec: str) -> str:
     if len(spec) <= _LONG_SPEC:
         return spec
     return f"{spec[:40]}... ({len(spec):,} characters, sha256 {hashlib.sha256(spec.encode()).hexdigest()[:12]})"

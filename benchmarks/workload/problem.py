@@ -56,10 +56,8 @@ class Problem:
 
 def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
     """A case's problem, its tensors random and the same for every peer."""
-    varied = {}
-    if isinstance(case, PaperCase):
-        lengths = padded_lengths(case.shape).to(device) if case.padded else None
-        varied = {"dropout_p": case.dropout_p, "kv_lens": lengths}
+    dropout_p, padded = (case.dropout_p, case.padded) if isinstance(case, PaperCase) else (0.0, False)
+    kv_lens = padded_lengths(case.shape).to(device) if padded else None
     s, spec = case.shape, case.mask.spec
     patterns = tuple(map(sparse_flash.parse, (spec,) if isinstance(spec, str) else spec))
     if len(patterns) == 1:
@@ -72,7 +70,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
         torch.randn((s.batch, h, s.tokens, s.head_dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
         for h in heads
     )
-    return Problem(patterns, mask, q, k, v, **varied)
+    return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
 
 
 def padded_lengths(shape: Shape) -> torch.Tensor:

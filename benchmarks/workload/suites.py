@@ -65,14 +65,14 @@ def baselines(case: Case | CompileCase, chosen: dict[str, list], results: Result
     """The baselines that tables compare with a case of ours: in each suite that has it, the fastest rival of each pass."""
     found: dict[str, Case] = {}
     for suite, listed in chosen.items():
-        if case not in listed or not _rank(case):
+        if not isinstance(case, Case) or case not in listed or not _rank(case):
             continue
         for rivals in _rivals(case, suite, listed):
             right = {rival: result for rival in rivals if finished(result := results.get(rival.key)) and result["correct"]}
             for figure in ("forward_ms", "backward_ms", "forward_us", "both_us"):
                 timed = {rival: result[figure] for rival, result in right.items() if figure in result}
                 if timed:
-                    fastest = min(timed, key=timed.get)
+                    fastest = min(timed, key=timed.__getitem__)
                     found[fastest.key] = fastest
     return list(found.values())
 
@@ -109,6 +109,8 @@ def _speedup(device, quick, own) -> Iterator[Case]:
 
 
 def _length(device, quick, own) -> Iterator[Case]:
+    lengths: tuple[int, ...]
+    flex: tuple[int, ...]
     if quick:
         lengths, most_math, flex = (256, 512, 1024), 512, ()
         heads = 2

@@ -189,7 +189,7 @@ def _calls(walk, q, copied: bool):
                 masked = _remembered_bias(walk.tiles, tiles[chosen[0]], q.shape[2]) if shared else None
                 for first in range(0, len(chosen), height):
                     some = chosen[first : first + height]
-                    bias, empty = masked if shared else _bias(walk.tiles, tiles[some], q.shape[2])
+                    bias, empty = masked or _bias(walk.tiles, tiles[some], q.shape[2])
                     yield _Call(_slice_or_array(rows[some]), cols[some], bias, empty, number > 0)
 
 

@@ -227,7 +227,7 @@ class _Scores:
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
         """Of (units, rows, members, queries, entries, keys), as ``view`` has them."""
-        if self.terms is None:
+        if self.lines is None:
             return None
         block, device = self.part.walk.block, self.lines.device
         lines = self.lines[units][:, None, :, None, None, None]
@@ -264,13 +264,15 @@ class _Scores:
 
     def drop(self, scores, pairs: Pairs | None) -> None:
         """-inf in place of the scores of tokens that do not exist."""
-        exist = None if pairs is None else existing_pairs(self.terms, pairs)
+        if pairs is None:
+            return
+        exist = existing_pairs(self.terms, pairs)
         if exist is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
     def drop_out(self, weights, pairs: Pairs | None) -> None:
         """Zeros in place of what dropout drops."""
-        if self.dropped:
+        if self.dropped and pairs is not None:
             self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.terms, pairs, -3), 0.0)
 
 
@@ -484,15 +486,15 @@ class _HostTables:
         count = int(self.row_ptr.max())
         self.col_idx, self.tile_idx = table.col_idx[:count].cpu().numpy(), table.tile_idx[:count].cpu().numpy()
         self.tiles = _Tiles(mask.tile_runs, mask.tile_bits, dtype)
-        self.known = {}
+        self.known: dict[int, list] = {}
 
     def part(self, number: int, index: np.ndarray, members: slice, kv_heads: int) -> _Part:
         if number not in self.known:
             self.known[number] = list(self.groups(number))
         walk = _Walk(self.block, self.q_len, self.known[number], self.tiles)  # with buffers of its own: other threads may call too
-        units = np.flatnonzero(index == number)
-        every = len(units) == len(index)
-        units = slice(None) if every else torch.from_numpy(units).to(self.tiles.device)
+        chosen = np.flatnonzero(index == number)
+        every = len(chosen) == len(index)
+        units = slice(None) if every else torch.from_numpy(chosen).to(self.tiles.device)
         return _Part(walk, units, members, kv_heads)
 
     def groups(self, number: int):
@@ -516,7 +518,7 @@ class _Tiles:
         self.tile_runs, self.tile_bits, self.dtype = tile_runs, tile_bits, dtype
         self.runs, self.block = tile_runs.shape
         self.device = tile_runs.device
-        self.biases = {}  # of aten_cpu
+        self.biases: dict[tuple[bytes, int], tuple] = {}  # of aten_cpu
         count = self.runs + len(tile_bits)
         self.decoded = self.decode(torch.arange(-1, count, device=self.device)) if count * self.block**2 <= _TILE_PAIRS else None
 
@@ -553,7 +555,7 @@ class _Walk:
     def __init__(self, block: int, q_len: int, groups: list, tiles: _Tiles):
         self.block, self.q_len, self.groups, self.tiles = block, q_len, groups, tiles
         self.size = _CHUNK_CPU * torch.get_num_threads() if tiles.device.type == "cpu" else _CHUNK_GPU
-        self.buffers = {}
+        self.buffers: dict[int, torch.Tensor] = {}
 
     @classmethod
     def dense(cls, q, k) -> _Walk:

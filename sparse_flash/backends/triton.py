@@ -165,7 +165,7 @@ _AS_IT_IS = nullcontext()
 
 def current_device(device: torch.device):
     """Triton launches on the current GPU, which need not be that of the tensors."""
-    if device.type != "cuda" or device.index == current_gpu():
+    if device.type != "cuda" or device.index == current_gpu():  # type: ignore[misc]  # None in builds without GPUs alone
         return _AS_IT_IS
     return torch.cuda.device(device)
 

@@ -63,8 +63,8 @@ def bench(
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
                 kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-                for name, chosen in suites.choose(asked, kind, quick, canonical, backend).items():
-                    for case in chosen:
+                for name, cases in suites.choose(asked, kind, quick, canonical, backend).items():
+                    for case in cases:
                         if selected(case.key, only):
                             console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return

@@ -25,7 +25,7 @@ def doctor() -> None:
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
     for name in ("sparse-flash", "torch", "triton", "numpy", "scipy"):
         table.add_row(name, _version(name) or "not installed")
-    table.add_row("together", _together(torch.cuda.is_available()))
+    table.add_row("together", _together(torch.__version__, torch.cuda.is_available()))
     if _version("triton"):
         table.add_row("C compiler", _found(versions.no_compiler(), versions.compiler()))
         table.add_row("Python.h", _found(versions.no_headers(), versions.headers()))
@@ -54,10 +54,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _together(gpu: bool) -> Text:
+def _together(torch: str, gpu: bool) -> Text:
     """Whether these versions were tested on such a device."""
     python = ".".join(platform.python_version_tuple()[:2])
-    tested, text = versions.verdict(python, _version("torch"), _version("triton"), gpu)
+    tested, text = versions.verdict(python, torch, _version("triton"), gpu)
     said = Text(text, "green" if tested else "yellow", overflow="fold")
     return said if platform.system() == "Linux" else said.append("; all tests were on Linux")
 

@@ -114,10 +114,10 @@ def gallery(
     """Draws the blocks of several masks side by side in one file."""
     from sparse_flash.tools import draw
 
-    specs, compiled = specs or _GALLERY, []
-    with user_errors(), stages(*(f"compiling {spec}" for spec in specs), "drawing") as begin:
+    chosen, compiled = specs or _GALLERY, []
+    with user_errors(), stages(*(f"compiling {spec}" for spec in chosen), "drawing") as begin:
         draw.checked_path(out)
-        for spec in specs:
+        for spec in chosen:
             begin()
             compiled.append((spec, _compiled(spec, q_len, None, block_size)[1]))
         begin()
@@ -153,8 +153,16 @@ def explain(
         begin()
         pattern, mask, seconds = _compiled(spec, q_len, kv_len, block_size)
         begin()
-        options = {"batch": batch, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "deterministic": deterministic}
-        e = numbers_of(mask, heads, head_dim, getattr(torch, dtype), **options)
+        e = numbers_of(
+            mask,
+            heads,
+            head_dim,
+            getattr(torch, dtype),
+            batch=batch,
+            kv_heads=kv_heads,
+            v_head_dim=v_head_dim,
+            deterministic=deterministic,
+        )
     console = output()
     console.print(Text(str(pattern), "bold"), soft_wrap=True)
     console.print(f"{e.call}\n")

@@ -11,7 +11,7 @@ FUNCTION = TypeVar("FUNCTION", bound=Callable)
 def constant_in_graphs(function: FUNCTION) -> FUNCTION:
     """Decorator: torch.compile calls the function while it traces, and takes its result as a constant of the graph. What
     torch.compiler.assume_constant_result sets."""
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark, which functions do not declare
     return function
 
 

@@ -89,7 +89,8 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of qkv, (batch, seqlen, 3, heads, head_dim)."""
     _check_dims("qkv", qkv, "(batch, tokens, 3, heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(*qkv.unbind(2), *rest, mask=mask, backend=backend)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *rest, mask=mask, backend=backend)
 
 
 def flash_attn_kvpacked_func(
@@ -110,7 +111,8 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` of q and kv, (batch, seqlen_k, 2, kv_heads, head_dim)."""
     _check_dims("kv", kv, "(batch, tokens, 2, kv_heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(q, *kv.unbind(2), *rest, mask=mask, backend=backend)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *rest, mask=mask, backend=backend)
 
 
 def flash_attn_varlen_func(
@@ -199,8 +201,8 @@ def flash_attn_varlen_qkvpacked_func(
     """``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
     _check_dims("qkv", qkv, "(tokens of all sequences, 3, heads, head_dim)")
     rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *rest, mask=mask, backend=backend)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest, mask=mask, backend=backend)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -224,9 +226,11 @@ def flash_attn_varlen_kvpacked_func(
 ):
     """``flash_attn_varlen_func`` of q and kv, (total_k, 2, kv_heads, head_dim)."""
     _check_dims("kv", kv, "(tokens of all sequences, 2, kv_heads, head_dim)")
-    rest = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *rest, mask=mask, backend=backend)
+    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *rest, mask=mask, backend=backend
+    )
 
 
 def flash_attn_with_kvcache(
@@ -276,7 +280,7 @@ def flash_attn_with_kvcache(
         _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     batch, q_len = q.shape[:2]
-    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not isinstance(cache_seqlens, torch.Tensor):
         count = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
@@ -287,9 +291,9 @@ def flash_attn_with_kvcache(
             f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {int(cache_seqlens.max())} and {new} new tokens"
         )
     where = _places(k_cache, cache_batch_idx, block_table, batch)
-    if k is not None:
+    if k is not None and v is not None:
         place = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)
-        if rotary_cos is not None:
+        if rotary_cos is not None and rotary_sin is not None:
             by_query = torch.arange(q_len, device=q.device) if causal or _limits(window_size) != (None, None) else 0
             q = _rotated(q, rotary_cos, rotary_sin, cache_seqlens[:, None].long() + by_query, rotary_interleaved)
             k = _rotated(k, rotary_cos, rotary_sin, place, rotary_interleaved)

@@ -40,7 +40,7 @@ class InPlacePlan(NamedTuple):
     before: int
     entries: int
     tiles: int
-    same: bool
+    same: int  # 0 or 1, as operators take a plan in integers
 
 
 def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
@@ -50,10 +50,11 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
     """
     same = keys is None
-    keys = queries if same else keys
+    keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() makes symbolic lengths plain numbers: a compiled graph holds the runs of one long document.
-    plan, constants = _planned(pattern, *map(index, (*queries[1:], *keys[1:])), same, starts[0].device)
+    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
+    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
     if not plan:
         return None
     run = _assemble if is_plain_eager(*starts) else _assemble_operator
@@ -146,10 +147,10 @@ def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
         first[where], stop[where] = np.minimum(first[where], low), np.maximum(stop[where], high)
         kept[where] += np.add.reduceat(tile_stop - tile_first, heads)
     first, stop, kept = first.ravel(), stop.ravel(), kept.ravel()
-    (some,) = np.nonzero(kept)
-    between = slice(some[0], some[-1] + 1) if len(some) else slice(0)
+    (keeping,) = np.nonzero(kept)
+    between = slice(keeping[0], keeping[-1] + 1) if len(keeping) else slice(0)
     ascend = (np.diff(first[between]) >= 0).all() and (np.diff(stop[between]) >= 0).all()
-    if len(some) != len(first[between]) or not ascend or (stop - first != kept)[between].any():
+    if len(keeping) != len(first[between]) or not ascend or (stop - first != kept)[between].any():
         return None
     return np.where(kept > 0, first, 0), stop
 

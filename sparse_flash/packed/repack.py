@@ -71,8 +71,8 @@ class RepackPlan(NamedTuple):
     k_blocks: int
     before: int
     entries: int
-    same: bool
-    has_bits: bool
+    same: int  # 0 or 1, as operators take a plan in integers
+    has_bits: int
 
 
 def pack(pattern, queries: Side, keys: Side | None) -> Packed:
@@ -81,15 +81,16 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
     """
     same = keys is None
-    keys = queries if same else keys
+    keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() makes symbolic lengths plain numbers: a compiled graph holds the table of one long document.
-    sizes = map(index, (*queries[1:], *keys[1:], starts[0].shape[0] - 1))
-    plan, tables = _planned(pattern, *sizes, same, starts[0].device)
+    sizes = (*queries[1:], *keys[1:], starts[0].shape[0] - 1)
+    q_tokens, q_longest, k_tokens, k_longest, documents = map(index, sizes)
+    plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
-    places = (axis.token_of_row.shape[0] for axis in axes)
-    return Packed(BlockMask(*places, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
+    q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
+    return Packed(BlockMask(q_len, kv_len, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
 
 
 def _split(tensors: list[torch.Tensor]):
@@ -183,7 +184,7 @@ def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[
 def _(tables, q_starts, k_starts, plan):
     plan, by_kernels = RepackPlan(*plan), gather_rows.by_kernels(q_starts.device)
 
-    def size(known: int) -> int:
+    def size(known: int) -> int | torch.SymInt:
         return fake_size(known, by_kernels)
 
     runs, bits = (t.shape for t in tables[-3:-1])
@@ -194,7 +195,7 @@ def _(tables, q_starts, k_starts, plan):
     return [tables[0].new_empty(shape) for shape in shapes]
 
 
-def fake_size(known: int, by_kernels: bool) -> int:
+def fake_size(known: int, by_kernels: bool) -> int | torch.SymInt:
     """A length that kernels allocate in full, and that depends on the documents elsewhere."""
     return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
 
@@ -215,7 +216,8 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
     before, same = plan.before, bool(plan.same)
     with portable.current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
-        axes, filled = [], []
+        axes: list[Axis] = []
+        filled: list[torch.Tensor] = []
         sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
         for is_query, table, blocks, tokens in sides:
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
@@ -284,8 +286,8 @@ def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_bl
         begin, end = np.searchsorted(rows, [line, line + q_blocks[d]])
         piece = slice(begin, end)
         width = np.where(cols[piece] == k_blocks[d] - 1, k_len[d] - cols[piece] * BLOCK, BLOCK)
-        piece = np.stack([rows[piece] - line + q_first[d], cols[piece] + k_first[d], kinds[piece], tiles[piece], width])
-        pieces.append(piece[:, cols[begin:end] < k_blocks[d]])
+        entries = np.stack([rows[piece] - line + q_first[d], cols[piece] + k_first[d], kinds[piece], tiles[piece], width])
+        pieces.append(entries[:, cols[begin:end] < k_blocks[d]])
     rows, cols, *tile = np.concatenate(pieces, axis=1)
     pool = TilePool(BLOCK)
     different, which = np.unique(np.stack(tile), axis=1, return_inverse=True)

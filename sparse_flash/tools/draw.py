@@ -226,14 +226,15 @@ def gallery(patterns: list[tuple[str, BlockMask]], path: str | Path, columns: in
     """Small pictures of the blocks of several masks, each with its title, in one .png or .svg file."""
     path = checked_path(path)
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = -(-len(patterns) // columns)
     titles = [_wrapped(title, _SMALL_TITLE_WIDTH, _TITLE_LINES) for title, _ in patterns]
     longest = max(len(line) for lines in titles for line in lines)
     size = min(8.5, 265 / longest)  # points; the longest line fits its picture
     height = 2.73 + 0.12 * max(map(len, titles))
-    figure = Figure(figsize=(2.6 * columns, height * rows + 0.35), dpi=160, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(2.6 * columns, height * rows + 0.35), dpi=160, layout=layout)
     for axes in (flat := figure.subplots(rows, columns, squeeze=False).ravel())[len(patterns) :]:
         axes.set_axis_off()
     for axes, lines, (_, mask) in zip(flat, titles, patterns):

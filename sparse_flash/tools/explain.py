@@ -392,7 +392,9 @@ def _is_causal(mask: BlockMask, rows, cols, kind, tile) -> bool:
         return False
     for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
         chosen = np.flatnonzero(near & (kind == which))
-        last = _last_kept(tiles.cpu().numpy(), which, size) if len(chosen) else None
+        if not len(chosen):
+            continue
+        last = _last_kept(tiles.cpu().numpy(), which, size)
         for low in range(0, len(chosen), _CHUNK):
             part = chosen[low : low + _CHUNK]
             key = cols[part][:, None] * size + last[tile[part]]

@@ -53,7 +53,8 @@ class Check:
         if not callable(target):
             raise TypeError(f"check needs a module or a function that calls attention; got {type(target).__name__}")
         self.target, self.every, self.rows, self.bound = target, every, rows, bound
-        self.calls, self.reports = 0, []
+        self.calls = 0
+        self.reports: list[Report] = []
         self._random = random.Random(seed)
         self._hooks = []
         if isinstance(target, torch.nn.Module):
@@ -93,7 +94,8 @@ class Check:
         asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
         if not asked or not out.requires_grad:
             return
-        incoming, arrived = {}, {}
+        incoming: dict[str, torch.Tensor] = {}
+        arrived: dict[str, torch.Tensor] = {}
 
         def keep(name: str):
             # None where nothing depends on it.
@@ -167,8 +169,9 @@ class _Sample:
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
         self.scale, self.group = scale, q.shape[1] // k.shape[1]
         self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
-        learned = terms is not None and terms.rel_bias is not None
-        self.terms = replace(terms, rel_bias=terms.rel_bias.detach()) if learned else terms
+        if terms is not None and terms.rel_bias is not None:
+            terms = replace(terms, rel_bias=terms.rel_bias.detach())
+        self.terms = terms
 
         def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
             return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
@@ -193,9 +196,9 @@ class _Sample:
             errors["dq"] = _error(torch.stack([arrived["dq"][place].double() for place in self.queries]), wanted)
         if "dk" in arrived or "dv" in arrived:
             both = [self._key_gradients(*place, dout, dlse) for place in self.keys]
-            for name, wanted in (("dk", [dk for dk, _ in both]), ("dv", [dv for _, dv in both])):
+            for name, rows in (("dk", [dk for dk, _ in both]), ("dv", [dv for _, dv in both])):
                 if name in arrived:
-                    errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(wanted))
+                    errors[name] = _error(torch.stack([arrived[name][place].double() for place in self.keys]), torch.stack(rows))
         return errors
 
     def _query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
@@ -252,7 +255,7 @@ class _Sample:
         # It is drawn for 16 queries and 16 keys at a time.
         queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
         kept = kept_by_dropout(self.terms, self._pairs(b, h, queries, keys))
-        line = kept[i % 16] if j is None else kept[:, j % 16]
+        line = kept[tuple(slice(None) if place is None else place % 16 for place in (i, j))]
         return line.double() / (1 - self.terms.dropout_p)
 
     def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
@@ -283,15 +286,15 @@ class _Keeps:
             return self.mask.kept_keys(i, b, h)
         if self.mask is None:
             return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
-        return self._by_rule(np.array([i]), np.arange(self.grid.kv_len))[0]
+        return self._by_rule(self.mask, np.array([i]), np.arange(self.grid.kv_len))[0]
 
     def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
         if isinstance(self.mask, BlockMask):
             return self.mask.kept_queries(j, b, h)
         if self.mask is None:
             return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
-        return self._by_rule(np.arange(self.grid.q_len), np.array([j]))[:, 0]
+        return self._by_rule(self.mask, np.arange(self.grid.q_len), np.array([j]))[:, 0]
 
-    def _by_rule(self, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
-        kept = self.mask.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
+    def _by_rule(self, pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+        kept = pattern.token_rule(queries[:, None] + self.grid.offset, keys[None, :])
         return torch.from_numpy(np.broadcast_to(kept, (len(queries), len(keys))).copy())

@@ -138,7 +138,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
     for name, mask in ((problem.pattern, sparse), ("dense", None)):
         if mask is not None and mask.keeps_all:
             continue  # attention runs it dense
-        call = backends.Call.of(q, k, v, mask and mask.block_size)
+        call = backends.Call.of(q, k, v, None if mask is None else mask.block_size)
         chosen = backends.choose(backend, call)
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
@@ -146,7 +146,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
             dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
             key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device, dim_v)
             fitting = tuple(config for config in candidates if _may_fit(config, kernel, problem, device))
-            if len(fitting) > 1:
+            if key is not None and len(fitting) > 1:  # None without a GPU to tune for
                 found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
     return found
 
@@ -156,7 +156,8 @@ def _may_fit(config, kernel: str, problem: TuningProblem, device: torch.device) 
     if not isinstance(config, configs.Config):
         return True
     shared = configs.family_of(device).shared
-    return not configs.cannot_fit(config, kernel, problem.dtype, tuple(map(configs.padded_head_dim, problem.head_dims)), shared)
+    dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
+    return not configs.cannot_fit(config, kernel, problem.dtype, (dim, dim_v), shared)
 
 
 def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
@@ -270,10 +271,10 @@ def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
             continue
         trials.append(_trial(task, config, wanted, clock))
         advance(task, trials[-1])
-    measured = [trial for trial in trials if trial.milliseconds is not None]
+    measured = [(trial.milliseconds, trial) for trial in trials if trial.milliseconds is not None]
     chosen, gain = builtin, 0.0
     if measured:
-        best = min(measured, key=lambda trial: trial.milliseconds).config
+        best = min(measured, key=lambda pair: pair[0])[1].config
         if best != builtin:
             gain = _gain(task, best, clock)
             chosen, gain = (best, gain) if gain >= LEAST_GAIN else (builtin, 0.0)

@@ -87,6 +87,19 @@ def test_what_was_seen_on_a_gpu_is_said_beside_what_was_seen_on_a_cpu():
     assert "on Python 3.13, CPU" in text and "torch 2.11.0 with triton 3.9.0 on Python 3.12, NVIDIA H200" in text
 
 
+def test_a_torch_without_metadata_is_known_by_its_own_word(monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "not installed" in result.output and "tested" in result.output
+
+
 def test_no_compiler_is_said_with_the_way_out(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)

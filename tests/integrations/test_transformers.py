@@ -1,6 +1,7 @@
 """Transformers' models under a mask: the same as with PyTorch's attention and the mask's pairs."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sparse_flash as sf
 
 transformers = pytest.importorskip("transformers")
+from transformers.masking_utils import and_masks, causal_mask_function  # noqa: E402
+
 from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E402
+from sparse_flash.integrations.transformers.masks import model_mask  # noqa: E402
 
 TOKENS, WORDS = 150, 97
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -173,6 +177,16 @@ def test_what_patterns_cannot_say_is_kept_pair_by_pair():
     shared = some[:1, :1]
     expected = dense(x, attention_mask=shared).logits
     torch.testing.assert_close(use_sparse_flash(model)(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
+    def near(batch, head, query, key, distance):
+        return (query - key).abs() < distance
+
+    sizes = {"batch_size": 1, "q_length": TOKENS, "kv_length": TOKENS, "q_offset": 0, "kv_offset": 0}
+    both = and_masks(causal_mask_function, partial(near, distance=5))
+    made = model_mask(**sizes, mask_function=both, attention_mask=None, device="cpu")
+    assert torch.equal(made.dense, pairs("causal & local(5)", 1, TOKENS))
 
 
 @pytest.mark.parametrize("starts", [[[0, 50, 100], [0, 50, 100]], [[0, 7], [0, 131]]], ids=["alike", "each its own"])

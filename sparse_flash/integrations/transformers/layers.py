@@ -15,7 +15,7 @@ _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own
 
 def tower(model: torch.nn.Module) -> torch.nn.Module:
     """The part of a model whose self-attention is switched: its text decoder if it has several parts, else all of it."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
     return decoder if any(map(_takes_interface, decoder.modules())) else model
 
 
@@ -37,15 +37,16 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             "sparse_flash.attention in its code instead"
         )
     for module in found:
-        refused = sorted(_REFUSED_KEYWORDS & _names(type(module)))
+        kind: type = type(module)  # declared: mypy takes type[Module] for a Module, whose hash it does not know
+        refused = sorted(_REFUSED_KEYWORDS & _names(kind))
         if refused:
             raise ValueError(
                 f"{type(module).__name__} passes {', '.join(refused)} to its attention, which sparse_flash does not carry; use "
                 "another implementation, such as model.set_attn_implementation('sdpa')"
             )
-    numbers = [getattr(module, "layer_idx", None) for module in found]
-    if None in numbers:
-        numbers = range(len(found))
+    numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]
+    if len(numbers) < len(found):
+        numbers = list(range(len(found)))
     if len(set(numbers)) < len(numbers):
         raise ValueError(
             f"{type(model).__name__} has {len(found)} attention modules in {len(set(numbers))} layers, and which of them are meant "
@@ -73,7 +74,8 @@ def _is_cross_attention(name: str, module: torch.nn.Module) -> bool:
 
 
 def _takes_interface(module: torch.nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _names(type(module))
+    kind: type = type(module)  # declared: as above
+    return "ALL_ATTENTION_FUNCTIONS" in _names(kind)
 
 
 @cache

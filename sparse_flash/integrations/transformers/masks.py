@@ -260,11 +260,16 @@ class _Reading:
     """The parts of a mask function."""
 
     def __init__(self, batch: int):
-        self.batch, self.base, self.limits, self.unknown = batch, "full", [], False
+        self.batch, self.base, self.unknown = batch, "full", False
+        self.limits: list[tuple[Pattern | str, ...]] = []
 
     def function(self, function) -> None:
+        code = getattr(function, "__code__", None)
+        if code is None:  # such as a partial
+            self.unknown = True
+            return
         name = function.__qualname__.removesuffix(".<locals>.inner_mask")
-        cells = zip(getattr(function, "__code__", None).co_freevars, function.__closure__ or (), strict=True)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         held = {variable: cell.cell_contents for variable, cell in cells}
         if name == "causal_mask_function":
             self.base = "causal"
@@ -337,7 +342,7 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
     elif mask.dtype != torch.bool:
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
     own = ModelMask(q_length, kv_length, dense=kept, end=kv_length)
-    mask._sparse_flash = mask._version, own
+    mask._sparse_flash = mask._version, own  # type: ignore[attr-defined]  # ours, kept with the tensor
     return own
 
 
