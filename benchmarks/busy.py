@@ -53,7 +53,7 @@ def spinning(processes: int):
             child.wait()
 
 
-def calls(tokens: int, heads: int, head_dim: int, window: int, backward: bool) -> dict[str, Callable[[], None]]:
+def calls(tokens: int, heads: int, head_dim: int, window: int, backward: bool) -> dict[str, Callable[[], object]]:
     """The calls to measure, by name: PyTorch's dense attention first."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, generator=generator) for _ in range(4))
@@ -72,7 +72,7 @@ def calls(tokens: int, heads: int, head_dim: int, window: int, backward: bool) -
     return {name: both(one) if backward else one for name, one in attend.items()}
 
 
-def rounds(measured: dict[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
+def rounds(measured: dict[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
     """Milliseconds of each call, ``count`` times each, in turn."""
     times: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(count):
@@ -83,7 +83,7 @@ def rounds(measured: dict[str, Callable[[], None]], count: int) -> dict[str, lis
     return times
 
 
-def slowdowns(measured: dict[str, Callable[[], None]], spinners: int, count: int) -> dict[str, Slowdown]:
+def slowdowns(measured: dict[str, Callable[[], object]], spinners: int, count: int) -> dict[str, Slowdown]:
     rounds(measured, 2)  # first calls compile, and take memory
     alone = rounds(measured, count)
     with spinning(spinners):

@@ -77,7 +77,7 @@ def _source_digest() -> str:
 
     # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel the other two packages lie
     # inside.
-    package, patterns = (Path(module.__file__).parent for module in (sparse_flash, sparse_flash.patterns))
+    package, patterns = (Path(module.__path__[0]) for module in (sparse_flash, sparse_flash.patterns))
     beside = {"cli", "benchmarks", "patterns", "tools"}
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in beside]
     digest = hashlib.sha256()

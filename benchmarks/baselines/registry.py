@@ -35,7 +35,8 @@ class SparseFlash(Peer):
         if varied:
             try:
                 with torch.no_grad():
-                    sparse_flash.attention(*(t[:, :, :1] for t in problem.leaves), backend=self.backend, **varied)
+                    q, k, v = (t[:, :, :1] for t in problem.leaves)
+                    sparse_flash.attention(q, k, v, backend=self.backend, **varied)
             except ValueError as error:
                 return str(error)
         return None
@@ -49,8 +50,8 @@ class SparseFlash(Peer):
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
         mask = None if problem.mask.keeps_all else problem.mask
-        options = {"backend": self.backend, "deterministic": self.deterministic, **_varied(problem)}
-        return lambda: sparse_flash.attention(*problem.leaves, mask, **options)
+        options: dict[str, Any] = {"backend": self.backend, "deterministic": self.deterministic, **_varied(problem)}
+        return lambda: sparse_flash.attention(*problem.leaves, mask, **options)  # type: ignore[return-value]  # no return_lse
 
 
 def _varied(problem: Problem) -> dict:

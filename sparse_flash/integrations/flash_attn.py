@@ -17,6 +17,8 @@ Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-atte
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..api.attention import attention
@@ -60,7 +62,9 @@ def flash_attn_func(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dims(name, tensor, "(batch, tokens, heads, head_dim)")
     out, lse = attention(
-        *(t.transpose(1, 2) for t in (q, k, v)),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         _kept(causal, window_size, mask),
         scale=softmax_scale,
         return_lse=True,
@@ -148,11 +152,16 @@ def flash_attn_varlen_func(
     that memory. mask must then depend on distances only (causal, windows), unless queries and keys have the same cu_seqlens.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
-    options = {"scale": softmax_scale, "return_lse": True, "deterministic": deterministic or None, "backend": backend}
+    options: dict[str, Any] = {
+        "scale": softmax_scale,
+        "return_lse": True,
+        "deterministic": deterministic or None,
+        "backend": backend,
+    }
     terms = _terms(dropout_p, softcap, alibi_slopes)
     kept = _kept(causal, window_size, mask)
     if not terms and block_table is None:
-        longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, **longest, **options)
         return (out, lse, None) if return_attn_probs else out
     _check_dims("q", q, "(tokens of all sequences, heads, head_dim)")
@@ -173,8 +182,9 @@ def flash_attn_varlen_func(
         kv_first = max_seqlen_k - kv_count
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
         k, v = (t[_page(block_table, token, t.shape[1])] for t in (k, v))
-    lengths = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
-    out, lse = attention(*(t.transpose(1, 2) for t in (q, k, v)), kept, **lengths, **options, **terms)
+    lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse = attention(q, k, v, kept, **lengths, **options, **terms)
     out = take_rows(out.transpose(1, 2).flatten(0, 1), row_of_token, token_of_row, 0.0, False)
     if not return_attn_probs:
         return out
@@ -302,7 +312,7 @@ def flash_attn_with_kvcache(
     lens = cache_seqlens + new
     kept = _kept(causal, window_size, mask)
     terms = _terms(0.0, softcap, alibi_slopes)
-    options = {"scale": softmax_scale, "return_lse": True, "backend": backend}
+    options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
     if terms or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
         _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
@@ -311,13 +321,13 @@ def flash_attn_with_kvcache(
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
         keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
         first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
-        tensors = (t.transpose(1, 2) for t in (q, keys, values))
-        out, lse = attention(*tensors, kept, kv_starts=first.clamp(max=capacity), **options, **terms)
+        q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
+        out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **terms)
     else:
         if cache_batch_idx is not None:
             k_cache, v_cache = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
-        tensors = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
-        out, lse = attention_decode(*tensors, kept, kv_lens=lens, block_table=block_table, **options)
+        q, k_cache, v_cache = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
+        out, lse = attention_decode(q, k_cache, v_cache, kept, kv_lens=lens, block_table=block_table, **options)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 

@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, torch.Tensor):
         attn_mask = _table(attn_mask, (*query.shape[:3], key.shape[2]))
     mask = "causal" if is_causal else attn_mask
-    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)
+    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse alone
 
 
 def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
