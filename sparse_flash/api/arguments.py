@@ -74,7 +74,9 @@ def checked(
         or score_mod is not None
         or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
     )
-    if has_terms or sinks is not None or isinstance(mask, (Pattern, str)):  # what follows reads their shapes
+    table: BlockMask | str | None
+    table, pattern = (mask, None) if mask is None or isinstance(mask, BlockMask) else (None, mask)
+    if has_terms or sinks is not None or pattern is not None:  # what follows reads their shapes
         check_tensors(q, k, v)
     if has_terms:
         terms = terms_of(
@@ -93,13 +95,19 @@ def checked(
         )
     if sinks is not None:
         check_sinks(sinks, q)
-    table = _table_or_text(mask, q.shape[2], k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else mask
+    if pattern is not None:
+        table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
+    walked: BlockMask | str | None
+    fits: tuple[object, ...] | None
+    if isinstance(table, BlockMask):
+        walked = table.walked(q.is_cuda)
+        fits = table.fits, walked is None or walked.block_size
+    else:
+        walked, fits = table, None
     key = selected = None
-    if terms is None and not isinstance(table, str) and not isinstance(walked, str) and not torch.compiler.is_compiling():
-        fits = None if table is None else (table.fits, walked is None or walked.block_size)
+    if terms is None and not isinstance(table, str) and not torch.compiler.is_compiling():
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (*shapes, fits, deterministic, backend)
         selected = _selected.get(key)

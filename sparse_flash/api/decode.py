@@ -9,7 +9,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
-from ..masks.cache import as_block_mask, of_another_library
+from ..masks.cache import as_block_mask, keep_if_captured, of_another_library
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
 from ..patterns import causal, full, local
@@ -106,7 +106,9 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
     if torch.compiler.is_compiling():
         is_causal, tensors = _constant_tables(mask, length, q.device)
         return (BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None), is_causal
-    return _compiled(mask, length, q.device)
+    table, is_causal = _compiled(mask, length, q.device)
+    keep_if_captured(table, q.device)
+    return table, is_causal
 
 
 def _rounded(capacity: int) -> int:

@@ -65,9 +65,14 @@ def in_differentiating_transform() -> bool:
     return inner is not None and inner.key() != _functorch.TransformType.Functionalize
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return _forward_ad._current_level >= 0
+
+
 def has_forward_derivative(*tensors: torch.Tensor) -> bool:
     """Whether forward mode is active and one of these tensors carries a tangent."""
-    return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return in_forward_mode() and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable:

@@ -15,6 +15,7 @@ from ..compat.pytorch import (
     apply_directly,
     has_forward_derivative,
     in_differentiating_transform,
+    in_forward_mode,
     in_function_transform,
 )
 from ..masks.block_mask import BlockMask
@@ -53,12 +54,12 @@ def _of_nothing(q, k, v):
 def _computed(call: AttentionCall, backend: str):
     q, k, v, mask, terms = call.q, call.k, call.v, call.mask, call.terms
     more = () if terms is None else terms.tensors()
-    _refuse_transforms(q, k, v, *more)
     if is_plain_eager(q, k, v, *more):
         learned = terms is not None and terms.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), terms, *more)
         return backends.backend(backend).forward(q, k, v, mask, call.scale, terms)
+    _refuse_transforms(q, k, v, *more)
     tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
     pattern = mask if isinstance(mask, str) else ""
     packed = NO_TERMS if terms is None else terms.packed()
@@ -67,9 +68,9 @@ def _computed(call: AttentionCall, backend: str):
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
     """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
-    _refuse_transforms(q, k, v)
     if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
+    _refuse_transforms(q, k, v)
     tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
@@ -93,13 +94,14 @@ def is_seen() -> bool:
 
 
 def is_plain_eager(*tensors) -> bool:
-    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, tensor subclass or
-    meta tensor that has to see the operator."""
+    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, forward mode, tensor
+    subclass or meta tensor that has to see the operator."""
     return (
         not torch.compiler.is_compiling()
         and not tensors[0].is_meta
         and active_modes() == 0
         and not in_function_transform()
+        and not in_forward_mode()
         and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
     )
 

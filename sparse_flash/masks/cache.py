@@ -22,7 +22,7 @@ from .pattern import Pattern
 _of_flex = WeakIdKeyDictionary()
 cleared_by(_of_flex.clear)
 # What CUDA graphs were captured with, by id: replays read it, so that it is never dropped. As many as were captured.
-_captured: dict[int, BlockMask] = {}
+_captured: dict[int, object] = {}
 
 
 @singledispatch
@@ -61,7 +61,7 @@ def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
     made_of = from_flex.parts_of(mask)
     known = _of_flex.get(mask)
     if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        _keep_if_captured(known[1])
+        keep_if_captured(known[1], known[1].device)
         return known[1]
     if is_recorded(mask.kv_indices.device):
         raise ValueError(
@@ -79,10 +79,10 @@ def of_another_library(mask: object) -> BlockMask:
     return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
 
 
-def _keep_if_captured(mask: BlockMask) -> None:
-    """What a CUDA graph is captured with stays for good, as replays read it."""
-    if mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured[id(mask)] = mask
+def keep_if_captured(tables: object, device: torch.device) -> None:
+    """What a CUDA graph is captured with stays for good, as replays read it: a mask, or tables that others remember."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[id(tables)] = tables
 
 
 def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
@@ -90,7 +90,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     FakeTensorMode, of its tensors."""
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
-        _keep_if_captured(mask)
+        keep_if_captured(mask, device)
         fake = fake_mode()
         if fake is None:
             return mask

@@ -21,6 +21,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..dispatch.operators import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
+from ..masks.cache import keep_if_captured
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.table import Entries
@@ -73,6 +74,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
     entries = runs.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     tiles = min(entries, 6 * k_blocks + 10 * q_blocks)  # see most_entries
     sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, max(2, entries), max(2, tiles), same)
+    keep_if_captured(runs, device)
     return [*map(int, sizes)], runs.constants
 
 

@@ -23,7 +23,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..dispatch.operators import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import as_block_mask
+from ..masks.cache import as_block_mask, keep_if_captured
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.table import PART_FIELDS, WORK_FIELDS, Entries, Table
@@ -109,6 +109,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
     q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
     k_blocks = _most_blocks(k_tokens, documents)
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    keep_if_captured(document, device)
     sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
     return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
 

@@ -54,20 +54,29 @@ def test_masks_that_nobody_holds_are_freed():
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_captured_graphs_survive_cleared_caches():
     q = torch.randn(1, 2, 300, 64, device=DEVICE, dtype=torch.float16)
-    decoded = lambda: sf.attention_decode(q[:, :, :1], q, q, "causal & local(100)")  # noqa: E731
-    wanted, few = sf.attention(q, q, q, "causal & local(31)"), decoded()
+    tokens = q[0].transpose(0, 1)
+    documents = torch.tensor([0, 70, 300], dtype=torch.int32, device=DEVICE)
+
+    def results() -> list[torch.Tensor]:
+        packed = [
+            sf.attention_varlen(*[tokens] * 3, documents, mask=f"causal & {each}") for each in ("local(9)", "strided(3, block=16)")
+        ]
+        return [sf.attention(q, q, q, "causal & local(31)"), sf.attention_decode(q[:, :, :1], q, q, "causal & local(100)"), *packed]
+
+    wanted = [out.clone() for out in results()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, out_few = sf.attention(q, q, q, "causal & local(31)"), decoded()
+        captured = results()
     sf.clear_caches()
+    gc.collect()
     torch.cuda.empty_cache()
-    noise = [torch.randn(1 << 20, device=DEVICE) for _ in range(8)]  # takes what was freed
+    noise = [torch.full((1 << 16,), 1 << 20, dtype=torch.int32, device=DEVICE) for _ in range(64)]  # takes what was freed
     for _ in range(3):
         graph.replay()
-        torch.testing.assert_close(out, wanted)
-        torch.testing.assert_close(out_few, few)
-        torch.testing.assert_close(sf.attention(q, q, q, "causal & local(31)"), wanted)
-    assert len(noise) == 8
+        for outs in (captured, results()):
+            for out, right in zip(outs, wanted, strict=True):
+                torch.testing.assert_close(out, right)
+    assert len(noise) == 64
 
 
 def test_a_pattern_defined_anew_in_a_notebook_is_not_taken_for_the_one_before(monkeypatch):

@@ -4,7 +4,6 @@ import copy
 import io
 import logging
 import pickle
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.api import arguments
 from sparse_flash.dispatch import observers
 
 MASKS = {
@@ -113,7 +113,7 @@ def test_a_wrong_result_raises_and_is_named_with_its_error(place, name, monkeypa
 
 def test_a_table_that_is_not_its_patterns_is_found(monkeypatch):
     wrong = sf.compile_mask("causal & local(25)", 150)
-    monkeypatch.setattr(sys.modules["sparse_flash.api.attention"], "_compiled", lambda *args: wrong)
+    monkeypatch.setattr(arguments, "_table_or_text", lambda *args: wrong)
     with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
         sf.check(step, every=1)("causal & local(20)", *tensors())
 
