@@ -51,7 +51,6 @@ def interpreted() -> bool:
     return _interpreted()
 
 
-@cache
 def _refusal(device: torch.device, dropout: bool) -> str | None:
     """Why no table of tile sizes is for this GPU, or not with dropout, or None."""
     from ..kernels.portable.configs import refusal
@@ -59,7 +58,8 @@ def _refusal(device: torch.device, dropout: bool) -> str | None:
     return refusal(device, dropout)
 
 
-for _function in (available, interpreted, _refusal):  # torch.compile cannot trace their imports
+# torch.compile cannot trace their imports. (Functions, as it looks through what functools.cache makes of one.)
+for _function in (available, interpreted, _refusal):
     constant_in_graphs(_function)
 
 

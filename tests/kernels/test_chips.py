@@ -1,6 +1,7 @@
 """The portable kernels on chips other than Hopper: how they address tiles, their configs, and what they compile to."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -95,13 +96,19 @@ def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, rea
     monkeypatch.setattr(configs, "chip_of", lambda device: (chip, kib * 1024))
     monkeypatch.setattr(triton_backend, "_available", lambda: None)
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
-    triton_backend._refusal.cache_clear()
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, None)
-    try:
-        assert triton_backend.supports(call) == reason
-        assert tuning.tile_sizes(call.device) == f"none: {reason}"
-    finally:
-        triton_backend._refusal.cache_clear()
+    assert triton_backend.supports(call) == reason
+    assert tuning.tile_sizes(call.device) == f"none: {reason}"
+
+
+def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_found_out(monkeypatch):
+    def look(device):
+        os.getpid()  # as the driver's calls, it cannot be traced
+        return (9, 0), 232448
+
+    monkeypatch.setattr(configs, "chip_of", look)
+    asked = lambda x: x + (triton_backend._refusal(torch.device("cuda", 0), False) is None)  # noqa: E731
+    assert torch.compile(asked, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
 
 
 def test_dropout_is_refused_where_the_compiler_does_not_survive_it(monkeypatch):
@@ -110,12 +117,9 @@ def test_dropout_is_refused_where_the_compiler_does_not_survive_it(monkeypatch):
     call = backends.Call(torch.device("cuda", 0), torch.bfloat16, 1, 1, 1, 64, 64, 64, 64, features=("dropout_p",))
     for chip, shared, refused in (("gfx942", 65536, True), ((8, 6), 101376, False)):
         monkeypatch.setattr(configs, "chip_of", lambda device, chip=chip, shared=shared: (chip, shared))
-        triton_backend._refusal.cache_clear()
         reason = triton_backend.supports(call)
-        triton_backend._refusal.cache_clear()
         assert ("forward kernel with dropout" in reason) if refused else reason is None
         assert triton_backend.supports(dataclasses.replace(call, features=())) is None
-    triton_backend._refusal.cache_clear()
 
 
 def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monkeypatch):
