@@ -11,7 +11,7 @@ import simulated
 import torch
 from accepted import DRAWN, fitted, refusal, shapes
 from hypothesis import given, settings
-from oracle import BACKENDS
+from oracle import BACKENDS, DEVICE
 
 from sparse_flash import backends
 
@@ -75,6 +75,7 @@ def test_what_a_back_end_accepts_is_changed_in_nothing_and_what_it_refuses_as_li
     assert fitted("hopper", {"head_dim": 16}, dtype=torch.float64) == {"head_dim": 16}
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's own run counts what was computed, against a floor")
 def test_on_an_h100_every_back_end_would_compute_at_least_half_of_the_cases_of_each_test(tmp_path):
     report = tmp_path / "report.json"
     environment = os.environ | {

@@ -90,5 +90,5 @@ def test_a_kernel_config_added_by_its_recipe_is_compiled_and_written_down(tmp_pa
     with (tmp_path / "docs" / "chips.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if (row["chip"], row["kernel"], row["head_dim"]) == ("8.0", "forward", "256")]
     half = [row for row in rows if row["dtype"] == "bf16"]
-    assert [(row["tile_m"], row["tile_n"], row["warps"]) for row in half] == [("32", "32", "4")]
+    assert [(row["tile_m"], row["tile_n"], row["stages"]) for row in half] == [("32", "32", "2")]
     run_in(tmp_path, *PYTEST, "tests/kernels/test_chips.py", "-k", "table or tables")

@@ -99,15 +99,11 @@ def checked(
         table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    walked: BlockMask | str | None
-    fits: tuple[object, ...] | None
-    if isinstance(table, BlockMask):
-        walked = table.walked(q.is_cuda)
-        fits = table.fits, walked is None or walked.block_size
-    else:
-        walked, fits = table, None
-    key = selected = None
+    on_device = table.walked(q.is_cuda) if isinstance(table, BlockMask) else None
+    key = selected = fits = None
     if terms is None and not isinstance(table, str) and not torch.compiler.is_compiling():
+        if table is not None:
+            fits = table.fits, on_device is None or on_device.block_size
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (*shapes, fits, deterministic, backend)
         selected = _selected.get(key)
@@ -116,6 +112,7 @@ def checked(
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
     scale = checked_scale(scale, q.shape[3])
+    walked = table if isinstance(table, str) else on_device
     return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, terms, sinks, return_lse, selected, key)
 
 
