@@ -1,5 +1,5 @@
-"""Arguments of calls, checked: what is wrong, what was passed, and the way out. What a call does besides its mask checks itself
-(``variant.terms_of``); keywords of other libraries are in ``keywords``."""
+"""Arguments of calls, checked. Each error says what must be passed, what was, and the way out. ``variant.terms_of`` checks lengths,
+changes of scores and dropout; ``keywords`` knows the keywords of other libraries."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _check_groups(heads: int, kv_heads: int) -> None:
 
 
 def check_deterministic(deterministic: bool | None) -> None:
-    """Raises TypeError for what is neither a bool nor None, a number too: 1 equals True where calls are remembered."""
+    """Raises TypeError unless this is a bool or None. A number is refused too: 1 equals True where calls are remembered."""
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None; got {deterministic!r}; None follows "

@@ -38,24 +38,24 @@ def attention(
     backend: str = "auto",
     **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to what the mask keeps; with as much
-    of what else is done to scores and weights as is asked for.
+    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to the kept pairs. Lengths, changes of
+    scores, sinks and dropout are optional.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention).
-    v: (batch, kv_heads, kv_len, v_head_dim), v_head_dim being head_dim or another. All of one dtype and device; any strides, of
-    which an unbroken last dimension costs no copy.
+    v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All of one dtype and device. Any strides; an
+    unbroken last dimension costs no copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a BlockMask of FlexAttention, read at its
     first use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks made outside of the
-    compiled function; PyTorch before 2.13 takes no Pattern there. One graph serves all lengths of text and of patterns that have
-    some; it is compiled anew for each length of a pattern without text, and for each pair of lengths of BlockMasks.)
+    compiled function; PyTorch before 2.13 takes no Pattern there. One graph serves all lengths of spec text and of patterns that
+    have it. A pattern without text is compiled again for each length, BlockMasks for each pair of lengths.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
     kv_lens, q_lens: tokens at or past these numbers do not exist. kv_starts, q_starts: nor do tokens before these numbers.
-    A query that does not exist has out 0, lse -inf and no gradient; blocks that hold no existing token are not visited. Positions
+    A query that does not exist has out 0, lse -inf and no gradient. Blocks that hold no existing token are not visited. Positions
     stay those of the padded lengths.
 
-    What is done to scores, in this order after scale; a query has position i + kv_len - q_len, a key its own number:
+    Changes of scores, in this order after scale; query i has position i + kv_len - q_len, key j position j:
     softcap: positive; score becomes softcap * tanh(score / softcap).
     alibi_slopes: (heads,) or (batch, heads): adds -slope * |q_pos - k_pos|. (arXiv:2108.12409.)
     rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], d being k_pos - q_pos held within
@@ -64,10 +64,10 @@ def attention(
     sinks: (heads,), a logit for each head that joins each query's softmax and takes its share of weight; lse includes it.
     Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
 
-    dropout_p: the share of softmax weights that are set to 0, the others being divided by 1 - dropout_p; lse is that without
-    it. In [0, 1), rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the most is 1 - 2^-16. Drawn from PyTorch's
-    generator: torch.manual_seed repeats it, checkpointed activations and replayed CUDA graphs get theirs. The same seed drops
-    the same pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
+    dropout_p: the share of softmax weights that are set to 0; the others are divided by 1 - dropout_p. lse does not change. In
+    [0, 1), rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the most is 1 - 2^-16. Drawn from PyTorch's generator:
+    torch.manual_seed repeats it; checkpointed activations and replayed CUDA graphs get theirs. The same seed drops the same
+    pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
 
     return_lse: also return lse, (batch, heads, q_len) float32 (float64 for float64 inputs): the natural logarithm of each query's
     softmax sum.

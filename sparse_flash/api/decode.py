@@ -62,8 +62,8 @@ def attention_decode(
     is cast to the cache's dtype by the caller.
 
     A pattern is compiled once, to the square table of the capacity rounded up by an eighth at most, and each call walks the
-    rows of its queries: a cache that grows within its capacity compiles nothing, and no call waits for the device, so that it
-    may be captured in a CUDA graph. The table takes 16 bytes a kept block (128 x 128) at or before the diagonal: 2 MiB for a
+    rows of its queries: a cache that grows within its capacity compiles nothing. No call waits for the device, and a CUDA graph
+    may capture it. The table takes 16 bytes a kept block (128 x 128) at or before the diagonal: 2 MiB for a
     pattern that keeps all of the past at 65,536 tokens, 0.5 GiB at a million; "causal" itself and "full" need none.
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).

@@ -81,7 +81,7 @@ class SparseAttention(nn.Module):
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
     head_dim: dim // heads by default; even where positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length, or with a
-    cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that shall not
+    cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that must not
     look ahead must say so: "causal & local(1024)". ``layer.mask = ...`` changes it, in compiled code as well.
     rotary_base: the base of rotary position embedding, its pairs being halves of head_dim apart; None for no positions.
     bias: of the four projections. backend, deterministic: as for ``attention``.

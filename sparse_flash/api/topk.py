@@ -1,4 +1,4 @@
-"""topk_blocks: which blocks each head shall visit, chosen from its queries and keys while the model runs."""
+"""topk_blocks: which blocks each head visits, chosen from its queries and keys while the model runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..masks.memory import remembered
 from ..masks.pattern import Pattern
 from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors
 
-_ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, which shall not be 8
+_ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def topk_blocks(
 
 
 class _Limits(NamedTuple):
-    """What of the choice does not depend on queries and keys.
+    """The part of the choice that does not depend on queries and keys.
 
     forced: (q_blocks, kv_blocks) bool, kept in any case. bias: (q_blocks, kv_blocks) float32, to add to scores: inf where
     forced, -inf where nothing may be kept, else 0. allowed: (q_blocks, 1) float64, how many blocks may be kept.

@@ -52,7 +52,7 @@ def attention_varlen(
     CPU both raise ValueError, as do arguments that do not fit together anywhere; wrong types raise TypeError.
 
     Where each query keeps one run of keys, and runs ascend (causal, local, prefix, full and what they have in common), documents
-    are attended to where they lie, in blocks that neighbours may share: a weight of 0 is multiplied by what is masked there, so
+    are attended to where they lie, in blocks that neighbours may share: a weight of 0 is multiplied by masked values there, so
     infinities and NaN in one, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of
     their own and back, which takes a copy of q, k, v and the results.
 

@@ -13,7 +13,7 @@ from . import Call, lacking
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = range(33, 129)  # what is padded to 64 or 128
+HEAD_DIMS = range(33, 129)  # padded to 64 or 128
 BLOCK_SIZES = (None, 128, 256)
 FEATURES = ("dropout_p",)
 MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 32 bits

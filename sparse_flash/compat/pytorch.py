@@ -88,6 +88,6 @@ def fake_mode():
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Within, no dispatch mode and no tensor subclass sees operations: what is computed is of plain tensors."""
+    """Within, no dispatch mode and no tensor subclass sees operations: results are plain tensors."""
     with _without_modes(), _without_functions():
         yield

@@ -13,7 +13,7 @@ observers: list = []
 
 
 def looked_at() -> bool:
-    # In this order: a graph that torch.compile makes shall not depend on who looks on.
+    # In this order: a graph of torch.compile must not depend on who looks on.
     return not torch.compiler.is_compiling() and bool(observers)
 
 

@@ -1,5 +1,5 @@
 """BlockMasks made: from blocks and tiles, maps of blocks, dense tensors, functions of FlexAttention, the masks of heads; and from
-other BlockMasks. ``BlockMask``'s class methods are the public names of what is here."""
+other BlockMasks. ``BlockMask``'s class methods are the public names of these functions."""
 
 from __future__ import annotations
 

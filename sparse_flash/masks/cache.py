@@ -21,7 +21,7 @@ from .pattern import Pattern
 # A FlexAttention mask -> (what it was made of, BlockMask), for as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
 cleared_by(_of_flex.clear)
-# What CUDA graphs were captured with, by id: replays read it, so that it is never dropped. As many as were captured.
+# Masks and tables that CUDA graphs were captured with, by id. Replays read them, so none is ever dropped.
 _captured: dict[int, object] = {}
 
 
@@ -33,7 +33,7 @@ def as_block_mask(mask: object, **lengths: Any) -> BlockMask:
 
 
 def _way_out(mask: object) -> str:
-    """How to make a mask of what is none; nothing where there is no saying."""
+    """How to make a mask of something else; empty where there is no advice."""
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if isinstance(mask, (list, tuple)):
@@ -74,7 +74,7 @@ def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
 
 
 def of_another_library(mask: object) -> BlockMask:
-    """A BlockMask from what is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
+    """A BlockMask from something that is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
     # torch.compile cannot trace into the dispatch.
     return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
 

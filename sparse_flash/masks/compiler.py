@@ -3,7 +3,7 @@
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
 2. What is still partial is decided by tokens. In each block only the leaves that are partial *there* matter, so the
    expression is simplified for each combination of leaf states; then blocks that must be alike are found before any
-   pair is looked at: on one diagonal for rules of the distance, of equal runs for rules made of runs.
+   pair is evaluated: on one diagonal for rules of the distance, of equal runs for rules made of runs.
 3. A block found empty is dropped and one found full is promoted, so the table depends on the mask's meaning alone.
 """
 
@@ -134,7 +134,7 @@ class _Compilation:
         return self.from_runs(rule, rows, cols)[inverse]
 
     def from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """Of the runs of each query, only those that touch the block are looked at: a window over an image has many, one
+        """Of the runs of each query, only those that touch the block matter: a window over an image has many, one
         or two of them in any block."""
         tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)

@@ -22,7 +22,7 @@ MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:
-    """Raises TypeError for what is no FlexAttention mask, ValueError for blocks that this library's tables cannot hold."""
+    """Raises TypeError unless this is a FlexAttention mask, ValueError for blocks that this library's tables cannot hold."""
     if not isinstance(mask, FlexMask):
         got = f"{type(mask).__module__}.{type(mask).__qualname__}"
         raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
@@ -178,7 +178,7 @@ def _reads(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
     zero = torch.zeros((), dtype=torch.int64, device=device)
     try:
         result = mask_mod(batch, head, zero, zero)
-    except Exception:  # what is wrong with it is said where it is evaluated
+    except Exception:  # the error is raised where the function is evaluated
         return True, True
     by_batch, by_head = (index.was_read or result is index for index in (batch, head))
     return by_batch, by_head

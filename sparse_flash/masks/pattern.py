@@ -41,7 +41,7 @@ class Pattern:
 
     A ``block_rule`` makes compiling faster where whole blocks can be ruled in or out; without one, every block is looked
     at. ``shift_invariant`` says that the token rule depends on ``q - kv`` alone, so that blocks on one diagonal are alike
-    and only one of them need be looked at. A pattern made of whole blocks may define ``block_rule`` alone.
+    and only one of them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
     """
 
     name: ClassVar[str | None] = None
@@ -126,7 +126,7 @@ class Pattern:
         return Not(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Fields only: what is cached beside them (hashes, arrays) is made anew where the pattern is unpickled.
+        # Fields only: the hashes and arrays cached beside them are made anew where the pattern is unpickled.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __bool__(self) -> NoReturn:
@@ -277,7 +277,7 @@ def _read_entry_points() -> None:
             if isinstance(loaded, type) and issubclass(loaded, Pattern) and loaded.name is None:
                 register_pattern(entry.name)(loaded)
         except Exception as error:
-            # One broken plug-in must not take the others away; it is named, so that it can be mended.
+            # One broken plug-in must not take the others away; the warning names it.
             warnings.warn(f"pattern plug-in {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=3)
 
 

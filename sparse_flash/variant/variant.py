@@ -205,7 +205,7 @@ def terms_of(
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:
-    """Raises TypeError for what is no number."""
+    """Raises TypeError unless value is a number."""
     if not isinstance(value, (int, float)):
         hint = "; use .item()" * isinstance(value, torch.Tensor)
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
@@ -232,7 +232,7 @@ def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """Raises TypeError or ValueError for what is no tensor on q's device. constant: the way out for one that asks for a gradient
+    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: the way out for one that asks for a gradient
     where there is none."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""A model's own mask, read from the functions of which Transformers makes masks.
+"""A model's own mask, read from the functions from which Transformers makes masks.
 
 Transformers asks for one mask for all layers of a kind (those with a window, those without), and hands it to attention. Here
 it gets a ``ModelMask``, which holds spec text in place of a tensor of pairs.
