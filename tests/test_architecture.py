@@ -125,6 +125,16 @@ def test_private_names_of_pytorch_are_in_one_place():
     assert found == {"sparse_flash.compat.dynamo", "sparse_flash.kernels.common.streams"}
 
 
+def test_private_names_of_triton_are_imported_in_two_modules():
+    found = set()
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton"):
+                private = re.search(r"(^|[. ])_[a-zA-Z]", " ".join([node.module, *(alias.name for alias in node.names)]))
+                found |= {name} if private else set()
+    assert found == {"sparse_flash.kernels.common.compat", "sparse_flash.kernels.common.gluon"}
+
+
 def test_kernels_know_arrays_and_nothing_else_of_the_package():
     theirs = {room(other) for name in IMPORTS if "kernels" in room(name) for other in IMPORTS[name]} - {None}
     assert theirs and all(name.startswith("kernels/") for name in theirs)

@@ -1,8 +1,9 @@
-"""What differs between Triton's releases, for the portable kernels: see also ``gluon.py`` beside it."""
+"""Private names of Triton, and what differs between its releases; those of Gluon are in ``gluon.py`` beside it."""
 
 import os
 
 import triton.language as tl
+from triton.runtime._async_compile import AsyncCompileMode as AsyncCompileMode  # kernels compiled by workers that it is given
 
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 

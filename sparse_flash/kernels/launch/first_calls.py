@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 from triton import knobs
-from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
+
+from ..common.compat import AsyncCompileMode
 
 _PATIENCE = 1.0  # seconds; what takes less came from Triton's cache on disk, and is not worth a line
 
