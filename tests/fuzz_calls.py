@@ -158,7 +158,7 @@ def _mask(group: int, backend: str) -> Drawn:
         return size if backends.backend(backend).supports(asked) is None else None
 
     grid = BlockGrid(q_len, kv_len, _first(fitting, backend))
-    with oracle.heavy_rows_in_parts() if rng.random() < 0.4 else nullcontext():
+    with oracle.heavy_rows_split() if rng.random() < 0.4 else nullcontext():
         drawn = {"pattern": _pattern_mask, "blocks": _block_map, "per head": _mask_per_head}[kind](rng, grid)
     return replace(drawn, mask=drawn.mask.to(oracle.DEVICE), kept=drawn.kept.to(oracle.DEVICE))
 

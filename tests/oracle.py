@@ -62,9 +62,9 @@ def shifted(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) ->
 
 
 @contextmanager
-def heavy_rows_in_parts():
-    """Masks compiled within divide every row of more than two blocks, as they else do rows far heavier than the mean."""
-    limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_HEAVY_SHARE": 0, "_PART_BLOCKS": 1, "_PART_RATIO": 0}
+def heavy_rows_split():
+    """Masks compiled within split every row of more than two blocks, as they else do rows far heavier than the mean."""
+    limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_HEAVY_SHARE": 0, "_SPLIT_BLOCKS": 1, "_SPLIT_RATIO": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(table, name, limit)

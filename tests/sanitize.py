@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from oracle import heavy_rows_in_parts
+from oracle import heavy_rows_split
 
 import sparse_flash as sf
 
@@ -29,9 +29,9 @@ def cases():
     yield "dense, odd lengths, grouped heads", 130, 257, 4, 2, None
     for name, spec in compiled.items():
         yield name, 300, 385, 2, 1, sf.compile_mask(spec, 300, 385, block_size=128, device=DEVICE)
-    with heavy_rows_in_parts():
+    with heavy_rows_split():
         mask = sf.compile_mask("local(90) | global_tokens(5)", 300, 400, block_size=128, device=DEVICE)
-        yield "rows in parts", 300, 400, 2, 1, mask
+        yield "split rows", 300, 400, 2, 1, mask
     for name, rows in (("empty rows", ("111", "000", "010")), ("nothing kept", ("000",) * 3)):
         blocks = torch.tensor([[char == "1" for char in row] for row in rows], device=DEVICE)
         yield f"block map, {name}", 384, 300, 4, 2, sf.BlockMask.from_blocks(blocks, 128, 384, 300)

@@ -16,7 +16,7 @@ from itertools import product
 from unittest import mock
 
 import torch
-from oracle import heavy_rows_in_parts
+from oracle import heavy_rows_split
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -139,7 +139,7 @@ def main() -> None:
     with mock.patch.object(launch, "remember", lambda *_: None), not_capturing, one_stream:
         portable_calls()
         hopper_calls()
-        with heavy_rows_in_parts():
+        with heavy_rows_split():
             hopper_calls()
         packed_calls()
         with mock.patch.object(launch, "addresses_tiles", lambda device: False):

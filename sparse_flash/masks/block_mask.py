@@ -71,7 +71,7 @@ class BlockMask:
             return
         for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
             length_may_vary(tensor, 0)
-        for tensor in (self.by_query.work, self.by_query.parts, self.by_key.work, self.by_key.parts):
+        for tensor in (self.by_query.work, self.by_query.splits, self.by_key.work, self.by_key.splits):
             length_may_vary(tensor, 1)
 
     @classmethod
@@ -233,7 +233,7 @@ class BlockMask:
 
     @cached_property
     def whole_columns(self) -> torch.Tensor:
-        """``by_key.work`` with no column in parts."""
+        """``by_key.work`` with no column split."""
         t = self.by_key
         bounds = torch.cat([t.row_ptr[:, :-1, None], t.row_split, t.row_ptr[:, 1:, None]], -1)
         return work_of_whole_rows(t.row_order, bounds.take_along_dim(t.row_order[..., None].long(), 1))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .table import PART_FIELDS, Table, work_of_whole_rows
+from .table import SPLIT_FIELDS, Table, work_of_whole_rows
 
 
 class Listing(NamedTuple):
@@ -86,7 +86,7 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     by_weight = bounds.gather(2, order[..., None].expand(bounds.shape))
     order = order.to(torch.int32)
     work = work_of_whole_rows(order, by_weight)
-    parts = torch.zeros((masks, 2, PART_FIELDS), dtype=torch.int32, device=maps.device)
+    splits = torch.zeros((masks, 2, SPLIT_FIELDS), dtype=torch.int32, device=maps.device)
     split = split.view(2, masks, -1, 2)
     tables = []
     for side, rows in enumerate(listing.rows):
@@ -94,7 +94,7 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
         own_split, own_order = (t[side, :, :rows].contiguous() for t in (split, order))
         cols, tiles = col_tile[:, 1 - side]
         of_work = work[side, :, :rows].contiguous()
-        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), own_split, own_order, cols, tiles, of_work, parts))
+        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), own_split, own_order, cols, tiles, of_work, splits))
     return tables
 
 
@@ -109,8 +109,8 @@ def table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:
     col_idx = counted(cols, tile.device).repeat(rows)
     work = work_of_whole_rows(order, torch.stack([ptr[:-1], runs, ptr[1:], ptr[1:]], -1))
     split = torch.stack([runs, ptr[1:]], -1)
-    parts = ptr.new_zeros((1, 2, PART_FIELDS))
-    return Table(ptr[None], split[None], order[None], col_idx, tile.reshape(-1), work[None], parts)
+    splits = ptr.new_zeros((1, 2, SPLIT_FIELDS))
+    return Table(ptr[None], split[None], order[None], col_idx, tile.reshape(-1), work[None], splits)
 
 
 def counted(stop: int, device: torch.device) -> torch.Tensor:

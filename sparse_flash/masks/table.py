@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
-PART_FIELDS = 4
+SPLIT_FIELDS = 4
 
-# A row comes in parts if it has more blocks than this, more than so many times the mean, and more than this share of all: one
-# program would still be at it when the others are done, unless there are many more heads than most models have. The parts are
-# of about so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
+# A row is split if it has more blocks than this, more than so many times the mean, and more than this share of all: one program
+# would still work on it when the others are done, unless there are many more heads than most models have. Its splits are of about
+# so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
-_PART_BLOCKS, _PART_RATIO = 32, 2
+_SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 
 
 class Entries(NamedTuple):
@@ -34,10 +34,10 @@ class Table(NamedTuple):
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
     work:      (masks, items, 8)  all that a program needs to know of a row, in one piece, heaviest first: the row, then
-                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a part of
-                                  a row that is much heavier than others, the same within the part, then its number
+                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a split of
+                                  a row that is much heavier than others, the same within the split, then its number
                                   from 1. Items of masks that have fewer than others name a row past the last.
-    parts:     (masks, parts, 4)  rows that come in parts: the row, its first part from 0, how many; then rows of zeros
+    splits:    (masks, splits, 4) rows that are split: the row, its first split from 0, how many; then rows of zeros
 
     ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
     """
@@ -48,7 +48,7 @@ class Table(NamedTuple):
     col_idx: torch.Tensor
     tile_idx: torch.Tensor
     work: torch.Tensor
-    parts: torch.Tensor
+    splits: torch.Tensor
 
 
 def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:
@@ -75,7 +75,7 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The work items of rows that do not come in parts. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4)
+    """The work items of rows that are not split. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4)
     int32, in that order, where each begins, its run tiles begin, its bit tiles begin, it ends."""
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
 
@@ -83,37 +83,37 @@ def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tenso
 def with_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
 ) -> Table:
-    """The table, on the CPU, with its work items: of whole rows, and of parts of the heavy ones."""
-    items, parts = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
+    """The table, on the CPU, with its work items: of whole rows, and of splits of the heavy ones."""
+    items, splits = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
-    listed = np.zeros((len(parts), max(2, *map(_count_of_parts, parts)), PART_FIELDS), np.int32)
-    for mask, (rows, heavy) in enumerate(zip(items, parts, strict=True)):
+    listed = np.zeros((len(splits), max(2, *map(_count_of_splits, splits)), SPLIT_FIELDS), np.int32)
+    for mask, (rows, heavy) in enumerate(zip(items, splits, strict=True)):
         work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
     return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
 
 
-def _count_of_parts(parts: np.ndarray) -> int:
-    return int(parts[:, 2].sum())
+def _count_of_splits(splits: np.ndarray) -> int:
+    return int(splits[:, 2].sum())
 
 
 def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The work items and the rows in parts of one mask: see ``Table``."""
+    """The work items and the split rows of one mask: see ``Table``."""
     count = np.diff(ptr).astype(np.int64)
     mean = count.sum() / max(1, np.count_nonzero(count))
     heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
-    divisor = np.where(heavy, -(-count // max(_PART_BLOCKS, int(_PART_RATIO * mean))), 1)
+    divisor = np.where(heavy, -(-count // max(_SPLIT_BLOCKS, int(_SPLIT_RATIO * mean))), 1)
     row = np.repeat(np.arange(len(count)), divisor)
     first_item = np.cumsum(divisor) - divisor
     number = np.arange(len(row)) - first_item[row]
     begin, end = (ptr[row] + count[row] * n // divisor[row] for n in (number, number + 1))
-    part = np.cumsum(heavy[row]) * heavy[row]
-    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, part]
+    which = np.cumsum(heavy[row]) * heavy[row]
+    fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, which]
     items = np.zeros((len(row), WORK_FIELDS), np.int32)
     items[:, : len(fields)] = np.stack(fields, -1)[np.argsort(begin - end, kind="stable")]
-    first_part = np.cumsum(divisor * heavy) - divisor * heavy
-    parts = np.stack([np.arange(len(count)), first_part, divisor, 0 * divisor], -1)[heavy]
-    return items, parts.astype(np.int32)
+    first_split = np.cumsum(divisor * heavy) - divisor * heavy
+    splits = np.stack([np.arange(len(count)), first_split, divisor, 0 * divisor], -1)[heavy]
+    return items, splits.astype(np.int32)
 
 
 def at_least_two(tiles: np.ndarray) -> np.ndarray:

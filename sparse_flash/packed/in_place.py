@@ -27,7 +27,7 @@ from ..masks.memory import remembered
 from ..masks.table import Entries
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 from . import gather_rows
-from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, no_parts, own_tensors, power_of_two
+from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, no_splits, own_tensors, power_of_two
 
 
 class InPlacePlan(NamedTuple):
@@ -81,7 +81,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 class _LongRuns:
     """The runs of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key.
 
-    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and parts of a mask that needs none.
+    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and splits of a mask that needs none.
     """
 
     def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
@@ -94,7 +94,7 @@ class _LongRuns:
         self._blocks = -(-reach // BLOCK) + 1
         zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
-        self.constants = [t.to(device) for t in (runs, *zeros, no_parts("cpu"))]
+        self.constants = [t.to(device) for t in (runs, *zeros, no_splits("cpu"))]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have together.
@@ -185,12 +185,12 @@ def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.T
     from ..kernels.packed.repack import lay_out
     from ..kernels.packed.spans import fill_spans
 
-    runs, mask_index, tile_bits, parts = constants
+    runs, mask_index, tile_bits, splits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
     with portable.current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
-    return [mask_index, *by_query, parts, *by_key, parts, tile_runs, tile_bits]
+    return [mask_index, *by_query, splits, *by_key, splits, tile_runs, tile_bits]
 
 
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from ..masks.build import from_entries
 from ..masks.cache import as_block_mask, keep_if_captured
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
-from ..masks.table import PART_FIELDS, WORK_FIELDS, Entries, Table
+from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 from . import gather_rows
 
@@ -102,7 +102,7 @@ def _split(tensors: list[torch.Tensor]):
 
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask and the parts of a table that has none)."""
+    """(the fields of a RepackPlan, the tensors of the long document's mask and the splits of a table that has none)."""
     # Powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
@@ -139,8 +139,8 @@ class LongDocument:
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """The mask's tensors on the device, and the parts of a table that has none."""
-        return [*self.mask.to(self._device).tensors(), no_parts(self._device)]
+        """The mask's tensors on the device, and the splits of a table that has none."""
+        return [*self.mask.to(self._device).tensors(), no_splits(self._device)]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
@@ -154,9 +154,9 @@ def long_document(pattern, k_blocks, before, device) -> LongDocument:
     return LongDocument(pattern, k_blocks, before, device)
 
 
-def no_parts(device) -> torch.Tensor:
-    """``parts`` of a table without split rows."""
-    return torch.zeros((1, 2, PART_FIELDS), dtype=torch.int32, device=device)
+def no_splits(device) -> torch.Tensor:
+    """``splits`` of a table without split rows."""
+    return torch.zeros((1, 2, SPLIT_FIELDS), dtype=torch.int32, device=device)
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
@@ -203,8 +203,8 @@ def fake_size(known: int, by_kernels: bool) -> int | torch.SymInt:
 
 def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
     """The shapes of a ``Table`` of one mask."""
-    col_idx, tile_idx, items, parts = (fake_size(known, by_kernels) for known in (entries, entries, rows, 2))
-    work = [(1, items, WORK_FIELDS), (1, parts, PART_FIELDS)]
+    col_idx, tile_idx, items, splits = (fake_size(known, by_kernels) for known in (entries, entries, rows, 2))
+    work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
 
@@ -212,7 +212,7 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
     """``_pack`` by kernels."""
     from ..kernels.packed.repack import fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles, parts = _long_tables(tables)
+    mask_index, by_query, by_key, tiles, splits = _long_tables(tables)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
     with portable.current_device(q_starts.device):
@@ -224,12 +224,12 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
             filled += fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query)
-            filled.append(parts)
+            filled.append(splits)
     return [*axes[0], *axes[1], mask_index, *filled, *roomy]
 
 
 def _long_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles, the parts of a table that has none)."""
+    """(mask_index, by_query, by_key, tiles, the splits of a table that has none)."""
     size = len(Table._fields)
     return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import LAYOUTS, check, heavy_rows_in_parts
+from oracle import LAYOUTS, check, heavy_rows_split
 
 import sparse_flash as sf
 
@@ -147,7 +147,7 @@ def test_every_head_may_have_its_own_mask(backend, group):
 @parametrize("name", ["global_tokens", "bigbird", "complement", "dilated"])
 def test_rows_and_columns_that_come_in_parts_are_right(name, block_size, head_dim, group):
     pattern = f"({PATTERNS[name]}) | global_tokens(40)"
-    with heavy_rows_in_parts():
+    with heavy_rows_split():
         mask = sf.compile_mask(pattern, 1500, 1400, block_size)
         assert mask.by_query.work.shape[1] > mask.by_query.row_order.shape[1]
         options = {"dtype": torch.bfloat16, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group}
@@ -186,7 +186,7 @@ def test_launches_on_several_streams_do_not_take_each_others_tiles():
 @parametrize("dtype", DTYPES)
 @parametrize("name", ["causal", "dilated", "global_tokens", "full"])
 def test_gradients_that_do_not_depend_on_the_order_of_additions_are_right(name, dtype, head_dim, group):
-    with heavy_rows_in_parts():
+    with heavy_rows_split():
         options = {"dtype": dtype, "head_dim": head_dim, "heads": 4, "kv_heads": 4 // group, "batch": 2}
         check("hopper", PATTERNS[name], 900, 700, block_size=128, deterministic=True, **options)
 
@@ -200,7 +200,7 @@ def test_gradients_repeat_bit_for_bit_where_asked_to(backend, dropout_p, spec, k
         torch.manual_seed(0)
         shapes = [(2, heads, 4096, 128) for heads in (4, kv_heads, kv_heads)]
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-        with heavy_rows_in_parts():
+        with heavy_rows_split():
             out = sf.attention(q, k, v, spec, backend=backend, deterministic=True, dropout_p=dropout_p)
         return torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 

@@ -8,7 +8,7 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import heavy_rows_in_parts
+from oracle import heavy_rows_split
 
 import sparse_flash as sf
 
@@ -381,7 +381,7 @@ def test_work_items_cover_every_entry_of_every_row_once_and_the_heaviest_comes_f
 
 def test_a_row_much_heavier_than_others_comes_in_parts_that_are_listed():
     table = sf.compile_mask("local(128) | global_tokens(128)", 65536).by_query
-    (row, first, count, _), *rest = table.parts[0].tolist()
+    (row, first, count, _), *rest = table.splits[0].tolist()
     assert row == 0 and first == 0 and count == 16 and not any(map(any, rest[:-1]))
     parts = table.work[0][table.work[0, :, 5] > 0]
     assert sorted(parts[:, 5].tolist()) == list(range(1, count + 1)) and set(parts[:, 0].tolist()) == {0}
@@ -431,7 +431,7 @@ def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
 
 
 def test_columns_in_parts_are_listed_whole_too():
-    with heavy_rows_in_parts():
+    with heavy_rows_split():
         mask = sf.BlockMask.per_head(["causal & (local(200) | sinks(4))", "causal & dilated(9, 3, block=1)"], q_len=900, kv_len=800)
     table = mask.by_key
     assert table.work.shape[1] > table.row_order.shape[1]

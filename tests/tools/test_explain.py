@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from oracle import heavy_rows_in_parts
+from oracle import heavy_rows_split
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -246,7 +246,7 @@ def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
             monkeypatch.setattr(module, "tile_queue", lambda device: None)
     s = {"heads": 2, "head_dim": 128, "v_head_dim": None, "batch": 1, "kv_heads": None, "deterministic": False, "block_size": 128}
     s |= options
-    with heavy_rows_in_parts() if "global" in spec else nullcontext():
+    with heavy_rows_split() if "global" in spec else nullcontext():
         mask = sf.compile_mask(spec, 600, 1000, s.pop("block_size"))
     m = explain(mask, dtype=torch.bfloat16, **s).memory
     assert set(m.work) == ({"triton", "hopper"} if s["v_head_dim"] is None else {"triton"})

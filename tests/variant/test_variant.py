@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accepted import fitted
-from oracle import BACKENDS, DEVICE, compared, heavy_rows_in_parts, make_call, require
+from oracle import BACKENDS, DEVICE, compared, heavy_rows_split, make_call, require
 from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
@@ -476,7 +476,7 @@ def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_d
     q, k, _, _ = inputs(dtype, q_len, kv_len, head_dim)
     q, k = 0.2 * q, 0.2 * k  # no weight rounds to 0
     usable(backend, q, k, {"dropout_p": 0.3})
-    with heavy_rows_in_parts():
+    with heavy_rows_split():
         spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
         table = spec and sf.compile_mask(spec, q_len, kv_len, block_size, device=DEVICE)
 
@@ -509,7 +509,7 @@ def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_d
 def test_dropout_is_right_on_hopper(mask, head_dim, dtype, kv_heads, deterministic, parts):
     spec = {**MASKS, "wide": "local(40) | global_tokens(140)"}[mask]
     shape = {"q_len": 700, "kv_len": 900, "head_dim": head_dim, "kv_heads": kv_heads}
-    with heavy_rows_in_parts() if parts else nullcontext():
+    with heavy_rows_split() if parts else nullcontext():
         check("hopper", "dropout", spec, dtype, block_size=128, deterministic=deterministic, **shape)
 
 

@@ -429,7 +429,7 @@ def combine_kernel(
     TABLE_BLOCK: tl.constexpr,
 ):
     """The output of rows that were split: the splits' outputs, each weighed by its share of the softmax's sum. A program combines
-    ``COMBINED`` queries of a head and of one of the ``listed`` lines of ``Table.parts``."""
+    ``COMBINED`` queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
     STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
     TILES: tl.constexpr = TABLE_BLOCK // 128
     batch = tl.program_id(1) // heads
@@ -508,7 +508,7 @@ def _tensors(q, k, v, terms, splits: int) -> tuple[torch.Tensor, ...]:
 def _splits(mask) -> int:
     """How many tiles of 128 queries of a head are splits of rows."""
     split = has_splits(mask and mask.by_query)
-    return mask.by_query.parts.shape[1] * (mask.block_size // TILE.value) if split else 0
+    return mask.by_query.splits.shape[1] * (mask.block_size // TILE.value) if split else 0
 
 
 def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, splits, dropout_p, config):
@@ -559,7 +559,7 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     """(grid, arguments, constants, options)"""
     batch, heads, q_len = lse.shape
     dim = split_out.shape[-1]
-    table = mask.by_query.parts
+    table = mask.by_query.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
