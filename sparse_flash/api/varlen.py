@@ -82,16 +82,14 @@ def attention_varlen(
 
     q, k, v = autocast(q, k, v)
     in_place = mask_in_place(mask, queries, None if same else keys)
-    packed = None if in_place is not None else pack(mask, queries, None if same else keys)
-    if packed is None:
+    if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    else:
-        q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-    table = in_place if packed is None else packed.mask
-    out, lse = attention(q, k, v, table, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
-    if packed is None:
+        out, lse = attention(q, k, v, in_place, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     else:
+        packed = pack(mask, queries, None if same else keys)
+        q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+        out, lse = attention(q, k, v, packed.mask, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
         out = _off_blocks(out, packed.queries, 0.0)
         if return_lse:
             lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True).squeeze(-1).T
