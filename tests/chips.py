@@ -1,7 +1,7 @@
 """Compiles the portable kernels for other chips, without one, into docs/chips.csv: what each takes there.
 
     make chips                          what the file lacks, or has of other sources or configs
-    make chips ARGS=--representatives   one variant of each kernel for each chip, as CI runs it; writes nothing
+    make chips ARGS=--representatives   one case of each kernel for each chip, as CI runs it; writes nothing
 
 Exit status 1: a kernel did not compile, or takes more shared memory than its chip has.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparse_flash.kernels.common.variant import within_memory
+from sparse_flash.kernels.common.case import within_memory
 from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
@@ -50,15 +50,15 @@ SOURCES = {
 }
 
 
-class Variant(NamedTuple):
-    """What a kernel is compiled for. terms: "", "dropout", "terms", "lengths", or of packed a kernel's name. block: the table's;
+class Case(NamedTuple):
+    """What a kernel is compiled for. variant: "", "dropout", "scores", "lengths", or of packed a kernel's name. block: the table's;
     0: dense. page: of decoding."""
 
     kernel: str
     dtype: str = "bf16"
     dim: int = 128
     block: int = 128
-    terms: str = ""
+    variant: str = ""
     page: int = 0
 
 
@@ -70,7 +70,7 @@ class Row(NamedTuple):
     dtype: str
     head_dim: str
     table_block: str
-    terms: str
+    variant: str
     page: str
     tile_m: str
     tile_n: str
@@ -89,30 +89,30 @@ class Row(NamedTuple):
         return *self[:11], self.sources
 
 
-REPRESENTATIVES = [Variant(kernel, dim=128, block=0) for kernel in configs.KERNELS]
-REPRESENTATIVES += [Variant("decode", dim=128, page=128), Variant("packed", terms="fill_rows_kernel")]
+REPRESENTATIVES = [Case(kernel, dim=128, block=0) for kernel in configs.KERNELS]
+REPRESENTATIVES += [Case("decode", dim=128, page=128), Case("packed", variant="fill_rows_kernel")]
 
 
-def variants() -> list[Variant]:
+def cases() -> list[Case]:
     """A subset, chosen to have each limit in it: head dimensions whose tiles differ most; float32, whose numbers take twice the
-    room; dropout, whose draws take registers; all terms of scores at once with a function that loads a number for each pair, and
+    room; dropout, whose draws take registers; all changes of scores at once with a function that loads a number for each pair, and
     lengths, which take the most shared memory. float16 compiles like bfloat16, tables of small blocks take less."""
     found = list(REPRESENTATIVES)
     for kernel in configs.KERNELS:
-        found += [Variant(kernel, dim=64), Variant(kernel, dim=256), Variant(kernel, "fp32", 256, 0)]
-        found += [Variant(kernel, block=0, terms="dropout"), Variant(kernel, terms="terms"), Variant(kernel, terms="lengths")]
-    return [*found, Variant("decode", dim=256)]
+        found += [Case(kernel, dim=64), Case(kernel, dim=256), Case(kernel, "fp32", 256, 0)]
+        found += [Case(kernel, block=0, variant="dropout"), Case(kernel, variant="scores"), Case(kernel, variant="lengths")]
+    return [*found, Case("decode", dim=256)]
 
 
-def config_of(variant: Variant, chip: str) -> configs.Config:
+def config_of(case: Case, chip: str) -> configs.Config:
     family = configs.family_of_chip(*CHIPS[chip][1:3])
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[variant.dtype]
-    if variant.kernel == "decode":
-        return configs.decode_config(dtype, variant.dim, variant.block or None, 32, None, family, True)
-    if variant.kernel == "packed":
-        return configs.Config(0, 0, 1 if variant.terms == "fill_rows_kernel" else 4, 0)
-    config = configs.fitted(family, variant.kernel, dtype, variant.dim, variant.block or None)
-    return within_memory(config, *_terms(variant), variant.dim) if variant.kernel == "grad_q" else config
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
+    if case.kernel == "decode":
+        return configs.decode_config(dtype, case.dim, case.block or None, 32, None, family, True)
+    if case.kernel == "packed":
+        return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
+    config = configs.fitted(family, case.kernel, dtype, case.dim, case.block or None)
+    return within_memory(config, *_variant(case), case.dim) if case.kernel == "grad_q" else config
 
 
 def hash_of(kernel: str) -> str:
@@ -142,19 +142,19 @@ def _update(digest, node) -> None:
         digest.update(repr(node).encode())
 
 
-def described(variant: Variant, chip: str) -> list[str]:
+def described(case: Case, chip: str) -> list[str]:
     """The fields of a row that are known before anything is compiled: all up to ``shared``."""
-    config = config_of(variant, chip)
+    config = config_of(case, chip)
     tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages
-    return [chip, *map(str, (*variant, *tile))]
+    return [chip, *map(str, (*case, *tile))]
 
 
-def wanted(only: list[Variant] | None = None) -> dict[tuple[str, ...], tuple[Variant, str]]:
+def wanted(only: list[Case] | None = None) -> dict[tuple[str, ...], tuple[Case, str]]:
     """What the file holds, by the key of its rows."""
     hashes = {kernel: hash_of(kernel) for kernel in SOURCES}
-    jobs = [(variant, chip) for chip in CHIPS for variant in dict.fromkeys(only or variants())]
-    jobs = [(variant, chip) for variant, chip in jobs if not (variant.terms == "dropout" and chip == "gfx942")]  # see refusal
-    return {(*described(variant, chip), hashes[variant.kernel]): (variant, chip) for variant, chip in jobs}
+    jobs = [(case, chip) for chip in CHIPS for case in dict.fromkeys(only or cases())]
+    jobs = [(case, chip) for case, chip in jobs if not (case.variant == "dropout" and chip == "gfx942")]  # see refusal
+    return {(*described(case, chip), hashes[case.kernel]): (case, chip) for case, chip in jobs}
 
 
 def read() -> list[Row]:
@@ -172,45 +172,45 @@ def write(rows: list[Row]) -> None:
         writer.writerows(sorted(rows, key=lambda row: order[row.key]))
 
 
-def compiled(variant: Variant, chip: str) -> Row:
+def compiled(case: Case, chip: str) -> Row:
     """Runs in a process of its own, as kernels defined under TRITON_INTERPRET cannot be compiled."""
     import triton
     from sm90 import KERNELS, compiled, compiled_for_decoding
     from triton.backends.compiler import GPUTarget
 
     (backend, arch, threads), _, _, descriptors = CHIPS[chip]
-    target, config = GPUTarget(backend, arch, threads), config_of(variant, chip)
-    dim, block = variant.dim, variant.block
-    if variant.kernel == "packed":
-        result = _compiled_packed(variant.terms, target)
-    elif variant.kernel == "decode":
-        details = config, dim, block > 0, 32, 16, variant.page
-        result = compiled_for_decoding(*details, dtype=variant.dtype, target=target)
+    target, config = GPUTarget(backend, arch, threads), config_of(case, chip)
+    dim, block = case.dim, case.block
+    if case.kernel == "packed":
+        result = _compiled_packed(case.variant, target)
+    elif case.kernel == "decode":
+        details = config, dim, block > 0, 32, 16, case.page
+        result = compiled_for_decoding(*details, dtype=case.dtype, target=target)
     else:
-        kernel = KERNELS[variant.kernel][0]
-        terms, switches = _terms(variant)
+        kernel = KERNELS[case.kernel][0]
+        variant, switches = _variant(case)
         if chip == "gfx942":
-            terms = terms._replace(seed=None, dropout_p=None)
-        walked = config.tile_m if variant.kernel == "grad_kv" else config.tile_n
-        details = {"dtype": variant.dtype, "target": target, "descriptors": descriptors}
-        result = compiled(kernel, config, dim, block > 0, block or walked, terms, switches, **details)
-    hashed = hash_of(variant.kernel)
-    return Row(*described(variant, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
+            variant = variant._replace(seed=None, dropout_p=None)
+        walked = config.tile_m if case.kernel == "grad_kv" else config.tile_n
+        details = {"dtype": case.dtype, "target": target, "descriptors": descriptors}
+        result = compiled(kernel, config, dim, block > 0, block or walked, variant, switches, **details)
+    hashed = hash_of(case.kernel)
+    return Row(*described(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)
 
 
-def _terms(variant: Variant):
+def _variant(case: Case):
     from sm90 import DROPOUT, EVERY_SWITCH, EVERY_TERM, by_pair, derivative_of_by_pair
 
-    from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_TERMS, KernelTerms
+    from sparse_flash.kernels.common.case import NO_SWITCHES, NO_VARIANT, KernelVariant
 
-    if variant.terms == "dropout":
+    if case.variant == "dropout":
         return DROPOUT, NO_SWITCHES
-    if variant.terms == "lengths":
-        return KernelTerms(None, None, *["*i32"] * 4), NO_SWITCHES
-    if variant.terms == "terms":
-        every = EVERY_TERM if variant.kernel == "grad_q" else EVERY_TERM._replace(rel_bias_gradient=None)
+    if case.variant == "lengths":
+        return KernelVariant(None, None, *["*i32"] * 4), NO_SWITCHES
+    if case.variant == "scores":
+        every = EVERY_TERM if case.kernel == "grad_q" else EVERY_TERM._replace(rel_bias_gradient=None)
         return every, {**EVERY_SWITCH, "SCORE": by_pair, "DERIVATIVE": derivative_of_by_pair}
-    return NO_TERMS, NO_SWITCHES
+    return NO_VARIANT, NO_SWITCHES
 
 
 def _compiled_packed(name: str, target):
@@ -243,7 +243,7 @@ def _resources(result, backend: str) -> tuple[str, str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--representatives", action="store_true", help="one variant of each kernel for each chip")
+    parser.add_argument("--representatives", action="store_true", help="one case of each kernel for each chip")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, by default one for each core")
     parser.add_argument("--chip", choices=CHIPS, help="this chip alone")
     parser.add_argument("--cache", type=Path, help="a folder for Triton's cache; by default a temporary one")
@@ -266,7 +266,7 @@ def main() -> int:
     if not arguments.representatives:
         write(rows)
     failed += [
-        f"{_words(Variant(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip][2]} are there"
+        f"{_words(Case(*row[1:7]), row.chip)}: {row.shared} bytes of shared memory, {CHIPS[row.chip][2]} are there"
         for row in rows
         if int(row.shared) > CHIPS[row.chip][2]
     ]
@@ -274,8 +274,8 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _words(variant: Variant, chip: str) -> str:
-    return " ".join([chip, *(str(field) for field in variant if field)])
+def _words(case: Case, chip: str) -> str:
+    return " ".join([chip, *(str(field) for field in case if field)])
 
 
 def _compiled_together(jobs, workers: int):

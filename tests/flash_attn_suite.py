@@ -29,7 +29,7 @@ import torch
 
 from sparse_flash.integrations import flash_attn as ours
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, scored
-from sparse_flash.variant.variant import terms_of
+from sparse_flash.variant.variant import checked_variant
 
 NOT_OURS = {
     "test_flash_attn_generator_arg_must_be_none": "tests an argument of the package's C++ entry points",
@@ -86,11 +86,11 @@ def with_s_dmask(name):
         after = rng_state(device)
         set_rng_state(device, before)
         q, k, shift = padded(name, args)
-        terms = terms_of(q, k, dropout_p=dropout_p, alibi_slopes=kwargs.get("alibi_slopes"))
+        variant = checked_variant(q, k, dropout_p=dropout_p, alibi_slopes=kwargs.get("alibi_slopes"))
         set_rng_state(device, after)
         pairs = Pairs.all(q, k)
         products = q.float() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(-1, -2) * q.shape[-1] ** -0.5
-        scores = scored(terms, products, pairs)
+        scores = scored(variant, products, pairs)
         left, right = (int(limit) for limit in kwargs.get("window_size", (-1, -1)))
         right = 0 if kwargs.get("causal") else right
         distance = pairs.key - pairs.q_pos
@@ -100,7 +100,7 @@ def with_s_dmask(name):
             seen = seen & (pairs.key >= first) & (pairs.key < first + count)
         scores = scores.masked_fill(~seen, float("-inf"))
         weights = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
-        signed = torch.where(kept_by_dropout(terms, pairs).expand_as(weights), weights, -weights)
+        signed = torch.where(kept_by_dropout(variant, pairs).expand_as(weights), weights, -weights)
         if shift is not None:
             for b, (first_q, first_k) in enumerate(zip(shift[0].tolist(), shift[1].tolist())):
                 signed[b] = signed[b].roll((-first_q, -first_k), (-2, -1))

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_TERMS, KernelTerms, launch_options
+from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import configs as hopper_configs
 from sparse_flash.kernels.hopper import forward as hopper_forward
@@ -69,8 +69,8 @@ def derivative_of_by_pair(score, batch, head, q_pos, k_pos, params):
     return 1.0
 
 
-EVERY_TERM = KernelTerms("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
-DROPOUT = KernelTerms("*i64", "fp32")
+EVERY_TERM = KernelVariant("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
+DROPOUT = KernelVariant("*i64", "fp32")
 EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
 
 
@@ -80,14 +80,14 @@ def compiled(
     dim: int,
     sparse: bool,
     block: int = 128,
-    terms=NO_TERMS,
+    variant=NO_VARIANT,
     switches=NO_SWITCHES,
     dim_v: int | None = None,
     dtype: str = "bf16",
     target: GPUTarget = TARGET,
     descriptors: bool = True,
 ):
-    """terms: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default. descriptors:
+    """variant: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default. descriptors:
     whether the target addresses tiles by itself."""
     widths = dim, dim_v or dim
     constants = {"DIM": dim, "DIM_V": widths[1], "TILE_M": config.tile_m, "TILE_N": config.tile_n}
@@ -100,10 +100,10 @@ def compiled(
         for name in kernel.arg_names
         if name.endswith("_tensor")
     }
-    signature, constants, attributes = arguments(kernel, {**tensors, "terms": terms}, constants)
+    signature, constants, attributes = arguments(kernel, {**tensors, "variant": variant}, constants)
     source = ASTSource(kernel, signature, constants, attributes)
     rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
-    options = launch_options(config, terms, switches, rows)
+    options = launch_options(config, variant, switches, rows)
     return triton.compile(source, target=target, options=options | FUSED)
 
 
@@ -239,7 +239,9 @@ def of_the_tests():
         for fixed, ragged in ((False, False), (True, False), (False, True)):
             yield report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 of v
-        yield report(f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_TERMS, NO_SWITCHES, 128)
+        yield report(
+            f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128
+        )
         yield report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         yield report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
 

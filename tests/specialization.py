@@ -28,7 +28,7 @@ from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import repack, spans
 from sparse_flash.kernels.portable import backward, decode, forward
-from sparse_flash.variant.variant import Terms
+from sparse_flash.variant.variant import Variant
 
 MODULES = (forward, backward, decode, repack, spans, hopper_forward, hopper_backward)
 LENGTHS = (1, 16, 33)
@@ -75,10 +75,10 @@ def tensors(batch, heads, kv_heads, q_len, kv_len, dtype):
     return q, k, v, torch.zeros(batch, heads, q_len)
 
 
-def terms_of(batch: int, heads: int) -> tuple[Terms | None, ...]:
+def checked_variant(batch: int, heads: int) -> tuple[Variant | None, ...]:
     lengths = dict.fromkeys(("q_starts", "q_lens", "kv_starts", "kv_lens"), torch.zeros(batch, dtype=torch.int32))
     dropout = {"seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.5}
-    return None, Terms(**lengths, **dropout, alibi_slopes=torch.zeros(batch, heads), softcap=2.0)
+    return None, Variant(**lengths, **dropout, alibi_slopes=torch.zeros(batch, heads), softcap=2.0)
 
 
 def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
@@ -90,9 +90,9 @@ def masks_of(heads: int, q_len: int, kv_len: int, block_size: int):
 def portable_calls() -> None:
     for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
-        for mask, terms in product(masks_of(heads, q_len, kv_len, 64), terms_of(batch, heads)):
-            forward.attention_forward(q, k, v, mask, 1.0, terms)
-            backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, terms)
+        for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
+            forward.attention_forward(q, k, v, mask, 1.0, variant)
+            backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant)
         for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
             decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
         for mask in masks_of(heads, q_len, kv_len, 64)[1:]:

@@ -1,4 +1,4 @@
-"""Arguments of calls, checked. Each error says what must be passed, what was, and the way out. ``variant.terms_of`` checks lengths,
+"""Arguments of calls, checked. Each error says what must be passed, what was, and the way out. ``checked_variant`` checks lengths,
 changes of scores and dropout; ``keywords`` knows the keywords of other libraries."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
-from ..variant.variant import ScoreFunction, check_number, check_same_device, int32_lengths, terms_of
+from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # of a sequence, in decoding
@@ -65,8 +65,8 @@ def checked(
         return AttentionCall(q, k, v, mask, None, None, False, backend, None, sinks, return_lse, operators.NOTHING, None)
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
         mask = of_another_library(mask)
-    terms = None
-    has_terms = (
+    variant = None
+    has_variant = (
         dropout_p
         or softcap is not None
         or not isinstance(score_params, tuple)
@@ -76,10 +76,10 @@ def checked(
     )
     table: BlockMask | str | None
     table, pattern = (mask, None) if mask is None or isinstance(mask, BlockMask) else (None, mask)
-    if has_terms or sinks is not None or pattern is not None:  # what follows reads their shapes
+    if has_variant or sinks is not None or pattern is not None:  # what follows reads their shapes
         check_tensors(q, k, v)
-    if has_terms:
-        terms = terms_of(
+    if has_variant:
+        variant = checked_variant(
             q,
             k,
             dropout_p=dropout_p,
@@ -101,7 +101,7 @@ def checked(
         deterministic = torch.are_deterministic_algorithms_enabled()
     on_device = table.walked(q.is_cuda) if isinstance(table, BlockMask) else None
     key = selected = fits = None
-    if terms is None and not isinstance(table, str) and not torch.compiler.is_compiling():
+    if variant is None and not isinstance(table, str) and not torch.compiler.is_compiling():
         if table is not None:
             fits = table.fits, on_device is None or on_device.block_size
         shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
@@ -113,7 +113,7 @@ def checked(
             check_mask(table, q, k)
     scale = checked_scale(scale, q.shape[3])
     walked = table if isinstance(table, str) else on_device
-    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, terms, sinks, return_lse, selected, key)
+    return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks, return_lse, selected, key)
 
 
 def select_backend(call: AttentionCall) -> str:
@@ -127,7 +127,7 @@ def select_backend(call: AttentionCall) -> str:
             backends.backend(call.backend)
         return call.backend
     block_size = None if call.mask is None else call.mask.block_size
-    asked = backends.Call.of(call.q, call.k, call.v, block_size, call.terms, deterministic=call.deterministic)
+    asked = backends.Call.of(call.q, call.k, call.v, block_size, call.variant, deterministic=call.deterministic)
     name = backends.choose(call.backend, asked)
     if call.key is not None:
         if len(_selected) >= _MOST_SELECTED:

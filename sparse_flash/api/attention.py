@@ -97,5 +97,5 @@ def attention(
 def _finished(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What the caller gets."""
     if call.sinks is not None:
-        out, lse = with_sinks(out, lse, call.sinks, call.terms)
+        out, lse = with_sinks(out, lse, call.sinks, call.variant)
     return (out, lse) if call.return_lse else out

@@ -4,15 +4,15 @@ A back end is a module of this package with five functions:
 
     supports(call) -> str | None          why it cannot run this call, or None if it can
     available() -> str | None             why it cannot run anything on this machine, or None
-    forward(q, k, v, mask, scale, terms) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms) -> (dq, dk, dv)
+    forward(q, k, v, mask, scale, variant) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
 q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but that its
-head_dim may be its own. mask: a BlockMask, or None for dense attention. terms: ``Terms``, or None for none. out: (batch, heads,
+head_dim may be its own. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads,
 q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural
 logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None where nothing depends on
-lse. A fourth gradient, like terms.rel_bias, follows where that is learned. Arguments are checked before a back end sees them.
+lse. A fourth gradient, like variant.rel_bias, follows where that is learned. Arguments are checked before a back end sees them.
 
 decode: the queries are the last of each sequence, mask is square and covers the cache's capacity. kv_lens: (batch,) int32,
 how many keys of each sequence exist, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 
 from ..kernels.common.layout import empty_out as empty_out
-from ..variant.variant import LEARNED, ScoreFunction, Terms
+from ..variant.variant import LEARNED, ScoreFunction, Variant
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
 # nobody should get without asking for it.
@@ -51,7 +51,7 @@ class Call:
     head_dim: int
     block_size: int | None  # None: dense
     deterministic: bool = False
-    features: tuple[str, ...] = ()  # ``Terms.features()``
+    features: tuple[str, ...] = ()  # ``Variant.features()``
     score_mod: ScoreFunction | None = None
     v_head_dim: int = 0  # 0: head_dim, which is that of q and k
 
@@ -65,13 +65,13 @@ class Call:
         k: torch.Tensor,
         v: torch.Tensor,
         block_size: int | None,
-        terms: Terms | None = None,
+        variant: Variant | None = None,
         deterministic: bool = False,
     ) -> Call:
         """The call on these tensors."""
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
-        features, score_mod = ((), None) if terms is None else (terms.features(), terms.score_mod)
+        features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
         return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3])
 

@@ -71,25 +71,25 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, terms):
-    if terms is None and portable.few_queries(q, k):
-        return portable.forward(q, k, v, mask, scale, terms)
-    if done := _kernels().repeated_forward(q, k, v, mask, scale, terms):
+def forward(q, k, v, mask, scale, variant):
+    if variant is None and portable.few_queries(q, k):
+        return portable.forward(q, k, v, mask, scale, variant)
+    if done := _kernels().repeated_forward(q, k, v, mask, scale, variant):
         return done
     ready = [portable.addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(portable.compile_backward, backward, *ready, mask, scale, terms) if trains else None
+    beside = partial(portable.compile_backward, backward, *ready, mask, scale, variant) if trains else None
     with portable.current_device(q.device):
-        out, lse = _kernels().attention_forward(*ready, mask, scale, terms, beside=beside)
+        out, lse = _kernels().attention_forward(*ready, mask, scale, variant, beside=beside)
     return portable.restored_out(out, ready[0], q, v), lse
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
-    if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms, deterministic):
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
+    if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic):
         return done
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))
     with portable.current_device(q.device):
-        grads = _kernels().attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms, deterministic)
+        grads = _kernels().attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant, deterministic)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))
 
 

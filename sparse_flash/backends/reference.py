@@ -20,20 +20,20 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, terms):
+def forward(q, k, v, mask, scale, variant):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
-    matrix = _Matrix(q, k, v, mask, scale, terms)
+    matrix = _Matrix(q, k, v, mask, scale, variant)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
     return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     """Gradients of a forward pass computed again in float64; ``out`` and ``lse`` are not used."""
-    matrix = _Matrix(q, k, v, mask, scale, terms)
+    matrix = _Matrix(q, k, v, mask, scale, variant)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
-    if terms is not None:
-        dout = cleared(dout, terms.q_starts, terms.q_lens)
-        dlse = dlse if dlse is None else cleared(dlse, terms.q_starts, terms.q_lens)
+    if variant is not None:
+        dout = cleared(dout, variant.q_starts, variant.q_lens)
+        dlse = dlse if dlse is None else cleared(dlse, variant.q_starts, variant.q_lens)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:
@@ -44,11 +44,11 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     # The gradient of a key head is the sum over the query heads that share it.
     sums = [grads[0], *(grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads[1:])]
     results = tuple(torch.empty_like(t).copy_(grad) for t, grad in zip((q, k, v), sums, strict=True))
-    if terms is None or not terms.learned:
+    if variant is None or not variant.learned:
         return results
-    drel_bias = torch.zeros_like(terms.rel_bias, dtype=torch.float64)
-    add_bias_gradient(drel_bias, terms, dbiased, matrix.pairs)
-    return *results, drel_bias.to(terms.rel_bias.dtype)
+    drel_bias = torch.zeros_like(variant.rel_bias, dtype=torch.float64)
+    add_bias_gradient(drel_bias, variant, dbiased, matrix.pairs)
+    return *results, drel_bias.to(variant.rel_bias.dtype)
 
 
 class _Matrix:
@@ -59,22 +59,22 @@ class _Matrix:
     product of the two. outer, inner: derivatives of the scores, see ``differentiated``.
     """
 
-    def __init__(self, q, k, v, mask, scale, terms):
-        if terms is not None:
-            q = cleared(q, terms.q_starts, terms.q_lens)
-            k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
+    def __init__(self, q, k, v, mask, scale, variant):
+        if variant is not None:
+            q = cleared(q, variant.q_starts, variant.q_lens)
+            k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         self.queries, self.keys, self.values = q.double(), _per_query_head(k, q), _per_query_head(v, q)
         scores = self.queries @ self.keys.mT * scale
         self.outer = self.inner = self.dropout = 1.0
         kept = None if mask is None else mask.to_dense()
-        if terms is not None:
+        if variant is not None:
             self.pairs = Pairs.all(q, k)
-            if terms.scored:
-                scores, self.outer, self.inner = differentiated(terms, scores, self.pairs)
-            exist = existing_pairs(terms, self.pairs)
+            if variant.scored:
+                scores, self.outer, self.inner = differentiated(variant, scores, self.pairs)
+            exist = existing_pairs(variant, self.pairs)
             kept = kept if exist is None else exist if kept is None else kept & exist
-            if terms.seed is not None:
-                self.dropout = kept_by_dropout(terms, self.pairs).double() / (1 - terms.dropout_p)
+            if variant.seed is not None:
+                self.dropout = kept_by_dropout(variant, self.pairs).double() / (1 - variant.dropout_p)
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
         self.lse = scores.logsumexp(-1)

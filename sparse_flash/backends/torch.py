@@ -4,7 +4,7 @@ Query blocks that visit the same number of key blocks are alike, whichever key b
 and their scores are one batched matrix product. The online softmax over pieces of a row (arXiv:2307.08691, Alg. 1)
 bounds a row that visits many blocks, and the backward pass recomputes the probabilities from lse (Alg. 2), so memory is
 linear in tokens and time proportional to the blocks visited. float16 and bfloat16 are computed in float32. On a CPU, calls
-without terms go to PyTorch's own kernel: ``aten_cpu``.
+without a variant go to PyTorch's own kernel: ``aten_cpu``.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def available() -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, terms):
+def forward(q, k, v, mask, scale, variant):
     """(out, lse). See the package's docstring."""
     results = None
-    if _is_pytorchs(q, v, mask, terms):
+    if _is_pytorchs(q, v, mask, variant):
         out, lse = aten_cpu.forward(q, k, v, scale, causal=mask is not None)
         return _like(q, out), lse.contiguous()
-    if terms is not None:
-        q = cleared(q, terms.q_starts, terms.q_lens)
-        k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
+    if variant is not None:
+        q = cleared(q, variant.q_starts, variant.q_lens)
+        k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
     for part in (parts := _parts(q, k, mask)):
         with _own_precision(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
-            if _by_pytorchs(q, v, terms):
+            if _by_pytorchs(q, v, variant):
                 packed = aten_cpu.walk_forward(*packed, part.walk, scale)
             else:
-                packed = _forward(*packed, part.walk, _Scores(part, q, k, scale, terms))
+                packed = _forward(*packed, part.walk, _Scores(part, q, k, scale, variant))
         if len(parts) == 1:
             results = [part.unpack_queries(x) for x in packed]
         else:
@@ -70,22 +70,22 @@ def forward(q, k, v, mask, scale, terms):
     return _like(q, results[0]), results[1][..., 0].contiguous()
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     """(dq, dk, dv), and the gradient of a learned bias. See the package's docstring."""
     drel_bias = None
-    if dlse is None and _is_pytorchs(q, v, mask, terms):
+    if dlse is None and _is_pytorchs(q, v, mask, variant):
         grads = aten_cpu.backward(dout, q, k, v, out, lse, scale, causal=mask is not None)
         return tuple(_like(x, grad) for x, grad in zip((q, k, v), grads, strict=True))
-    if terms is not None:
-        q, dout = (cleared(t, terms.q_starts, terms.q_lens) for t in (q, dout))
-        k, v = (cleared(t, terms.kv_starts, terms.kv_lens) for t in (k, v))
-        drel_bias = torch.zeros_like(terms.rel_bias) if terms.learned else None
+    if variant is not None:
+        q, dout = (cleared(t, variant.q_starts, variant.q_lens) for t in (q, dout))
+        k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
+        drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
     # A query that keeps nothing has lse -inf; with +inf its probabilities come out as 0 and not NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
-    by_pytorchs = dlse is None and _by_pytorchs(q, v, terms)
+    by_pytorchs = dlse is None and _by_pytorchs(q, v, variant)
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    if terms is not None:
-        dlse = cleared(dlse[..., None], terms.q_starts, terms.q_lens)[..., 0]
+    if variant is not None:
+        dlse = cleared(dlse[..., None], variant.q_starts, variant.q_lens)[..., 0]
     grads = None
     for part in (parts := _parts(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
@@ -96,7 +96,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
                 packed = aten_cpu.walk_backward(dout_rows, q_rows, *keys, *results, part.walk, scale)
             else:
                 queries.append(part.pack_queries(dlse[..., None]))
-                rule = _Scores(part, q, k, scale, terms)
+                rule = _Scores(part, q, k, scale, variant)
                 packed = _backward(*queries, *keys, part.walk, rule, deterministic, drel_bias)
         if len(parts) == 1:
             grads = [part.unpack_queries(packed[0]), *packed[1:]]
@@ -112,14 +112,14 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
     return grads if drel_bias is None else (*grads, drel_bias)
 
 
-def _is_pytorchs(q, v, mask, terms) -> bool:
+def _is_pytorchs(q, v, mask, variant) -> bool:
     """Whether this call is one of PyTorch's own kernel for CPUs: dense or causal attention."""
-    return _by_pytorchs(q, v, terms) and (mask is None or mask.keeps_causal)
+    return _by_pytorchs(q, v, variant) and (mask is None or mask.keeps_causal)
 
 
-def _by_pytorchs(q, v, terms) -> bool:
+def _by_pytorchs(q, v, variant) -> bool:
     """Whether PyTorch's own kernel for CPUs can do this call's blocks."""
-    return q.device.type == "cpu" and terms is None and q.shape[3] == v.shape[3]
+    return q.device.type == "cpu" and variant is None and q.shape[3] == v.shape[3]
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
@@ -209,21 +209,21 @@ def _compute_dtype(tensor) -> torch.dtype:
 
 
 class _Scores:
-    """From products to scores in base 2 and to weights: the pairs that terms, if there are any, drop or change.
+    """From products to scores in base 2 and to weights: the pairs that a variant drops or changes.
 
     Of one part, for a chunk at a time: see ``_Walk.chunks``.
     """
 
-    def __init__(self, part, q, k, scale: float, terms):
-        self.part, self.scale, self.terms = part, scale, terms
+    def __init__(self, part, q, k, scale: float, variant):
+        self.part, self.scale, self.variant = part, scale, variant
         self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
-        self.lines = None if terms is None else part.lines(q)
-        self.scored = terms is not None and terms.scored
-        self.dropped = terms is not None and terms.seed is not None
-        # What products are multiplied with: natural scores are for terms to change.
+        self.lines = None if variant is None else part.lines(q)
+        self.scored = variant is not None and variant.scored
+        self.dropped = variant is not None and variant.seed is not None
+        # What products are multiplied with: a variant changes natural scores.
         self.factor = scale if self.scored else scale * _LOG2_E
         # What dropout makes up for; the sums are divided by it once.
-        self.share = 1.0 - terms.dropout_p if self.dropped else 1.0
+        self.share = 1.0 - variant.dropout_p if self.dropped else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
         """Of (units, rows, members, queries, entries, keys), as ``view`` has them."""
@@ -253,12 +253,12 @@ class _Scores:
         """Turns products, scaled by ``factor``, into scores in base 2, in place."""
         if self.scored:
             view = self.view(scores, pairs)
-            view.copy_(scored(self.terms, view, pairs)).mul_(_LOG2_E)
+            view.copy_(scored(self.variant, view, pairs)).mul_(_LOG2_E)
 
     def differentiate(self, scores, pairs: Pairs) -> tuple:
         """The same; returns the derivatives, see ``scores.differentiated``."""
         view = self.view(scores, pairs)
-        changed, outer, inner = differentiated(self.terms, view, pairs)
+        changed, outer, inner = differentiated(self.variant, view, pairs)
         view.copy_(changed).mul_(_LOG2_E)
         return outer, inner
 
@@ -266,14 +266,14 @@ class _Scores:
         """-inf in place of the scores of tokens that do not exist."""
         if pairs is None:
             return
-        exist = existing_pairs(self.terms, pairs)
+        exist = existing_pairs(self.variant, pairs)
         if exist is not None:
             self.view(scores, pairs).masked_fill_(~exist, float("-inf"))
 
     def drop_out(self, weights, pairs: Pairs | None) -> None:
         """Zeros in place of what dropout drops."""
         if self.dropped and pairs is not None:
-            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.terms, pairs, -3), 0.0)
+            self.view(weights, pairs).masked_fill_(~kept_by_dropout(self.variant, pairs, -3), 0.0)
 
 
 def _forward(q, k, v, walk, rule):
@@ -356,7 +356,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
                 dscores_view.mul_(outer)
                 if drel_bias is not None:
                     with _repeatable(drel_bias, deterministic):
-                        add_bias_gradient(drel_bias, rule.terms, dscores_view, pairs)
+                        add_bias_gradient(drel_bias, rule.variant, dscores_view, pairs)
                 dscores_view.mul_(inner)
             _add_product(dk[units], piece.cols, dscores.mT, q_rows, scale, deterministic)
             _add_product(dq[units], rows, dscores, keys, scale, deterministic)

@@ -99,34 +99,34 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def forward(q, k, v, mask, scale, terms):
-    if terms is None and few_queries(q, k):
+def forward(q, k, v, mask, scale, variant):
+    if variant is None and few_queries(q, k):
         return _decode(q, k, v, mask, scale, at_end=False)
     from ..kernels.portable.forward import attention_forward, repeated_forward
 
-    if terms is None and (done := repeated_forward(q, k, v, mask, scale)):
+    if variant is None and (done := repeated_forward(q, k, v, mask, scale)):
         return done
     ready = [addressable(t) for t in (q, k, v)]
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    beside = partial(compile_backward, backward, *ready, mask, scale, terms) if trains else None
+    beside = partial(compile_backward, backward, *ready, mask, scale, variant) if trains else None
     with current_device(q.device):
-        out, lse = attention_forward(*ready, mask, scale, terms, beside=beside)
+        out, lse = attention_forward(*ready, mask, scale, variant, beside=beside)
     return restored_out(out, ready[0], q, v), lse
 
 
-def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms):
+def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     # Two passes without atomics, but for the gradient of rel_bias: repeatable whether asked to be or not.
     from ..kernels.portable.backward import attention_backward, repeated_backward
 
-    if terms is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
+    if variant is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
         return done
     dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
     with current_device(q.device):
-        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, terms)
+        grads = attention_backward(dout, dlse, *ready, out, lse, mask, scale, variant)
     return *map(restored, grads[:3], ready, (q, k, v)), *grads[3:]
 
 
-def compile_backward(backward, q, k, v, mask, scale, terms) -> None:
+def compile_backward(backward, q, k, v, mask, scale, variant) -> None:
     """Launches what this call's backward pass will, on tensors just large enough: for a thread that only compiles."""
     # What kernels are compiled for depends on a length by its divisibility alone.
     rows = min(q.shape[2], 256 + q.shape[2] % 16)
@@ -134,7 +134,7 @@ def compile_backward(backward, q, k, v, mask, scale, terms) -> None:
     out, dout = (q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, terms)
+    backward(dout, None, q, k, v, out, lse, mask, scale, deterministic, variant)
 
 
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):

@@ -34,13 +34,13 @@ def warm(
         if unknown := [name for name in names if name not in warming.DTYPES]:
             raise ValueError(f"dtype must be one of bf16, fp16, fp32; got {unknown[0]!r}")
         head_dims = [(dim, v_head_dim or dim) for dim in head_dim]
-        calls = warming.variants(head_dims, [warming.DTYPES[name] for name in names], block_size, deterministic)
+        calls = warming.kinds(head_dims, [warming.DTYPES[name] for name in names], block_size, deterministic)
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         with Progress(*columns, console=errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
-            bar.add_task(f"compiling the kernels of {len(calls)} variants of a call", total=None)
+            bar.add_task(f"compiling the kernels of {len(calls)} kinds of calls", total=None)
             done = warming.warm(calls, torch.device("cuda", torch.cuda.current_device()), backend, workers)
     console = output()
     for name in sorted(set(done.kernels)):
         count = done.kernels.count(name)
-        console.print(f"  {name}" + (f", {count} variants" if count > 1 else ""))
-    console.print(f"{len(done.kernels)} kernels of {done.variants} variants of a call are compiled; it took {done.seconds:.1f} s")
+        console.print(f"  {name}" + (f", {count} versions" if count > 1 else ""))
+    console.print(f"{len(done.kernels)} kernels of {done.kinds} kinds of calls are compiled; it took {done.seconds:.1f} s")

@@ -8,7 +8,7 @@ import torch
 
 from ..masks.block_mask import BlockMask
 from ..masks.pattern import Pattern
-from ..variant.variant import Terms
+from ..variant.variant import Variant
 
 
 class AttentionCall(NamedTuple):
@@ -29,7 +29,7 @@ class AttentionCall(NamedTuple):
     scale: float | None
     deterministic: bool
     backend: str
-    terms: Terms | None
+    variant: Variant | None
     sinks: torch.Tensor | None
     return_lse: bool
     selected: str | None

@@ -1,7 +1,7 @@
 """Who looks on while attention is computed: nobody, or shadow checks (``tools.shadow_check``).
 
-An observer has ``saw(q, k, v, mask, scale, out, lse, terms)``: the tensors of one call, where q, k and v are this call's own
-uses of what it was given, so that their gradients are this call's alone. mask: as it was given. terms: a Terms or None. It is
+An observer has ``saw(q, k, v, mask, scale, out, lse, variant)``: the tensors of one call, where q, k and v are this call's own
+uses of what it was given, so that their gradients are this call's alone. mask: as it was given. variant: a Variant or None. It is
 called after each eager call.
 """
 

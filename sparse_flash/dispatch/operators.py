@@ -1,8 +1,8 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
 A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
-spec text, whose table is looked up within, where lengths are numbers, so that a compiled graph serves all of them; terms as
-their tensors, their names and their numbers (``Terms.packed()``).
+spec text, whose table is looked up within, where lengths are numbers, so that a compiled graph serves all of them; a variant as
+its tensors, their names and its numbers (``Variant.packed()``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..compat.pytorch import (
 )
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once
-from ..variant.variant import NO_TERMS, Terms
+from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
 
@@ -29,7 +29,7 @@ NOTHING = "nothing"  # in place of a back end, where there is nothing to compute
 
 
 def attention(call: AttentionCall, backend: str):
-    """(out, lse) of a back end that supports the call; differentiable in q, k, v and terms.rel_bias through both. Observers see it.
+    """(out, lse) of a back end that supports the call; differentiable in q, k, v and rel_bias through both. Observers see it.
 
     Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
     """
@@ -39,7 +39,7 @@ def attention(call: AttentionCall, backend: str):
         return _computed(call, backend)
     call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
     out, lse = _computed(call, backend)
-    observers.saw(call.q, call.k, call.v, call.given, call.scale, out, lse, call.terms)
+    observers.saw(call.q, call.k, call.v, call.given, call.scale, out, lse, call.variant)
     return out, lse
 
 
@@ -52,17 +52,17 @@ def _of_nothing(q, k, v):
 
 
 def _computed(call: AttentionCall, backend: str):
-    q, k, v, mask, terms = call.q, call.k, call.v, call.mask, call.terms
-    more = () if terms is None else terms.tensors()
+    q, k, v, mask, variant = call.q, call.k, call.v, call.mask, call.variant
+    more = () if variant is None else variant.tensors()
     if is_plain_eager(q, k, v, *more):
-        learned = terms is not None and terms.learned
+        learned = variant is not None and variant.learned
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
-            return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), terms, *more)
-        return backends.backend(backend).forward(q, k, v, mask, call.scale, terms)
+            return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), variant, *more)
+        return backends.backend(backend).forward(q, k, v, mask, call.scale, variant)
     _refuse_transforms(q, k, v, *more)
     tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
     pattern = mask if isinstance(mask, str) else ""
-    packed = NO_TERMS if terms is None else terms.packed()
+    packed = NO_VARIANT if variant is None else variant.packed()
     return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, *packed)
 
 
@@ -110,11 +110,11 @@ class _Direct(torch.autograd.Function):
     """The operator's autograd without its dispatch, which takes the host longer than a short call takes the GPU."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call, terms, *more):
+    def forward(ctx, q, k, v, call, variant, *more):
         mask, scale, _, backend = ctx.call = call
-        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, terms)
+        out, lse = backends.backend(backend).forward(q, k, v, mask, scale, variant)
         ctx.save_for_backward(q, k, v, out, lse, *more)
-        ctx.packed = None if terms is None else terms.packed()[1:]
+        ctx.packed = None if variant is None else variant.packed()[1:]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -132,11 +132,11 @@ class _Direct(torch.autograd.Function):
         mask, scale, deterministic, backend = ctx.call
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
-        terms = None if ctx.packed is None else Terms.unpacked(more, *ctx.packed)
+        variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
         dout = _given(dout, out)
-        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms)
-        of_terms = [] if terms is None else terms.gradients(*grads[3:])
-        return (*grads[:3], None, None, *of_terms)
+        grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
+        of_variant = [] if variant is None else variant.gradients(*grads[3:])
+        return (*grads[:3], None, None, *of_variant)
 
 
 _direct = apply_directly(_Direct)  # no function transform is active where ``is_plain_eager``
@@ -176,14 +176,16 @@ def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(out) if dout is None else dout
 
 
-def _prepared(q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, terms):
+def _prepared(
+    q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, variant
+):
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
     if pattern:
         mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
     elif tables:
         mask = BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables)
-    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, terms, deterministic=deterministic)
+    call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
     name = backends.choose(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
 
@@ -199,14 +201,14 @@ def _forward(
     scale: float | None,
     deterministic: bool,
     backend: str,
-    term_tensors: list[torch.Tensor],
-    term_names: str,
+    variant_tensors: list[torch.Tensor],
+    variant_names: str,
     dropout_p: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
-    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
-    return chosen.forward(q, k, v, mask, scale, terms)
+    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
+    return chosen.forward(q, k, v, mask, scale, variant)
 
 
 @_forward.register_fake
@@ -255,41 +257,41 @@ def _backward(
     scale: float | None,
     deterministic: bool,
     backend: str,
-    term_tensors: list[torch.Tensor],
-    term_names: str,
+    variant_tensors: list[torch.Tensor],
+    variant_names: str,
     dropout_p: float,
     softcap: float,
 ) -> list[torch.Tensor]:
     """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
-    terms = Terms.unpacked(term_tensors, term_names, dropout_p, softcap)
-    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, terms)
-    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, terms))
+    variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
+    chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
+    return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant))
 
 
 @_backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, tables, block_size, pattern, scale, deterministic, backend, *packed):
-    terms = Terms.unpacked(*packed)
-    learned = [terms.rel_bias] if terms is not None and terms.learned else []
+    variant = Variant.unpacked(*packed)
+    learned = [variant.rel_bias] if variant is not None and variant.learned else []
     return [torch.empty_like(t) for t in (q, k, v, *learned)]
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, tables, *ctx.options, term_tensors, term_names, dropout_p, softcap = inputs
-    ctx.tables, ctx.packed = len(tables), (term_names, dropout_p, softcap)
-    ctx.save_for_backward(q, k, v, *output, *tables, *term_tensors)
+    q, k, v, tables, *ctx.options, variant_tensors, variant_names, dropout_p, softcap = inputs
+    ctx.tables, ctx.packed = len(tables), (variant_names, dropout_p, softcap)
+    ctx.save_for_backward(q, k, v, *output, *tables, *variant_tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, *rest = ctx.saved_tensors
-    tables, term_tensors = rest[: ctx.tables], rest[ctx.tables :]
-    terms = Terms.unpacked(term_tensors, *ctx.packed)
+    tables, variant_tensors = rest[: ctx.tables], rest[ctx.tables :]
+    variant = Variant.unpacked(variant_tensors, *ctx.packed)
     grads = [None, None, None]
     if dout is not None or dlse is not None:
         dout = _given(dout, out)
-        grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, term_tensors, *ctx.packed)
-    of_terms = [] if terms is None else terms.gradients(*grads[3:])
-    return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_terms, None, None, None)
+        grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
+    of_variant = [] if variant is None else variant.gradients(*grads[3:])
+    return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)

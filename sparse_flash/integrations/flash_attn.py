@@ -70,7 +70,7 @@ def flash_attn_func(
         return_lse=True,
         deterministic=deterministic or None,
         backend=backend,
-        **_terms(dropout_p, softcap, alibi_slopes),
+        **_variant(dropout_p, softcap, alibi_slopes),
     )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
@@ -158,9 +158,9 @@ def flash_attn_varlen_func(
         "deterministic": deterministic or None,
         "backend": backend,
     }
-    terms = _terms(dropout_p, softcap, alibi_slopes)
+    variant = _variant(dropout_p, softcap, alibi_slopes)
     kept = _kept(causal, window_size, mask)
-    if not terms and block_table is None:
+    if not variant and block_table is None:
         longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, kept, **longest, **options)
         return (out, lse, None) if return_attn_probs else out
@@ -184,7 +184,7 @@ def flash_attn_varlen_func(
         k, v = (t[_page(block_table, token, t.shape[1])] for t in (k, v))
     lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = attention(q, k, v, kept, **lengths, **options, **terms)
+    out, lse = attention(q, k, v, kept, **lengths, **options, **variant)
     out = take_rows(out.transpose(1, 2).flatten(0, 1), row_of_token, token_of_row, 0.0, False)
     if not return_attn_probs:
         return out
@@ -311,10 +311,10 @@ def flash_attn_with_kvcache(
             _write(cache, tokens, place, where, capacity)
     lens = cache_seqlens + new
     kept = _kept(causal, window_size, mask)
-    terms = _terms(0.0, softcap, alibi_slopes)
+    variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
-    if terms or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
+    if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
         _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
         # The last tokens of all sequences are at the end of the axis.
         lens = lens.clamp(max=capacity)
@@ -322,7 +322,7 @@ def flash_attn_with_kvcache(
         keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
         first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
         q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
-        out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **terms)
+        out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **variant)
     else:
         if cache_batch_idx is not None:
             k_cache, v_cache = (cache.index_select(0, cache_batch_idx) for cache in (k_cache, v_cache))
@@ -352,9 +352,9 @@ def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
 
 
-def _terms(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> dict:
-    terms = {"dropout_p": dropout_p, "softcap": softcap if softcap > 0 else None, "alibi_slopes": alibi_slopes}
-    return {name: value for name, value in terms.items() if value is not None and not (name == "dropout_p" and value == 0)}
+def _variant(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> dict:
+    variant = {"dropout_p": dropout_p, "softcap": softcap if softcap > 0 else None, "alibi_slopes": alibi_slopes}
+    return {name: value for name, value in variant.items() if value is not None and not (name == "dropout_p" and value == 0)}
 
 
 def _limits(window_size) -> tuple[int | None, int | None]:

@@ -50,6 +50,11 @@ class Table(NamedTuple):
     work: torch.Tensor
     splits: torch.Tensor
 
+    @property
+    def is_split(self) -> bool:
+        """Whether some rows are split."""
+        return self.work.shape[1] > self.row_order.shape[1]
+
 
 def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:
     """The table of one mask's entries, (entries,) each, in order of rows, segments and columns. segment: 0 full, 1 run tile, 2 bit

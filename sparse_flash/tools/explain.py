@@ -318,7 +318,7 @@ def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: in
     """dim: head_dim as the kernels pad it."""
     block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
     # The results and lse of the splits of rows far heavier than others.
-    split_rows = 0 if dense or not _has_splits(mask.by_query) else mask.by_query.splits.shape[1] * block
+    split_rows = 0 if dense or not mask.by_query.is_split else mask.by_query.splits.shape[1] * block
     forward = 4 * batch * heads * split_rows * (dim + 1)
     # dQ is summed in global memory, next to lse, delta and the unit of its integers for each query.
     queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
@@ -328,13 +328,8 @@ def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: in
         backward += 4 * 2 * batch * kv_heads
         summed_heads = heads if kv_heads != heads else 0
     else:
-        summed_heads = kv_heads if kv_heads != heads or (not dense and _has_splits(mask.by_key)) else 0
+        summed_heads = kv_heads if kv_heads != heads or (not dense and mask.by_key.is_split) else 0
     return forward, backward + 4 * 2 * batch * summed_heads * keys * dim
-
-
-def _has_splits(table) -> bool:
-    """Whether some rows of a table are split: see ``Table.work``."""
-    return table.work.shape[1] > table.row_order.shape[1]
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:

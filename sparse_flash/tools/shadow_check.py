@@ -15,7 +15,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
-from ..variant.variant import Terms
+from ..variant.variant import Variant
 
 # Errors relative to the largest number among the sampled rows. Correct results in these types stay well below.
 BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
@@ -87,8 +87,8 @@ class Check:
         if self in observers.observers:
             observers.observers.remove(self)
 
-    def saw(self, q, k, v, mask, scale, out, lse, terms) -> None:
-        sample = _Sample(q, k, v, mask, scale, out, lse, terms, self.rows, self._random)
+    def saw(self, q, k, v, mask, scale, out, lse, variant) -> None:
+        sample = _Sample(q, k, v, mask, scale, out, lse, variant, self.rows, self._random)
         call = self.calls
         self._judge(call, q, sample.forward_errors())
         asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
@@ -165,13 +165,13 @@ def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | N
 class _Sample:
     """Rows of one call, and their results by the definition, in float64."""
 
-    def __init__(self, q, k, v, mask, scale, out, lse, terms: Terms | None, rows: int, rng: random.Random):
+    def __init__(self, q, k, v, mask, scale, out, lse, variant: Variant | None, rows: int, rng: random.Random):
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
         self.scale, self.group = scale, q.shape[1] // k.shape[1]
         self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
-        if terms is not None and terms.rel_bias is not None:
-            terms = replace(terms, rel_bias=terms.rel_bias.detach())
-        self.terms = terms
+        if variant is not None and variant.rel_bias is not None:
+            variant = replace(variant, rel_bias=variant.rel_bias.detach())
+        self.variant = variant
 
         def places(batch: int, heads: int, tokens: int) -> list[tuple[int, int, int]]:
             return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
@@ -240,23 +240,23 @@ class _Sample:
     def _scores(self, q: torch.Tensor, k: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
         """(queries, keys), of rows of q and k at these places."""
         products = self.scale * q @ k.T
-        return products if self.terms is None else scored(self.terms, products, self._pairs(b, h, queries, keys))
+        return products if self.variant is None else scored(self.variant, products, self._pairs(b, h, queries, keys))
 
     def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
         """The places that a mask keeps of a row or a column, where both tokens exist."""
         kept = kept.to(self.q.device)
-        exist = None if self.terms is None else existing_pairs(self.terms, self._pairs(b, h, queries, keys))
+        exist = None if self.variant is None else existing_pairs(self.variant, self._pairs(b, h, queries, keys))
         return (kept if exist is None else kept & exist.flatten()).nonzero()[:, 0]
 
     def _dropout(self, b: int, h: int, i: int | None, j: int | None) -> torch.Tensor:
         """The factors by which dropout multiplies the weights of query i, or of key j."""
-        if self.terms is None or self.terms.seed is None:
+        if self.variant is None or self.variant.seed is None:
             return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
         # It is drawn for 16 queries and 16 keys at a time.
         queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
-        kept = kept_by_dropout(self.terms, self._pairs(b, h, queries, keys))
+        kept = kept_by_dropout(self.variant, self._pairs(b, h, queries, keys))
         line = kept[tuple(slice(None) if place is None else place % 16 for place in (i, j))]
-        return line.double() / (1 - self.terms.dropout_p)
+        return line.double() / (1 - self.variant.dropout_p)
 
     def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
         """queries, keys: indices of their places."""

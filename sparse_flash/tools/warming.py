@@ -1,4 +1,4 @@
-"""Compiles the kernels of training ahead, so no step waits for a compiler: every kernel of the calls that ``variants`` lists.
+"""Compiles the kernels of training ahead, so no step waits for a compiler: every kernel of the calls that ``kinds`` lists.
 
 A kernel is compiled for a dtype, head dimensions and a table block; for dense attention or a table; and on Hopper GPUs for
 split rows and for grouped heads. Other lengths, masks, batches and numbers of heads compile nothing.
@@ -25,8 +25,8 @@ _MASK_TOKENS = {"even rows": _TOKENS, "heavy rows": 32768}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One call, and its description. mask: of ``_MASKS``, or None for dense attention."""
+class CallKind:
+    """One kind of call. mask: of ``_MASKS``, or None for dense attention."""
 
     dtype: torch.dtype
     head_dim: int
@@ -39,22 +39,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Warmed:
-    """kernels: the names of those that were compiled, or found compiled, for ``variants`` calls. seconds: in total."""
+    """kernels: the names of those that were compiled, or found compiled, for ``kinds`` kinds of calls. seconds: in total."""
 
-    variants: int
+    kinds: int
     kernels: tuple[str, ...]
     seconds: float
 
 
-def variants(
+def kinds(
     head_dims: list[tuple[int, int]], dtypes: list[torch.dtype], block_size: int = 128, deterministic: bool = False
-) -> list[Variant]:
+) -> list[CallKind]:
     """The calls of training: dense and sparse, with even and with heavy rows, with grouped heads and without.
 
     head_dims: of q and k, and of v.
     """
     return [
-        Variant(dtype, head_dim, v_head_dim, block_size, mask, grouped, deterministic)
+        CallKind(dtype, head_dim, v_head_dim, block_size, mask, grouped, deterministic)
         for dtype in dtypes
         for head_dim, v_head_dim in head_dims
         for mask in (None, *_MASKS)
@@ -69,7 +69,7 @@ def unavailable() -> str | None:
     return portable.available()
 
 
-def warm(calls: list[Variant], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
+def warm(calls: list[CallKind], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
     """Compiles the kernels of both passes of these calls, side by side, into Triton's cache on disk.
 
     workers: kernels at a time; by default as many as there are cores, 8 at most. Raises ValueError where a back end cannot run
@@ -84,7 +84,7 @@ def warm(calls: list[Variant], device: torch.device, backend: str = "auto", work
     return Warmed(len(calls), tuple(asked.names()), time.perf_counter() - begin)
 
 
-def _launch(call: Variant, device: torch.device, backend: str) -> None:
+def _launch(call: CallKind, device: torch.device, backend: str) -> None:
     """Both passes, for a thread that only compiles: the tensors need not fit the mask."""
     heads, kv_heads = 2, 1 if call.grouped else 2
     empty = partial(torch.empty, dtype=call.dtype, device=device)

@@ -1,4 +1,4 @@
-"""What terms do to attention, in PyTorch operations: the definition that every back end keeps to."""
+"""What a variant does to attention, in PyTorch operations: the definition that every back end keeps to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .variant import Terms
+from .variant import Variant
 
 _PHILOX_4X32_FACTORS = 0xD2511F53, 0xCD9E8D57
 _PHILOX_2X32_FACTOR = 0xD256D193
@@ -40,50 +40,50 @@ class Pairs(NamedTuple):
         return self.query + (self.kv_len - self.q_len)
 
 
-def scored(terms: Terms, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def scored(variant: Variant, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """The scores of scaled products, in order: soft cap, ALiBi, relative bias, the user's function."""
-    return _own(terms, _biased(terms, _capped(terms, products), pairs), pairs)
+    return _own(variant, _biased(variant, _capped(variant, products), pairs), pairs)
 
 
-def differentiated(terms: Terms, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
+def differentiated(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
     """(scores, their derivative by the biases, that of the biased products by the products): the last two may be 1."""
-    capped = _capped(terms, products)
-    inner = 1 - (capped / terms.softcap) ** 2 if terms.softcap else torch.ones((), device=products.device)
-    biased = _biased(terms, capped, pairs)
-    if terms.score_mod is None:
+    capped = _capped(variant, products)
+    inner = 1 - (capped / variant.softcap) ** 2 if variant.softcap else torch.ones((), device=products.device)
+    biased = _biased(variant, capped, pairs)
+    if variant.score_mod is None:
         return biased, torch.ones((), device=products.device), inner
-    scores, pullback = torch.func.vjp(lambda score: _own(terms, score, pairs), biased)[:2]
+    scores, pullback = torch.func.vjp(lambda score: _own(variant, score, pairs), biased)[:2]
     return scores, pullback(torch.ones_like(scores))[0], inner
 
 
-def _capped(terms: Terms, products: torch.Tensor) -> torch.Tensor:
-    return (products / terms.softcap).tanh() * terms.softcap if terms.softcap else products
+def _capped(variant: Variant, products: torch.Tensor) -> torch.Tensor:
+    return (products / variant.softcap).tanh() * variant.softcap if variant.softcap else products
 
 
-def _biased(terms: Terms, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    if terms.alibi_slopes is not None:
-        slopes = terms.alibi_slopes[pairs.batch, pairs.head].to(scores.dtype)
+def _biased(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    if variant.alibi_slopes is not None:
+        slopes = variant.alibi_slopes[pairs.batch, pairs.head].to(scores.dtype)
         scores = scores - slopes * (pairs.q_pos - pairs.key).abs()
-    if terms.rel_bias is not None:
-        scores = scores + terms.rel_bias[pairs.head, _distance(terms, pairs)]
+    if variant.rel_bias is not None:
+        scores = scores + variant.rel_bias[pairs.head, _distance(variant, pairs)]
     return scores
 
 
-def _own(terms: Terms, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    if terms.score_mod is None:
+def _own(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    if variant.score_mod is None:
         return scores
-    return terms.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, terms.score_params)
+    return variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
 
 
-def _distance(terms: Terms, pairs: Pairs) -> torch.Tensor:
+def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:
     """The column of rel_bias for each pair."""
-    reach = cast(torch.Tensor, terms.rel_bias).shape[1] // 2
+    reach = cast(torch.Tensor, variant.rel_bias).shape[1] // 2
     return (pairs.key - pairs.q_pos).clamp(-reach, reach) + reach
 
 
-def add_bias_gradient(gradient: torch.Tensor, terms: Terms, dbiased: torch.Tensor, pairs: Pairs) -> None:
+def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.Tensor, pairs: Pairs) -> None:
     """Adds the gradient of the biased products to that of rel_bias."""
-    place = (pairs.head * gradient.shape[1] + _distance(terms, pairs)).expand(dbiased.shape)
+    place = (pairs.head * gradient.shape[1] + _distance(variant, pairs)).expand(dbiased.shape)
     gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
 
@@ -100,10 +100,10 @@ def existing(
     return exist
 
 
-def existing_pairs(terms: Terms, pairs: Pairs) -> torch.Tensor | None:
+def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
     """Which pairs have both their tokens; None: all."""
-    queries = existing(terms.q_starts, terms.q_lens, pairs.batch, pairs.query)
-    keys = existing(terms.kv_starts, terms.kv_lens, pairs.batch, pairs.key)
+    queries = existing(variant.q_starts, variant.q_lens, pairs.batch, pairs.query)
+    keys = existing(variant.kv_starts, variant.kv_lens, pairs.batch, pairs.key)
     return keys if queries is None else queries if keys is None else queries & keys
 
 
@@ -117,7 +117,7 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
 
-def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
+def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
     """Which pairs dropout keeps, bool, of the broadcast shape of ``pairs``. Along q_axis queries, and along the last axis keys,
     are successive, the first a multiple of 16.
 
@@ -127,13 +127,13 @@ def kept_by_dropout(terms: Terms, pairs: Pairs, q_axis: int = -2) -> torch.Tenso
     query // 8 % 2 its half, the lower one for 0. A pair is kept where that is at least dropout_p * 2^16. These four pairs a
     thread holds of a product of NVIDIA's tensor cores, and of its transpose.
     """
-    seed = cast(torch.Tensor, terms.seed)[0]
+    seed = cast(torch.Tensor, variant.seed)[0]
     line = pairs.batch * pairs.heads + pairs.head
     zero = torch.zeros_like(line)
     key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
     counter = _groups(pairs.query, q_axis) ^ q_mask, _groups(pairs.key, -1) ^ k_mask
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
-    threshold = round(terms.dropout_p * 2**16)
+    threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
     # (word, half, .., 8 queries at a time, .., 8 keys at a time): each goes before its 8.
     kept = kept.unflatten(-1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
@@ -170,7 +170,9 @@ def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[t
     return c0, c1
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, terms: Terms | None) -> tuple[torch.Tensor, torch.Tensor]:
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) after one more logit a head, (heads,), has joined each query's softmax; differentiable in all three.
 
     A query that keeps nothing has out 0 and its sink as lse; one that does not exist has lse -inf as before.
@@ -178,9 +180,9 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, terms:
     sinks = sinks.to(lse.dtype)[:, None]
     out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
     total = torch.logaddexp(lse, sinks.expand_as(lse))
-    if terms is None or (terms.q_starts is None and terms.q_lens is None):
+    if variant is None or (variant.q_starts is None and variant.q_lens is None):
         return out, total
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]
     token = torch.arange(lse.shape[2], device=lse.device)[None]
-    exist = cast(torch.Tensor, existing(terms.q_starts, terms.q_lens, batch, token))[:, None]
+    exist = cast(torch.Tensor, existing(variant.q_starts, variant.q_lens, batch, token))[:, None]
     return out.masked_fill(~exist[..., None], 0.0), total.masked_fill(~exist, float("-inf"))

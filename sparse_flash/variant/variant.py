@@ -1,4 +1,4 @@
-"""Terms: what a call of attention does beside its mask, in one value that goes from the call to the kernels."""
+"""What a call of attention does besides its mask (lengths, dropout, changed scores): one value, from the call to the kernels."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ScoreFunction:
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
-    """What a call does beside its mask. Checked: make it with ``terms_of``.
+class Variant:
+    """What a call does besides its mask. Its values are checked where ``checked_variant`` makes it.
 
     seed: (1,) int64, of dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; those tokens exist that are not before the start and before the length.
@@ -110,8 +110,8 @@ class Terms:
         return self.tensors(), " ".join(names), self.dropout_p, self.softcap
 
     @classmethod
-    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Terms | None:
-        """The reverse of ``packed()``; None for ``NO_TERMS``."""
+    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Variant | None:
+        """The reverse of ``packed()``; None for ``NO_VARIANT``."""
         if not text and not softcap:
             return None
         flags, _, score_mod = text.partition("=")
@@ -130,11 +130,11 @@ class Terms:
         return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
 
 
-NO_TERMS: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
+NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 
 
-def terms_of(
+def checked_variant(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
@@ -145,26 +145,26 @@ def terms_of(
     score_mod: ScoreFunction | None = None,
     score_params: tuple[torch.Tensor, ...] = (),
     **lengths: torch.Tensor | None,
-) -> Terms | None:
-    """The terms of a call, its arguments checked; None where there are none. lengths: those of ``LENGTHS``.
+) -> Variant | None:
+    """The variant of a call, its arguments checked; None for plain attention. lengths: those of ``LENGTHS``.
 
     Raises ValueError or TypeError. Draws the seed of dropout from PyTorch's generator, on q's device: nothing waits for it.
     """
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    terms: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    given: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
     check_number("dropout_p", dropout_p, _ONE_NUMBER)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     if share:
-        terms["dropout_p"] = share / _DROPOUT_STEPS
-        terms["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+        given["dropout_p"] = share / _DROPOUT_STEPS
+        given["seed"] = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     if softcap is not None:
         check_number("softcap", softcap, _ONE_NUMBER)
         if not 0 < softcap < math.inf:
             raise ValueError(f"softcap must be positive and finite; got {softcap}; None is for no cap")
-        terms["softcap"] = float(softcap)
+        given["softcap"] = float(softcap)
     if alibi_slopes is not None:
         check_same_device("alibi_slopes", alibi_slopes, q, "detach them; a bias that is learned is rel_bias")
         if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
@@ -174,7 +174,7 @@ def terms_of(
             )
         if not alibi_slopes.is_floating_point():
             raise ValueError(f"alibi_slopes must be of a floating-point type; got {alibi_slopes.dtype}")
-        terms["alibi_slopes"] = alibi_slopes.to(exact).expand(batch, heads).contiguous()
+        given["alibi_slopes"] = alibi_slopes.to(exact).expand(batch, heads).contiguous()
     if rel_bias is not None:
         check_same_device("rel_bias", rel_bias, q)
         if rel_bias.dim() != 2 or rel_bias.shape[0] != heads or rel_bias.shape[1] % 2 != 1:
@@ -184,15 +184,15 @@ def terms_of(
             )
         if not rel_bias.is_floating_point():
             raise ValueError(f"rel_bias must be of a floating-point type; got {rel_bias.dtype}")
-        terms["rel_bias"] = rel_bias.to(exact).contiguous()
-        terms["learned"] = rel_bias.requires_grad
+        given["rel_bias"] = rel_bias.to(exact).contiguous()
+        given["learned"] = rel_bias.requires_grad
     if score_mod is not None:
         if not isinstance(score_mod, ScoreFunction):
             raise TypeError(
                 f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
                 "once, outside the call"
             )
-        terms["score_mod"] = score_mod
+        given["score_mod"] = score_mod
     if not isinstance(score_params, (tuple, list)):
         raise TypeError(f"score_params must be a tuple of tensors; got {type(score_params).__name__}; write (tensor,) for one")
     if score_params:
@@ -200,8 +200,8 @@ def terms_of(
             raise ValueError("score_params are the tensors of a score_mod; pass that too")
         for number, tensor in enumerate(score_params):
             check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
-        terms["score_params"] = tuple(t.contiguous() for t in score_params)
-    return Terms(**terms) if terms else None
+        given["score_params"] = tuple(t.contiguous() for t in score_params)
+    return Variant(**given) if given else None
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:

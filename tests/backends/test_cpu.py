@@ -15,7 +15,7 @@ from sparse_flash import backends
 from sparse_flash.backends import aten_cpu
 from sparse_flash.backends import torch as torch_backend
 from sparse_flash.benchmarks import busy
-from sparse_flash.variant.variant import NO_TERMS, terms_of
+from sparse_flash.variant.variant import NO_VARIANT, checked_variant
 
 parametrize = pytest.mark.parametrize
 
@@ -51,7 +51,7 @@ def test_a_causal_mask_is_known_by_its_table_within_the_operator_too(monkeypatch
         monkeypatch.setattr(aten_cpu, name, lambda *args, f=original, n=name, **kwargs: calls.append(n) or f(*args, **kwargs))
     inputs = leaves()
     for mask in (sf.compile_mask("causal", 200, block_size=64), sf.compile_mask("causal & local(200)", 200)):
-        call = mask.tensors(), mask.block_size, "", 0.3, False, "torch", *NO_TERMS
+        call = mask.tensors(), mask.block_size, "", 0.3, False, "torch", *NO_VARIANT
         torch.ops.sparse_flash.attention(*inputs, *call)[0].sum().backward()
         assert calls == ["forward", "backward"]
         calls.clear()
@@ -262,9 +262,9 @@ def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkey
     with torch.no_grad(), DataTypes() as types:
         for mask in (None, "causal", "causal & strided(7, block=1)"):
             mask = mask and sf.compile_mask(mask, 70, block_size=32)
-            for terms in (None, terms_of(q, k, **options)):
-                out, lse = torch_backend.forward(q, k, v, mask, 0.2, terms)
+            for variant in (None, checked_variant(q, k, **options)):
+                out, lse = torch_backend.forward(q, k, v, mask, 0.2, variant)
                 for dlse in (None, lse):
-                    torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, terms)
+                    torch_backend.backward(out, dlse, q, k, v, out, lse, mask, 0.2, False, variant)
             torch_backend.decode(q[:, :, -3:], k, v, mask, torch.tensor([70, 9]), None, True, 0.2)
     assert torch.float32 in types.seen and torch.float64 not in types.seen

@@ -11,7 +11,7 @@ import sparse_flash as sf
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compiled_once
 from sparse_flash.masks.pattern import text_of
-from sparse_flash.variant.variant import NO_TERMS
+from sparse_flash.variant.variant import NO_VARIANT
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -63,7 +63,7 @@ def test_opcheck_passes(backend, pattern):
     require(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
     tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
-    options = (*tables, "", 0.25, False, backend, *NO_TERMS)
+    options = (*tables, "", 0.25, False, backend, *NO_VARIANT)
     torch.library.opcheck(operators._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = operators._forward(q, k, v, *options)
@@ -76,7 +76,7 @@ def test_opcheck_passes(backend, pattern):
 def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
     v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
-    options = [], 0, "", 0.25, False, BACKEND, *NO_TERMS
+    options = [], 0, "", 0.25, False, BACKEND, *NO_VARIANT
     torch.library.opcheck(operators._forward, (q, k, v, *options), test_utils="test_faketensor")
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = operators._forward(q, k, v, *options)

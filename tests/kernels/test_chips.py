@@ -48,12 +48,12 @@ def test_tiles_by_pointers_are_right_where_v_has_a_head_dim_of_its_own(pointers)
 
 
 def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_for():
-    def variant(*shape, dim=64):
-        return launch.rows_variant(launch.rows_of(torch.empty(shape, dtype=torch.float16), dim))
+    def case(*shape, dim=64):
+        return launch.rows_specialized(launch.rows_of(torch.empty(shape, dtype=torch.float16), dim))
 
-    assert variant(2, 4, 160, 64) == variant(3, 4, 320, 64)
+    assert case(2, 4, 160, 64) == case(3, 4, 320, 64)
     others = [(2, 4, 161, 64), (2, 4, 1, 64), (2, 4, 160, 40), (2, 4, 160, 8)]
-    assert len({variant(2, 4, 160, 64), *(variant(*shape) for shape in others)}) == 5
+    assert len({case(2, 4, 160, 64), *(case(*shape) for shape in others)}) == 5
 
 
 FAMILIES = {family.name: family for family in configs.FAMILIES}
@@ -209,7 +209,7 @@ def test_tune_leaves_out_no_candidate_that_fits(table):
         config = configs.Config(*map(int, row[7:11]))
         dims = int(row.head_dim), int(row.head_dim)
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[row.dtype]
-        stages = config.num_stages - (row.terms == "terms")  # see launch_options
+        stages = config.num_stages - (row.variant == "scores")  # see launch_options
         config = dataclasses.replace(config, num_stages=stages)
         assert not configs.cannot_fit(config, row.kernel, dtype, dims, int(row.shared)), row
 

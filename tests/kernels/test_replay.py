@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from sparse_flash.kernels.common.variant import KernelTerms
+from sparse_flash.kernels.common.variant import KernelVariant
 from sparse_flash.kernels.launch import replay
 from sparse_flash.kernels.launch.launch import described
 
@@ -37,7 +37,7 @@ PTX = """
 {
 """
 SIGNATURE = {"q_tensor": "tensordesc<fp16[1,1,64,16]>", "lse_ptr": "*fp32", "heads": "i32", "one": "constexpr", "scale": "fp32"}
-SIGNATURE |= {"terms": KernelTerms("*i64", *["constexpr"] * 10), "DIM": "constexpr"}
+SIGNATURE |= {"variant": KernelVariant("*i64", *["constexpr"] * 10), "DIM": "constexpr"}
 SIZES = [128, *[4] * 4, *[8] * 4, 8, 4, 4, 8, 8, 8]
 
 
@@ -94,7 +94,7 @@ def compiled(ptx: str = PTX, signature: dict = SIGNATURE, **changed):
 
 def inputs():
     q, lse, seed = torch.zeros(1, 2, 100, 16, dtype=torch.float16), torch.zeros(200), torch.zeros(1, dtype=torch.int64)
-    return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelTerms(seed), 16]
+    return (q, lse, seed), [described(q, 64, 16), lse, 2, 1, 0.5, KernelVariant(seed), 16]
 
 
 def call(kernel, arguments, tensors, rooms=()):
@@ -180,7 +180,7 @@ def test_a_remembered_launch_keeps_no_tensor(driver):
 def test_parts_of_a_room_move_with_it(driver):
     (q, _, seed), _ = inputs()
     room, other = torch.zeros(400), torch.zeros(400)
-    arguments = [described(q, 64, 16), room[200:], 2, 1, 0.5, KernelTerms(seed), 16]
+    arguments = [described(q, 64, 16), room[200:], 2, 1, 0.5, KernelVariant(seed), 16]
     call(compiled(), arguments, (q, room, seed), (room,)).again((q, other, seed))
     assert int.from_bytes(driver.launches[-1][3][9], "little") == other.data_ptr() + 800
 

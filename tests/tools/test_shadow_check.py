@@ -64,7 +64,7 @@ TERMS = {
     "sinks": {"sinks": torch.ones(4)},
 }
 TERMS["own function"]["score_params"] = (torch.tensor([1.5]),)
-TERMS["all"] = {name: value for terms in TERMS.values() for name, value in terms.items()}
+TERMS["all"] = {name: value for variant in TERMS.values() for name, value in variant.items()}
 
 
 @pytest.mark.parametrize("mask", ["text", "heads"])

@@ -13,7 +13,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
-from sparse_flash.variant.variant import terms_of
+from sparse_flash.variant.variant import checked_variant
 
 try:
     import triton
@@ -52,7 +52,7 @@ def own_in_torch(score, batch, head, q_pos, k_pos, params):
 OWN = sf.ScoreFunction(own_in_torch, own_in_triton, own_derivative)
 
 
-def terms(name: str, device=DEVICE) -> dict:
+def variant(name: str, device=DEVICE) -> dict:
     """Arguments of ``attention`` for two batch entries of 70 queries and 90 keys."""
     generator = torch.Generator().manual_seed(3)
 
@@ -112,7 +112,7 @@ def existing(starts, lens, batch: int, tokens: int) -> torch.Tensor:
 def surviving(q, k, dropout_p: float, seed: int) -> torch.Tensor:
     """What dropout keeps in the first call after manual_seed(seed): (batch, heads, q_len, kv_len) bool."""
     torch.manual_seed(seed)
-    return kept_by_dropout(terms_of(q, k, dropout_p=dropout_p), Pairs.all(q, k))
+    return kept_by_dropout(checked_variant(q, k, dropout_p=dropout_p), Pairs.all(q, k))
 
 
 def definition(q, k, v, kept, given: dict, survives):
@@ -165,11 +165,11 @@ def results(attend, tensors, given: dict, dout):
 
 def terms_in_call(q, k, given: dict):
     """What ``attention`` hands a back end of these arguments; it does sinks itself."""
-    return terms_of(q, k, **{name: value for name, value in given.items() if name != "sinks"})
+    return checked_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
 def usable(backend: str, q, k, given: dict, v=None, mask=None) -> None:
-    call = make_call(q, k, mask, v=v, terms=terms_in_call(q, k, given))
+    call = make_call(q, k, mask, v=v, variant=terms_in_call(q, k, given))
     require(backend, call, lambda: sf.attention(q, k, k if v is None else v, mask, backend=backend, **given))
 
 
@@ -187,7 +187,7 @@ def check(backend, name, mask="causal", dtype=None, block_size=None, seed=5, det
     fields = asked | fitted(backend, {of: value for of, value in usual.items() if of not in asked}, **asked)
     block_size, dtype = fields.pop("block_size"), fields["dtype"]
     q, k, v, dout = inputs(**fields, **shape)
-    given = terms(name)
+    given = variant(name)
     table = mask and sf.compile_mask(mask, q.shape[2], k.shape[2], block_size, device=DEVICE)
     usable(backend, q, k, given, v, table)
     kept = table.to_dense() if table else torch.ones((), dtype=torch.bool, device=DEVICE)
@@ -275,7 +275,7 @@ def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, 
 @parametrize("name", ["bias", "own", "all"])
 def test_terms_are_right_where_heads_have_masks_of_their_own(name):
     q, k, v, _ = inputs(torch.float64)
-    given = terms(name)
+    given = variant(name)
     mask = sf.BlockMask.per_head(["causal", "local(9)"], q_len=70, kv_len=90, block_size=16).to(DEVICE)
     outs = []
     for backend in ("torch", "reference"):
@@ -286,7 +286,7 @@ def test_terms_are_right_where_heads_have_masks_of_their_own(name):
 
 def test_gradients_agree_with_differences():
     q, k, v, _ = inputs(torch.float64, 9, 11, 3)
-    given = terms("all")
+    given = variant("all")
     given["q_lens"], given["kv_lens"] = (torch.tensor(lens, device=DEVICE) for lens in ([9, 5], [7, 11]))
     leaves = [t.requires_grad_() for t in (q, k, v)] + [
         given[name].detach().double().requires_grad_() for name in ("rel_bias", "sinks")
@@ -308,7 +308,7 @@ def test_gradients_agree_with_differences():
 @parametrize("name", ["kv_lens", "q_lens", "starts", "lengths", "all"])
 @parametrize("mask", ["causal", None, "local(9)"])
 def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, mask):
-    given = terms(name)
+    given = variant(name)
     q, k, v, dout = accepted(backend, given)
     if (
         backend == "triton"
@@ -421,7 +421,7 @@ def test_every_tile_size_drops_the_same_pairs_forward_and_backward(tiles):
 
     q, k, v, dout = inputs(torch.float32, 64, 64, 64)
     torch.manual_seed(1)
-    given = terms_of(q, k, dropout_p=0.25)
+    given = checked_variant(q, k, dropout_p=0.25)
     config = Config(*tiles, 1, 2)
     out, lse = attention_forward(q, k, v, None, 0.125, given, config)
     grads = attention_backward(dout, None, q, k, v, out, lse, None, 0.125, given, config, config)[:3]
@@ -452,7 +452,7 @@ def test_philox_gives_the_words_that_its_authors_give():
 @parametrize("size", [(1, 1), (1, 40), (23, 9), (33, 18)])
 def test_a_pair_is_kept_by_its_half_of_the_words_of_its_counter(size):
     q, k = torch.zeros(2, 3, size[0], 1), torch.zeros(2, 3, size[1], 1)
-    given = terms_of(q, k, dropout_p=0.3)
+    given = checked_variant(q, k, dropout_p=0.3)
     kept = kept_by_dropout(given, Pairs.all(q, k))
     assert kept.shape == (2, 3, *size)
     seed, zero = given.seed[0], torch.tensor(0)
@@ -533,8 +533,8 @@ def test_dropout_drops_its_share(dropout_p):
 @every_backend
 def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
     q, k, v, _ = accepted(backend, {"dropout_p": 0.5}, q_len=64, kv_len=64)
-    assert terms_of(q, k, dropout_p=2**-18) is None and terms_of(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
-    assert terms_of(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
+    assert checked_variant(q, k, dropout_p=2**-18) is None and checked_variant(q, k, dropout_p=2**-17 * 1.01).dropout_p == 2**-16
+    assert checked_variant(q, k, dropout_p=1 - 2**-30).dropout_p == 1 - 2**-16
     for dropout_p in (2**-16, 1 - 2**-16):
         kept = revealed(backend, dropout_p)
         assert torch.equal(kept, surviving(q, k, dropout_p, 3))
@@ -581,7 +581,7 @@ def test_dropped_pairs_are_the_same_under_activation_checkpointing(backend):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_terms_wait_for_nothing_and_each_replay_of_a_graph_drops_other_pairs():
     q, k, v, _ = inputs(torch.float16, head_dim=64)
-    given = terms("all")
+    given = variant("all")
     mask = sf.compile_mask("causal", 70, 90, device=DEVICE)
     sf.attention(q, k, v, mask, **given)
     torch.cuda.synchronize()
@@ -632,7 +632,7 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     q, k, v, _ = inputs()
     out = sf.attention(q, k, v, score_mod=plain, backend="torch")
     torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.5, backend="torch"))
-    call = make_call(q, k, terms=terms_of(q, k, score_mod=plain))
+    call = make_call(q, k, variant=checked_variant(q, k, score_mod=plain))
     monkeypatch.setattr(backends.backend("triton"), "_available", lambda: None)
     monkeypatch.setattr(backends.backend("triton"), "_interpreted", lambda: DEVICE == "cpu")
     assert "has no function for triton" in backends.backend("triton").supports(call)
@@ -661,7 +661,7 @@ def test_a_compiled_function_computes_terms_in_one_graph(name):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     q, k, v, dout = inputs()
-    given = terms(name)
+    given = variant(name)
 
     def attend(*tensors):
         return sf.attention(*tensors, "causal", return_lse=True, **given)
@@ -681,7 +681,7 @@ def test_a_compiled_function_computes_terms_in_one_graph(name):
 @parametrize("name", ["lengths", "dropout", "bias"])  # its fake tensors do not go through torch.func, as a user's function does
 def test_opcheck_passes_with_terms(name):
     q, k, v, _ = (t.requires_grad_() for t in inputs())
-    packed = terms_of(q, k, **{n: t for n, t in terms(name).items() if n != "sinks"}).packed()
+    packed = checked_variant(q, k, **{n: t for n, t in variant(name).items() if n != "sinks"}).packed()
     options = ([], 0, "", 0.25, True, "torch", *packed)
     torch.library.opcheck(operators._forward, (q, k, v, *options))
     with torch.no_grad():
@@ -692,7 +692,7 @@ def test_opcheck_passes_with_terms(name):
 
 
 def test_fake_tensors_see_terms():
-    given = terms("all")
+    given = variant("all")
     mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         q = torch.empty(2, HEADS, 70, 16, requires_grad=True, device=DEVICE)
@@ -706,7 +706,7 @@ def test_fake_tensors_see_terms():
 def test_the_shadow_check_finds_calls_with_terms_right(name):
     q, k, v, _ = inputs()
     check = sf.check(lambda **given: sf.attention(q, k, v, "causal", **given), every=1)
-    check(**terms(name))
+    check(**variant(name))
     assert len(check.reports) == 1 and check.reports[0].worst < 1e-5
 
 
@@ -716,8 +716,8 @@ def test_the_shadow_check_finds_calls_with_terms_right(name):
 @parametrize("name", [name for name in TERMS if name not in ("dropout", "sinks")])
 def test_hopper_names_what_it_lacks_and_nothing_else(name):
     q, k, *_ = inputs()
-    given = {n: t for n, t in terms(name).items() if n != "sinks"}
-    reason = backends.backend("hopper").supports(make_call(q, k, terms=terms_of(q, k, **given)))
+    given = {n: t for n, t in variant(name).items() if n != "sinks"}
+    reason = backends.backend("hopper").supports(make_call(q, k, variant=checked_variant(q, k, **given)))
     carried = {"score_params", "dropout_p"}
     assert reason.startswith("it does not carry") and all((part in reason) == (part not in carried) for part in given)
 
@@ -725,7 +725,7 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name):
 @pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
     q, k, v, _ = inputs()
-    bias = terms("bias")["rel_bias"]
+    bias = variant("bias")["rel_bias"]
     with pytest.raises(ValueError, match=r"'triton' cannot run this call: .*gradient of rel_bias.*deterministic"):
         sf.attention(q, k, v, rel_bias=bias, deterministic=True, backend="triton")
     sf.attention(q, k, v, rel_bias=bias.detach(), deterministic=True, backend="triton")
@@ -738,7 +738,7 @@ def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
 def test_a_frozen_bias_gets_no_gradient():
     q, k, v, _ = inputs()
     q.requires_grad_()
-    bias = terms("bias")["rel_bias"].detach()
+    bias = variant("bias")["rel_bias"].detach()
     sf.attention(q, k, v, "causal", rel_bias=bias).sum().backward()
     assert bias.grad is None and q.grad is not None
 

@@ -1,4 +1,4 @@
-"""Terms as the portable kernels take them: one tuple of pointers and numbers, None where there is nothing, and the switches
+"""A variant as the portable kernels take it: one tuple of pointers and numbers, None where there is nothing, and the switches
 that they are compiled for."""
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from .config import Config
 
 
-class KernelTerms(NamedTuple):
+class KernelVariant(NamedTuple):
     """Which fields are None is fixed at compile time.
 
     seed: int64, with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
@@ -29,44 +29,44 @@ class KernelTerms(NamedTuple):
     params: Any = None
 
     def pointers(self) -> list[int]:
-        return [] if self is NO_TERMS else [t.data_ptr() for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
+        return [] if self is NO_VARIANT else [t.data_ptr() for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
 
 
-NO_TERMS = KernelTerms()
+NO_VARIANT = KernelVariant()
 # SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own
 # function of scores and its derivative.
 NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 
 
-def kernel_terms(terms, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelTerms, dict, tuple]:
+def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelVariant, dict, tuple]:
     """(what a kernel gets, its switches, what Triton compiles differently for)."""
-    if terms is None:
-        return NO_TERMS, NO_SWITCHES, ()
-    given = KernelTerms(
-        terms.seed,
-        None if terms.seed is None else terms.dropout_p,
-        terms.q_starts,
-        terms.q_lens,
-        terms.kv_starts,
-        terms.kv_lens,
-        terms.alibi_slopes,
-        terms.softcap or None,
-        terms.rel_bias,
+    if variant is None:
+        return NO_VARIANT, NO_SWITCHES, ()
+    given = KernelVariant(
+        variant.seed,
+        None if variant.seed is None else variant.dropout_p,
+        variant.q_starts,
+        variant.q_lens,
+        variant.kv_starts,
+        variant.kv_lens,
+        variant.alibi_slopes,
+        variant.softcap or None,
+        variant.rel_bias,
         rel_bias_gradient,
-        terms.score_params or None,
+        variant.score_params or None,
     )
     switches = {
-        "SCORED": terms.scored,
-        "REACH": 0 if terms.rel_bias is None else terms.rel_bias.shape[1] // 2,
-        "SCORE": terms.score_mod and terms.score_mod.triton,
-        "DERIVATIVE": terms.score_mod and terms.score_mod.derivative,
+        "SCORED": variant.scored,
+        "REACH": 0 if variant.rel_bias is None else variant.rel_bias.shape[1] // 2,
+        "SCORE": variant.score_mod and variant.score_mod.triton,
+        "DERIVATIVE": variant.score_mod and variant.score_mod.derivative,
     }
-    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in terms.score_params))
+    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in variant.score_params))
     return given, switches, kinds
 
 
-def within_memory(config: Config, given: KernelTerms, switches: dict, dim: int) -> Config:
-    """The config of dQ for these terms. dim: padded. A bias beside a user's function takes 262 KB for 128 queries at head_dim 128,
+def within_memory(config: Config, given: KernelVariant, switches: dict, dim: int) -> Config:
+    """The config of dQ for this variant. dim: padded. A bias beside a user's function takes 262 KB for 128 queries at head_dim 128,
     more than any chip has: half the queries take 164 to 172, and of as many warps spill half of what four do."""
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
@@ -74,8 +74,8 @@ def within_memory(config: Config, given: KernelTerms, switches: dict, dim: int) 
     return config
 
 
-def launch_options(config: Config, given: KernelTerms, switches: dict, rows: int) -> dict[str, int]:
-    """Triton's options for a kernel of these terms; without any, those of the config. rows: of a step's products.
+def launch_options(config: Config, given: KernelVariant, switches: dict, rows: int) -> dict[str, int]:
+    """Triton's options for a kernel of this variant; for plain attention, those of the config. rows: of a step's products.
 
     By what compiling for sm_90 (triton 3.6) says. Eight warps are worth it only for 128 rows, where they halve what each thread
     holds: with dropout or the gradient of a bias, four spill 130 to 800 bytes of 128 x 64 at head_dim 64. Of 64 rows, eight

@@ -33,7 +33,7 @@ from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, has_splits, heads_together, tile_queue
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .masks import ZERO, column_bits, where_column_bits, where_run
 from .ring import Ring, ring_beside, ring_of
@@ -599,7 +599,7 @@ def prepare_kernel(
     FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """A query's terms of every product, in rows padded to whole tiles: lse in base 2, +inf where the query keeps nothing, and
+    """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf where the query keeps nothing, and
     delta = rowsum(dOut * Out) - dLse, with dropout times the share that it keeps, by which gradients are divided at the end; and
     zeros that dQ is added to. Where FIXED, also the power of two that its dQ is counted in."""
     batch = tl.program_id(1) // heads
@@ -657,43 +657,43 @@ def finish_kernel(
     store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, deterministic=False, config=None):
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, dQ is summed in an order that differs from run to
     run, and so are dK and dV where query heads share them or heavy columns are split.
 
     The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
-    terms: of dropout, or None.
+    variant: of dropout, or None.
     """
     room = _room(q, k, mask, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic, room)
-    key = _key(dout, dlse, q, k, v, out, scale, terms, deterministic, config)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic, room)
+    key = _key(dout, dlse, q, k, v, out, scale, variant, deterministic, config)
     recording = Recording(mask, key, tensors, tensors[_ROOMS], room)
-    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, terms.dropout_p if terms else None, config)
+    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, variant.dropout_p if variant else None, config)
     recording.finish()
     return tensors[_GRADIENTS]
 
 
-def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, deterministic=False):
+def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
     """The same by launches that were made before, or None; any tensors."""
-    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, terms, deterministic))
+    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, variant, deterministic))
     if known is None:
         return None
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic, known.facts)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic, known.facts)
     return tensors[_GRADIENTS] if known.again(tensors) else None
 
 
-def _key(dout, dlse, q, k, v, out, scale, terms, deterministic: bool, config=None) -> tuple:
+def _key(dout, dlse, q, k, v, out, scale, variant, deterministic: bool, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    more = scale, config, dlse is None, deterministic, terms.dropout_p if terms else None
+    more = scale, config, dlse is None, deterministic, variant.dropout_p if variant else None
     return attention_backward_kernel.fn, tuned.times_read(), *layout, *more
 
 
 _GRADIENTS, _ROOMS = slice(7, 10), slice(10, 12)
 
 
-def _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic: bool, room: "_Room") -> tuple[torch.Tensor, ...]:
+def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: "_Room") -> tuple[torch.Tensor, ...]:
     device = q.device
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
@@ -703,7 +703,7 @@ def _tensors(dout, dlse, q, k, v, out, lse, terms, deterministic: bool, room: "_
         kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
     bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
     dlse = lse if dlse is None else dlse
-    seed = terms.seed if terms else lse
+    seed = variant.seed if variant else lse
     return q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(device), seed
 
 
@@ -727,7 +727,7 @@ def _room(q, k, mask, deterministic: bool) -> _Room:
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     lines = batch * heads * padded_q
     # Where several tiles make one of dK and dV, those are summed in fp32 as well: as they come, or one after the other.
-    added = heads > kv_heads or (has_splits(mask and mask.by_key) and not deterministic)
+    added = heads > kv_heads or (mask is not None and mask.by_key.is_split and not deterministic)
     kv_lines = batch * (heads if deterministic else kv_heads) * padded_kv
     return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim if added else 0)
 

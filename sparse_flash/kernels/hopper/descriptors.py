@@ -34,11 +34,6 @@ def heads_together(row_bytes: int, rows: int) -> int:
     return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
-def has_splits(table) -> bool:
-    """Whether some rows of a table are split: see ``Table.work``. table: may be None."""
-    return table is not None and table.work.shape[1] > table.row_order.shape[1]
-
-
 def tile_queue(device: torch.device) -> torch.Tensor:
     """(2,) int32 zeros, which a launch leaves as zeros: see ``scheduler``. A launch in a graph, which may be replayed beside
     anything, has its own."""

@@ -28,7 +28,7 @@ from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .configs import forward_config
-from .descriptors import described, has_splits, heads_together, tile_queue
+from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .ring import Ring, ring_of
@@ -464,15 +464,15 @@ def combine_kernel(
         tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
-def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None):
+def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """out like q, lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
-    terms: of dropout, or None. beside: see ``launch``.
+    variant: of dropout, or None. beside: see ``launch``.
     """
-    splits, dropout_p = _splits(mask), terms.dropout_p if terms else None
-    tensors = _tensors(q, k, v, terms, splits)
-    recording = Recording(mask, _key(q, k, v, scale, terms, config), tensors, facts=splits)
+    splits, dropout_p = _splits(mask), variant.dropout_p if variant else None
+    tensors = _tensors(q, k, v, variant, splits)
+    recording = Recording(mask, _key(q, k, v, scale, variant, config), tensors, facts=splits)
     recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, splits, dropout_p, config), beside=beside)
     _, _, _, out, lse, split_out, split_lse, *_ = tensors
     if splits:
@@ -481,33 +481,33 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None
     return out, lse
 
 
-def repeated_forward(q, k, v, mask, scale, terms=None):
+def repeated_forward(q, k, v, mask, scale, variant=None):
     """The same by launches that were made before, or None; any q, k and v."""
-    known = known_call(mask, _key(q, k, v, scale, terms))
+    known = known_call(mask, _key(q, k, v, scale, variant))
     if known is None:
         return None
-    tensors = _tensors(q, k, v, terms, known.facts)
+    tensors = _tensors(q, k, v, variant, known.facts)
     return tensors[3:5] if known.again(tensors) else None
 
 
-def _key(q, k, v, scale, terms, config=None) -> tuple:
+def _key(q, k, v, scale, variant, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device
-    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, terms.dropout_p if terms else None
+    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, variant.dropout_p if variant else None
 
 
-def _tensors(q, k, v, terms, splits: int) -> tuple[torch.Tensor, ...]:
+def _tensors(q, k, v, variant, splits: int) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     split_out = split_lse = lse
     if splits:
         split_lse = torch.empty((q.shape[0] * q.shape[1] * splits, TILE.value), dtype=torch.float32, device=q.device)
         split_out = torch.empty((*split_lse.shape, padded_head_dim(q.shape[3])), dtype=torch.float32, device=q.device)
-    return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), terms.seed if terms else lse
+    return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), variant.seed if variant else lse
 
 
 def _splits(mask) -> int:
     """How many tiles of 128 queries of a head are splits of rows."""
-    split = has_splits(mask and mask.by_query)
+    split = mask is not None and mask.by_query.is_split
     return mask.by_query.splits.shape[1] * (mask.block_size // TILE.value) if split else 0
 
 

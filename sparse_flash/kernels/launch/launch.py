@@ -9,9 +9,9 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
+from ..common.specialized import KernelVariant
 from ..common.streams import raw_stream
 from ..common.tiles import Rows
-from ..common.variant import KernelTerms
 from .first_calls import compile_only, compiles_only, first_call, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
@@ -54,7 +54,7 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
     return Rows(tensor, *(stride // piece for stride in strides), tokens, None if head_dim == dim else head_dim // piece)
 
 
-def rows_variant(rows: Rows) -> tuple:
+def rows_specialized(rows: Rows) -> tuple:
     """What Triton compiles ``Rows`` for. It specializes integers of a tuple, whatever the kernel says of its own."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in rows[1:])
 
@@ -69,7 +69,14 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
     return (index, *table[:5], *mask.tiles, *strides)
 
 
-def length_variant(q_len: int) -> tuple[bool, bool]:
+def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
+    """What every portable kernel takes of its table and its shapes. table: of the mask, or None with it."""
+    (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
+    rows = 0 if table is None else table.row_order.shape[1]
+    return (*table_arguments(mask, table, placeholder), heads, heads // kv_heads, q_len, kv_len, rows)
+
+
+def length_specialized(q_len: int) -> tuple[bool, bool]:
     """What of q_len the portable kernels are compiled for: see NOT_SPECIALIZED."""
     return q_len % 16 == 0, q_len == 1
 
@@ -105,7 +112,7 @@ def launch(
     arguments: list,
     constants: dict,
     options: dict,
-    variant: tuple = (),
+    specialized: tuple = (),
     beside: Callable | None = None,
 ):
     """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
@@ -113,17 +120,17 @@ def launch(
     where this thread only compiles.
 
     arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
-    be ``KernelTerms``. variant: what else Triton compiles differently for. beside: launches that will follow, which are
+    be ``KernelVariant``. specialized: what else Triton compiles differently for. beside: launches that will follow, which are
     compiled along with this one.
     """
     # A tensor or its descriptor, whose dtype the other types follow from.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
-    if isinstance(arguments[-1], KernelTerms):
+    if isinstance(arguments[-1], KernelVariant):
         pointers += arguments[-1].pointers()
     if isinstance(arguments[0], Rows):
-        variant = (*variant, *(rows_variant(a) for a in arguments if isinstance(a, Rows)))
-    key = (kernel.fn, first.device, first.dtype, variant, *options.values(), *constants.values())
+        specialized = (*specialized, *(rows_specialized(a) for a in arguments if isinstance(a, Rows)))
+    key = (kernel.fn, first.device, first.dtype, specialized, *options.values(), *constants.values())
     aligned = not any(pointer % 16 for pointer in pointers)
     enter_context(first.device.index)
     if aligned and key in launched:
@@ -132,7 +139,7 @@ def launch(
         return launched[key]
     known = getattr(kernel, "params", ())  # the interpreter's kernels have none
     several = [p.name for p, a in zip(known, arguments, strict=False) if type(a) is int and not p.do_not_specialize]
-    assert not several or variant, f"{kernel.fn.__name__} is compiled for values of {several}, which no variant tells apart"
+    assert not several or specialized, f"{kernel.fn.__name__} is compiled for values of {several}, which nothing tells apart"
     options = options | FUSED
     if not known:
         kernel[grid](*arguments, **constants, **options)
@@ -142,7 +149,7 @@ def launch(
         return None
     with first_call(_described(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
         if beside is not None:
-            together(first.device, lambda: launch(kernel, grid, arguments, constants, options, variant), beside)
+            together(first.device, lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
         compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
         launched[key] = compiled
@@ -191,10 +198,10 @@ class Recording:
         self.facts = facts
         self.launches: list = []
 
-    def launch(self, kernel, prepared, variant: tuple = (), beside: Callable | None = None) -> None:
-        """prepared: (grid, arguments, constants, options). variant, beside: see ``launch``."""
+    def launch(self, kernel, prepared, specialized: tuple = (), beside: Callable | None = None) -> None:
+        """prepared: (grid, arguments, constants, options). specialized, beside: see ``launch``."""
         grid, arguments, constants, options = prepared
-        compiled = launch(kernel, grid, arguments, constants, options, variant, beside)
+        compiled = launch(kernel, grid, arguments, constants, options, specialized, beside)
         self.launches.append((compiled, grid, [*arguments, *constants.values()]))
 
     def finish(self) -> None:

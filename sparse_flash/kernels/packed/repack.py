@@ -9,6 +9,8 @@ A block row keeps the entries of its row of the long document's table whose colu
 within full, run and bit entries, these are one piece of each, found by bisection.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,25 @@ ROW_FIELDS = 9
 
 _DOCUMENTS_TOGETHER = 1024
 ROWS_TOGETHER = 512  # more do not fit the registers of one warp
+
+
+class NewTable(NamedTuple):
+    """The table of one mask that a kernel writes, except its entries: see ``masks.table.Table``. rows: how many it has."""
+
+    row_ptr: Any
+    row_split: Any
+    row_order: Any
+    work: Any
+    rows: Any
+
+
+class RowBounds(NamedTuple):
+    """Where the full entries of a row begin, its run entries and its bit entries, and where those end."""
+
+    begin: Any
+    runs: Any
+    bits: Any
+    end: Any
 
 
 @triton.jit
@@ -214,17 +235,17 @@ def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, runs, bits, end):
-    """What a table of one mask says of a row, but for its entries."""
-    tl.store(row_ptr + row, begin)
-    tl.store(row_ptr + rows, end, mask=row == rows - 1)
-    tl.store(row_split + row * 2, runs)
-    tl.store(row_split + row * 2 + 1, bits)
-    tl.store(row_order + rank, row)
+def store_row(table, row, rank, bounds):
+    """Writes all that a table of one mask says of a row, except its entries. table: ``NewTable``. rank: see ``place_of``."""
+    tl.store(table.row_ptr + row, bounds.begin)
+    tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
+    tl.store(table.row_split + row * 2, bounds.runs)
+    tl.store(table.row_split + row * 2 + 1, bounds.bits)
+    tl.store(table.row_order + rank, row)
     lane = tl.arange(0, 8)
-    item = tl.where(lane == 0, row, tl.where(lane == 1, begin, tl.where(lane == 2, runs, 0)))
-    item = tl.where(lane == 3, bits, tl.where(lane == 4, end, item))
-    tl.store(work + rank * 8 + lane, item)
+    item = tl.where(lane == 0, row, tl.where(lane == 1, bounds.begin, tl.where(lane == 2, bounds.runs, 0)))
+    item = tl.where(lane == 3, bounds.bits, tl.where(lane == 4, bounds.end, item))
+    tl.store(table.work + rank * 8 + lane, item)
 
 
 @triton.jit
@@ -290,7 +311,8 @@ def fill_rows_kernel(
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
     begin, rank = place_of(records + _TOTAL * rows, row, total, rows, ROWS)
     bits = begin + fulls + runs
-    store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, begin + whole, bits, begin + total)
+    table = NewTable(row_ptr, row_split, row_order, work, rows)
+    store_row(table, row, rank, RowBounds(begin, begin + whole, bits, begin + total))
 
     document = tl.load(records + _DOCUMENT * rows + row)
     q_first, q_blocks, k_first, k_blocks, k_len = _blocks_of(layout, documents, document)
@@ -437,5 +459,5 @@ def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: to
     padded = triton.next_power_of_2(dim)
     together = max(32, min(1024, 4096 // padded))
     constants = {"ROWS": together, "DIM": padded, "FILL": fill}
-    variant = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in (dim, *strides))
-    launch(take_rows_kernel, (triton.cdiv(rows, together) * heads, 1), arguments, constants, {"num_warps": 4}, variant)
+    specialized = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in (dim, *strides))
+    launch(take_rows_kernel, (triton.cdiv(rows, together) * heads, 1), arguments, constants, {"num_warps": 4}, specialized)

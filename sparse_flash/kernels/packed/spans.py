@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 
 from ..launch.launch import launch
-from .repack import K_LEN, K_START, Q_LEN, Q_START, ROWS_TOGETHER, empty_table, first_not_below, place_of, store_row
+from .repack import (
+    K_LEN,
+    K_START,
+    Q_LEN,
+    Q_START,
+    ROWS_TOGETHER,
+    NewTable,
+    RowBounds,
+    empty_table,
+    first_not_below,
+    place_of,
+    store_row,
+)
 
 # Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
 # HIGH where it fills none; how many it touches, and touches but does not fill.
@@ -103,7 +115,7 @@ def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TI
     full = full_high - full_low
     begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, ROWS)
     end = begin + touched
-    store_row(row_ptr, row_split, row_order, work, row, rows, rank, begin, begin + full, end, end)
+    store_row(NewTable(row_ptr, row_split, row_order, work, rows), row, rank, RowBounds(begin, begin + full, end, end))
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
         tl.store(col_idx + begin + e, full_low + e, mask=e < full)
@@ -135,7 +147,7 @@ def _fill_column(spans, counts, table, column, rows, k_rows, ROWS: tl.constexpr)
     begin, rank = place_of(counts, column, touched, k_rows, ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
-    store_row(row_ptr, row_split, row_order, work, column, k_rows, rank, begin, partial, end, end)
+    store_row(NewTable(row_ptr, row_split, row_order, work, k_rows), column, rank, RowBounds(begin, partial, end, end))
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)

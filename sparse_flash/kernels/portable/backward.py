@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
+from ..common.specialized import kernel_variant, launch_options, within_memory
 from ..common.tiles import (
     CUT,
     FULL,
@@ -30,9 +31,8 @@ from ..common.tiles import (
     step_position,
     store_tile,
 )
-from ..common.variant import kernel_terms, launch_options, within_memory
 from ..launch import tuned
-from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
+from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
 from ..launch.replay import known_call
 from .configs import grad_kv_config, grad_q_config
 from .dropout import dropout_stream, kept_by_dropout
@@ -73,7 +73,7 @@ class _QueryOperands(NamedTuple):
 def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
     """Adds dS K of entries, all of one kind, to the dQ of a query tile, and to ``beyond`` what ``add_bias_gradient`` says."""
     dq, beyond = state
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
     last = entries.end * STEPS
@@ -102,16 +102,16 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
         if scoring.SCORED:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
-            if terms.rel_bias_gradient is None:
+            if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(operands.dout, v.T, input_precision="ieee")
-        if terms.seed is not None:
-            survives = kept_by_dropout(terms, operands.stream, place, sizes)
-            dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - terms.dropout_p))
+        if variant.seed is not None:
+            survives = kept_by_dropout(variant, operands.stream, place, sizes)
+            dweights = tl.where(survives, dweights, 0.0) * (1.0 / (1.0 - variant.dropout_p))
         dscores = weights * (dweights - operands.delta[:, None])
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
-        if terms.rel_bias_gradient is not None:
+        if variant.rel_bias_gradient is not None:
             # A query that does not exist may hold anything, and so may its row.
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
             beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
@@ -124,7 +124,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
 @triton.jit
 def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
     """dQ and delta of this program's tile of queries."""
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
     tile, bounds = query_tile(rows, table, sizes)
     q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
@@ -136,21 +136,21 @@ def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if tensors.dlse is not None:
         delta -= tl.load(tensors.dlse + row_line, mask=query < sizes.q_len, other=0.0)
-    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, terms)
-    Q_CUT: tl.constexpr = is_cut(terms.q_starts, terms.q_lens)
+    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
+    Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
     if Q_CUT:
         exists = is_valid(valid, query)
         delta = tl.where(exists, delta, 0.0)
-    if Q_CUT or is_cut(terms.kv_starts, terms.kv_lens) or scoring.SCORED:
+    if Q_CUT or is_cut(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
     tl.store(tensors.delta + row_line, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
-    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(terms, tile.line))
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile.line))
     beyond = ()
-    if terms.rel_bias_gradient is not None:
+    if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
     dq, beyond = walk_row(_walk_keys, (dq, beyond), operands, tile, bounds, valid_keys, table, sizes, scoring)
-    if terms.rel_bias_gradient is not None:
+    if variant.rel_bias_gradient is not None:
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
         dq = tl.where(exists[:, None], dq, 0.0)
@@ -185,7 +185,7 @@ def grad_q_kernel(
     q_blocks,
     scale,
     score_scale,
-    terms,
+    variant,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -208,7 +208,7 @@ def grad_q_kernel(
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
         WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
     # fmt: on
 
@@ -236,12 +236,12 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
     """Adds dS^T Q and P^T dOut of entries, all of one kind, to the dK and dV of a key tile; with dropout, to dK twice that."""
     dk, dv = state
     k, v = operands.k, operands.v
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
     STEPS: tl.constexpr = table.BLOCK // TILE_M if table.SPARSE else 1
     last = entries.end * STEPS
-    if terms.seed is not None:
-        log2_share = tl.math.log2(tl.full([1], 1.0 - terms.dropout_p, tl.float32))
+    if variant.seed is not None:
+        log2_share = tl.math.log2(tl.full([1], 1.0 - variant.dropout_p, tl.float32))
     first = entries.begin * STEPS
     position = step_position(table, first, last, TILE_M)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
@@ -254,11 +254,11 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             exists = is_valid(entries.valid, query)
             q = tl.where(exists[:, None], q, 0.0)
         scores = tl.dot(k, q.T, input_precision="ieee")
-        if scoring.SCORED and (scoring.SCORE is not None or terms.rel_bias is not None):
+        if scoring.SCORED and (scoring.SCORE is not None or variant.rel_bias is not None):
             # Either may drop all of a query's pairs: their weights are then 0, not NaN.
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
         log2_sum = lse * LOG2_E
-        if terms.seed is not None:  # weights are divided by the share that dropout keeps
+        if variant.seed is not None:  # weights are divided by the share that dropout keeps
             log2_sum += log2_share
         if scoring.SCORED:
             changed = scored(scores, place, sizes, scoring, KIND)
@@ -276,27 +276,27 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
-        if terms.seed is not None:
+        if variant.seed is not None:
             # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
-            survives = kept_by_dropout(terms, operands.stream, place, sizes)
+            survives = kept_by_dropout(variant, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-        if scoring.SCORED and terms.seed is None:
+        if scoring.SCORED and variant.seed is None:
             # Not after the next product, beside which the scores would be kept.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
         delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
-        if terms.seed is not None:
+        if variant.seed is not None:
             # Twice the kept weights as a sum, not as twice the maximum above, beside which they would be kept.
             twice = (weights + tl.abs(weights)) * dweights
-            dscores = twice - tl.abs(weights) * (delta * (2.0 * (1.0 - terms.dropout_p)))[None, :]
+            dscores = twice - tl.abs(weights) * (delta * (2.0 * (1.0 - variant.dropout_p)))[None, :]
         else:
             dscores = weights * (dweights - delta[None, :])
-        if scoring.SCORED and terms.seed is not None:
+        if scoring.SCORED and variant.seed is not None:
             dscores = times_derivative_of_function(dscores, scores, place, sizes, scoring, KIND)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
@@ -307,7 +307,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
 @triton.jit
 def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
     """dK and dV of this program's tile of keys."""
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     slot = tl.program_id(0)
     kv_heads = sizes.heads // sizes.group
@@ -322,11 +322,11 @@ def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
     v = load_tile(tensors.v, batch, kv_head, first, TILE_N, sizes.DIM_V)
     dk = tl.zeros([TILE_N, sizes.DIM], tl.float32)
     dv = tl.zeros([TILE_N, sizes.DIM_V], tl.float32)
-    valid, valid_queries = valid_of_axes(first, batch, sizes, terms)
+    valid, valid_queries = valid_of_axes(first, batch, sizes, variant)
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
-        stream = dropout_stream(terms, tile.line)
+        stream = dropout_stream(variant, tile.line)
         row_line = tile.line.to(tl.int64) * sizes.q_len
         if table.SPARSE:
             bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
@@ -334,10 +334,10 @@ def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
         operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, tensors.delta + row_line, stream)
         dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
-    if is_cut(terms.kv_starts, terms.kv_lens):
+    if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
-    if terms.seed is not None:
+    if variant.seed is not None:
         dk *= 0.5
     store_tile(tensors.dk, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
     store_tile(tensors.dv, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
@@ -370,7 +370,7 @@ def grad_kv_kernel(
     kv_blocks,
     scale,
     score_scale,
-    terms,
+    variant,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -391,17 +391,17 @@ def grad_kv_kernel(
         TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
         WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
-        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
     # fmt: on
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v, and the gradient of terms.rel_bias where that is learned. dlse may be None.
+def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, q_config=None, kv_config=None):
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias where that is learned. dlse may be None.
 
     The others: unbroken rows, base and strides multiples of 16 bytes.
     """
-    drel_bias = torch.zeros_like(terms.rel_bias) if terms is not None and terms.learned else None
+    drel_bias = torch.zeros_like(variant.rel_bias) if variant is not None and variant.learned else None
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_head_dim = v.shape[1:]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
@@ -411,7 +411,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
     tensors = _tensors(dout, dlse, q, k, v, out, lse)
     *_, dlse, delta, dq, dk, dv = tensors
     recording = Recording(mask, _key(dout, has_dlse, q, k, v, out, scale), tensors)
-    given, switches, kinds = kernel_terms(terms, drel_bias)
+    given, switches, kinds = kernel_variant(variant, drel_bias)
 
     def run_grad_q(config):
         m, n = config.tile_m, config.tile_n
@@ -425,12 +425,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
             lse,
             dlse,
             delta,
-            *table_arguments(mask, mask and mask.by_query, lse),
-            heads,
-            heads // kv_heads,
-            q_len,
-            kv_len,
-            mask.by_query.row_order.shape[1] if mask else 0,
+            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
             scale,
             scale * LOG2_E.value,
             given,
@@ -439,7 +434,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": has_dlse}
         grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
         options = launch_options(config, given, switches, m)
-        recording.launch(grad_q_kernel, (grid, arguments, constants, options), (*length_variant(q_len), *kinds))
+        recording.launch(grad_q_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kinds))
 
     shape = q.device, q.dtype, dim, dim_v, block_size
     if q_config is not None:
@@ -450,7 +445,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         more = drel_bias is not None, has_dlse
         run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
 
-    kv_given, kv_switches, kv_kinds = kernel_terms(terms)
+    kv_given, kv_switches, kv_kinds = kernel_variant(variant)
 
     def run_grad_kv(config):
         m, n = config.tile_m, config.tile_n
@@ -463,12 +458,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
             described(dv, n, dim_v),
             lse,
             delta,
-            *table_arguments(mask, mask and mask.by_key, lse),
-            heads,
-            heads // kv_heads,
-            q_len,
-            kv_len,
-            mask.by_key.row_order.shape[1] if mask else 0,
+            *walk_arguments(mask, mask and mask.by_key, q, k, lse),
             scale,
             scale * LOG2_E.value,
             kv_given,
@@ -477,20 +467,20 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, terms=None, q
         constants |= {"SPARSE": mask is not None, **kv_switches}
         grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
         options = launch_options(config, kv_given, kv_switches, n)
-        recording.launch(grad_kv_kernel, (grid, arguments, constants, options), (*length_variant(q_len), *kv_kinds))
+        recording.launch(grad_kv_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kv_kinds))
 
     if kv_config is not None:
         run_grad_kv(kv_config)
     else:
         config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
         run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
-    if terms is None and q_config is None and kv_config is None:
+    if variant is None and q_config is None and kv_config is None:
         recording.finish()
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
-    """The same without terms by launches that were made before, or None; any tensors."""
+    """The same without a variant by launches that were made before, or None; any tensors."""
     known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
     if known is None:
         return None

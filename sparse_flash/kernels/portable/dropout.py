@@ -7,19 +7,19 @@ from ..common.philox import stream_of_line, words_of_pairs
 
 
 @triton.jit
-def dropout_stream(terms, line):
+def dropout_stream(variant, line):
     """What tells a line's draws from others', three scalars; nothing without dropout. line: batch * heads + head."""
     stream = ()
-    if terms.seed is not None:
-        stream = stream_of_line(terms.seed, line)
+    if variant.seed is not None:
+        stream = stream_of_line(variant.seed, line)
     return stream
 
 
 @triton.jit
-def kept_by_dropout(terms, stream, place, sizes):
+def kept_by_dropout(variant, stream, place, sizes):
     """Which pairs of a step dropout keeps, of the shape of its scores. stream: of ``dropout_stream``. Its first query and key are
     multiples of the tile's sides, which are powers of two from 16."""
-    threshold = tl.full([1, 1], terms.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
+    threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
     query, token = (query[None, :], token[:, None]) if sizes.BY_KEY else (query[:, None], token[None, :])
     word = words_of_pairs(stream, query, token, place.first_query, place.first_key)

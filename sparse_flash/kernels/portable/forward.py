@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
+from ..common.specialized import kernel_variant, launch_options
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -25,9 +26,8 @@ from ..common.tiles import (
     step_position,
     store_tile,
 )
-from ..common.variant import kernel_terms, launch_options
 from ..launch import tuned
-from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_variant, row_count, run_within_memory, table_arguments
+from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
 from ..launch.replay import known_call
 from .configs import forward_config
 from .dropout import dropout_stream, kept_by_dropout
@@ -49,7 +49,7 @@ class _Operands(NamedTuple):
 def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
     """Folds entries, all of one kind, into the softmax state of a query tile."""
     accumulator, running_max, running_sum = state
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     STEPS: tl.constexpr = table.BLOCK // TILE_N if table.SPARSE else 1
     last = entries.end * STEPS
@@ -84,10 +84,10 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         rescale = tl.math.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
-        if terms.seed is not None:
-            survives = kept_by_dropout(terms, operands.stream, place, sizes)
+        if variant.seed is not None:
+            survives = kept_by_dropout(variant, operands.stream, place, sizes)
             # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
-            weights = tl.where(survives, weights, tl.minimum(terms.dropout_p, 0.0))
+            weights = tl.where(survives, weights, tl.minimum(variant.dropout_p, 0.0))
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
             v = tl.where(exists[:, None], v, 0.0)
@@ -100,7 +100,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
 @triton.jit
 def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table, sizes, scoring):
     """out and lse of this program's tile of queries."""
-    terms = scoring.terms
+    variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
     tile, bounds = query_tile(rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
@@ -109,19 +109,19 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
         tl.full([TILE_M], FLOOR, tl.float32),
         tl.zeros([TILE_M], tl.float32),
     )
-    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, terms)
-    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(terms, tile.line))
+    valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
+    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile.line))
     accumulator, running_max, running_sum = walk_row(_walk, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)
-    if is_cut(terms.q_starts, terms.q_lens):
+    if is_cut(variant.q_starts, variant.q_lens):
         exists = is_valid(valid, query)
         keeps_nothing |= ~exists
         accumulator = tl.where(exists[:, None], accumulator, 0.0)
     total = tl.where(keeps_nothing, 1.0, running_sum)
     divisor = total
-    if terms.seed is not None:
-        divisor *= 1.0 - terms.dropout_p
+    if variant.seed is not None:
+        divisor *= 1.0 - variant.dropout_p
     store_tile(out_tensor, accumulator / divisor[:, None], tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     lse = tl.where(keeps_nothing, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
     tl.store(lse_ptr + tile.line.to(tl.int64) * sizes.q_len + query, lse, mask=query < sizes.q_len)
@@ -150,7 +150,7 @@ def attention_forward_kernel(
     kv_len,
     q_blocks,
     score_scale,
-    terms,
+    variant,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -163,26 +163,26 @@ def attention_forward_kernel(
     DERIVATIVE: tl.constexpr,
 ):
     """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
-    head_dim of q and k, DIM_V: of v and out. terms, SCORED, REACH, SCORE, DERIVATIVE: see ``common.variant``."""
+    head_dim of q and k, DIM_V: of v and out. variant, SCORED, REACH, SCORE, DERIVATIVE: see ``common.variant``."""
     # fmt: off
     _compute_tile(
         q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
         WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-        Scoring(score_scale, terms, SCORED, REACH, SCORE, DERIVATIVE),
+        Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
     )
     # fmt: on
 
 
-def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None):
+def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q, k, v: unbroken rows, base and strides multiples of 16 bytes. beside: see ``launch``.
     """
-    given, switches, kinds = kernel_terms(terms)
+    given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, v_head_dim = v.shape[1:]
+    v_head_dim = v.shape[3]
     tensors = _tensors(q, k, v)
     _, _, _, out, lse = tensors
     recording = Recording(mask, _key(q, k, v, scale), tensors)
@@ -197,12 +197,7 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None
             described(v, n, dim_v),
             described(out, m, dim_v),
             lse,
-            *table_arguments(mask, mask and mask.by_query, lse),
-            heads,
-            heads // kv_heads,
-            q_len,
-            kv_len,
-            mask.by_query.row_order.shape[1] if mask else 0,
+            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
             scale * LOG2_E.value,
             given,
         ]
@@ -211,20 +206,20 @@ def attention_forward(q, k, v, mask, scale, terms=None, config=None, beside=None
         grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
         options = launch_options(config, given, switches, m)
         prepared = grid, arguments, constants, options
-        recording.launch(attention_forward_kernel, prepared, (*length_variant(q_len), *kinds), beside)
+        recording.launch(attention_forward_kernel, prepared, (*length_specialized(q_len), *kinds), beside)
 
     if config is not None:
         run(config)
         return out, lse
     config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
     run_within_memory(run, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
-    if terms is None:
+    if variant is None:
         recording.finish()
     return out, lse
 
 
 def repeated_forward(q, k, v, mask, scale):
-    """The same without terms by a launch that was made before, or None; any q, k and v."""
+    """The same without a variant by a launch that was made before, or None; any q, k and v."""
     known = known_call(mask, _key(q, k, v, scale))
     if known is None:
         return None

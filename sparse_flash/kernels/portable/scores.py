@@ -1,5 +1,5 @@
-"""From products to scores in base 2, and back: what terms do to them, for the forward pass and both backward passes. Kernels switch
-all this off at compile time where there are no such terms."""
+"""From products to scores in base 2, and back: what a variant does to them, in the forward pass and both backward passes. Kernels
+switch all this off at compile time where there is no variant."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def _first_distance(place, sizes):
 @triton.jit
 def _tanh(products, scoring):
     """Of products * scale / softcap. By an exponential that may overflow: 1 - 2 / inf is 1."""
-    grown = tl.math.exp2(products * (scoring.scale * (2.0 / scoring.terms.softcap)))
+    grown = tl.math.exp2(products * (scoring.scale * (2.0 / scoring.variant.softcap)))
     return 1.0 - 2.0 / (1.0 + grown)
 
 
@@ -37,19 +37,19 @@ def _beyond_reach(first_distance, sizes, REACH: tl.constexpr):
 @triton.jit
 def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
     """scores: times UNIT, as the result."""
-    terms = scoring.terms
+    variant = scoring.variant
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
     TILE_N: tl.constexpr = sizes.TILE_N
     BY_KEY: tl.constexpr = sizes.BY_KEY
     first_distance = _first_distance(place, sizes)
-    if terms.alibi_slopes is not None:
+    if variant.alibi_slopes is not None:
         # A conversion of each distance would take as long as its exponential: rows and columns are converted, and one added.
         keys = column(first_distance, TILE_N, BY_KEY).to(tl.float32)
         distance = keys - column(0, TILE_M, not BY_KEY).to(tl.float32)
-        scores -= (tl.load(terms.alibi_slopes + place.tile.line) * UNIT) * tl.abs(distance)
-    if terms.rel_bias is not None:
-        biases = terms.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
+        scores -= (tl.load(variant.alibi_slopes + place.tile.line) * UNIT) * tl.abs(distance)
+    if variant.rel_bias is not None:
+        biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
             # Triton 3.6 does not compile the other branches where what is loaded beside them, by a cut walk or by the user's
             # function, chooses the layout of the scores.
@@ -77,20 +77,20 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
 def _before_function(products, place, sizes, scoring, NATURAL: tl.constexpr, KIND: tl.constexpr):
     """Capped and biased scores, natural or in base 2."""
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
-    if scoring.terms.softcap is not None:
-        scores = _tanh(products, scoring) * (scoring.terms.softcap * UNIT)
+    if scoring.variant.softcap is not None:
+        scores = _tanh(products, scoring) * (scoring.variant.softcap * UNIT)
     else:
         scores = products * (scoring.scale * (LN_2 * UNIT))
     return _biased(scores, place, sizes, scoring, UNIT, KIND)
 
 
 @triton.jit
-def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, terms):
+def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
     """What the user's function of scores, or its derivative, says of a step."""
     first_q, first_k = _positions(place, sizes)
     q_pos = column(first_q, sizes.TILE_M, not sizes.BY_KEY)
     k_pos = column(first_k, sizes.TILE_N, sizes.BY_KEY)
-    return FUNCTION(scores, place.tile.batch, place.tile.head, q_pos, k_pos, terms.params)
+    return FUNCTION(scores, place.tile.batch, place.tile.head, q_pos, k_pos, variant.params)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def scored(products, place, sizes, scoring, KIND: tl.constexpr):
     NATURAL: tl.constexpr = scoring.SCORE is not None
     scores = _before_function(products, place, sizes, scoring, NATURAL, KIND)
     if NATURAL:
-        scores = _of_function(scoring.SCORE, scores, place, sizes, scoring.terms) * LOG2_E
+        scores = _of_function(scoring.SCORE, scores, place, sizes, scoring.variant) * LOG2_E
     return scores
 
 
@@ -108,14 +108,14 @@ def times_derivative_of_function(values, products, place, sizes, scoring, KIND: 
     """values times the derivative of scores by biased products, for the arguments of ``scored``."""
     if scoring.DERIVATIVE is not None:
         biased = _before_function(products, place, sizes, scoring, True, KIND)
-        values *= _of_function(scoring.DERIVATIVE, biased, place, sizes, scoring.terms)
+        values *= _of_function(scoring.DERIVATIVE, biased, place, sizes, scoring.variant)
     return values
 
 
 @triton.jit
 def times_derivative_of_cap(values, products, scoring):
     """values times the derivative of capped products by scaled ones."""
-    if scoring.terms.softcap is not None:
+    if scoring.variant.softcap is not None:
         tanh = _tanh(products, scoring)
         values *= 1.0 - tanh * tanh
     return values
@@ -124,7 +124,7 @@ def times_derivative_of_cap(values, products, scoring):
 @triton.jit
 def _bias_bins(head, scoring):
     """The gradient of rel_bias of a head, from distance 0 on."""
-    return scoring.terms.rel_bias_gradient + head * (2 * scoring.REACH + 1) + scoring.REACH
+    return scoring.variant.rel_bias_gradient + head * (2 * scoring.REACH + 1) + scoring.REACH
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class Scoring(NamedTuple):
     """How products become scores: see ``common.variant``. scale: times log2(e)."""
 
     scale: Any
-    terms: Any
+    variant: Any
     SCORED: Any
     REACH: Any
     SCORE: Any
@@ -85,12 +85,12 @@ def query_tile(rows, table, sizes):
 
 
 @triton.jit
-def valid_of_axes(first, batch, sizes, terms):
+def valid_of_axes(first, batch, sizes, variant):
     """``Valid`` of the axis of the tile that begins at ``first``, and of the walked one; a tile of no valid token walks none."""
-    queries = valid_tokens(terms.q_starts, terms.q_lens, batch, sizes.q_len)
-    keys = valid_tokens(terms.kv_starts, terms.kv_lens, batch, sizes.kv_len)
+    queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
+    keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
     own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
-    if is_cut(terms.kv_starts, terms.kv_lens) if sizes.BY_KEY else is_cut(terms.q_starts, terms.q_lens):
+    if is_cut(variant.kv_starts, variant.kv_lens) if sizes.BY_KEY else is_cut(variant.q_starts, variant.q_lens):
         some = (first < own.last) & (first + (sizes.TILE_N if sizes.BY_KEY else sizes.TILE_M) > own.first)
         walked = Valid(walked.first, tl.where(some, walked.last, walked.first))
     return own, walked
@@ -103,9 +103,9 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
     WALK: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: of the walked
     axis.
     """
-    terms = scoring.terms
-    Q_CUT: tl.constexpr = is_cut(terms.q_starts, terms.q_lens)
-    KV_CUT: tl.constexpr = is_cut(terms.kv_starts, terms.kv_lens)
+    variant = scoring.variant
+    Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
+    KV_CUT: tl.constexpr = is_cut(variant.kv_starts, variant.kv_lens)
     KINDS: tl.constexpr = BITS + 1 if table.SPARSE else RUNS if Q_CUT or KV_CUT else BITS
     if Q_CUT or KV_CUT:
         if sizes.BY_KEY:
