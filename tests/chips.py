@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparse_flash.kernels.common.case import within_memory
+from sparse_flash.kernels.common.variant import within_memory
 from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
@@ -201,7 +201,7 @@ def compiled(case: Case, chip: str) -> Row:
 def _variant(case: Case):
     from sm90 import DROPOUT, EVERY_SWITCH, EVERY_TERM, by_pair, derivative_of_by_pair
 
-    from sparse_flash.kernels.common.case import NO_SWITCHES, NO_VARIANT, KernelVariant
+    from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant
 
     if case.variant == "dropout":
         return DROPOUT, NO_SWITCHES

@@ -9,9 +9,9 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.config import Config, smaller
-from ..common.specialized import KernelVariant
 from ..common.streams import raw_stream
 from ..common.tiles import Rows
+from ..common.variant import KernelVariant
 from .first_calls import compile_only, compiles_only, first_call, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember

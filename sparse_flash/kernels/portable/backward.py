@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.specialized import kernel_variant, launch_options, within_memory
 from ..common.tiles import (
     CUT,
     FULL,
@@ -31,6 +30,7 @@ from ..common.tiles import (
     step_position,
     store_tile,
 )
+from ..common.variant import kernel_variant, launch_options, within_memory
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
 from ..launch.replay import known_call

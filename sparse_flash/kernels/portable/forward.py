@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ..common.config import padded_head_dim
 from ..common.layout import empty_out
-from ..common.specialized import kernel_variant, launch_options
 from ..common.tiles import (
     CUT,
     FLOOR,
@@ -26,6 +25,7 @@ from ..common.tiles import (
     step_position,
     store_tile,
 )
+from ..common.variant import kernel_variant, launch_options
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
 from ..launch.replay import known_call
