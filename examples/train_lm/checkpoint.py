@@ -1,0 +1,152 @@
+"""Checkpoints by torch.distributed.checkpoint: saved whole or not at all, resumed on any number of GPUs.
+
+A checkpoint is a folder ``step-0000100``: DCP's files, and run.json with the settings and how far the run has come. It is written
+under another name and renamed once every byte is on the disk, so whatever ends the program leaves the last one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from .parallel import World
+from .settings import Settings, differences
+
+_PARTIAL = ".partial"
+
+
+@dataclass
+class Progress:
+    """How far a run has come. steps: in total; 0 until a time budget has become steps. position: in the training text, in tokens.
+    seconds: spent in training steps."""
+
+    step: int = 0
+    steps: int = 0
+    position: int = 0
+    seconds: float = 0.0
+
+
+def latest(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.suffix != _PARTIAL and (path / "run.json").exists()]
+    return max(found, default=None)
+
+
+def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module, optimizer, world: World, keep: int = 2) -> Path:
+    """Saves, and removes all but the last ``keep``. Raises OSError, with the earlier ones untouched, where it cannot be written."""
+    target = folder / f"step-{progress.step:07d}"
+    if target.exists():
+        return target
+    partial = target.with_name(target.name + _PARTIAL)
+    if world.is_first:
+        for left in folder.glob(f"step-*{_PARTIAL}"):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+    world.wait()
+    state = {**_tensors(model, optimizer), f"random/{world.rank}": _random_state(world.device)}
+    try:
+        dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=world.mesh is None)
+        if world.is_first:
+            _write(
+                partial / "run.json",
+                json.dumps({"settings": json.loads(settings.to_json()), "progress": asdict(progress)}, indent=1),
+            )
+            _sync(partial)
+            os.replace(partial, target)
+            _sync(folder)
+    except Exception as error:
+        raise OSError(f"checkpoint {target.name} could not be written to {folder}: {_cause(error)}; {_last_of(folder)}") from error
+    world.wait()
+    if world.is_first:
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+    return target
+
+
+def read(path: Path) -> tuple[Settings, Progress]:
+    """What was run, and how far. Raises ValueError where this is no checkpoint."""
+    try:
+        run = json.loads((path / "run.json").read_text())
+        return Settings.from_json(json.dumps(run["settings"])), Progress(**run["progress"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no checkpoint of this program: {type(error).__name__}: {error}") from error
+
+
+def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: World) -> Progress:
+    """Fills model, optimizer and random states. Raises ValueError where the checkpoint is of another run."""
+    saved, progress = read(path)
+    if found := differences(settings, saved):
+        raise ValueError(f"{path} is of another run: {'; '.join(found)}; give the same settings, another --out, or --fresh")
+    state = _tensors(model, optimizer)
+    reader = FileSystemReader(path)
+    mine = f"random/{world.rank}"
+    there = mine in reader.read_metadata().state_dict_metadata
+    if there:  # a rank that the saving run did not have starts with its own
+        state[mine] = _random_state(world.device)
+    dcp.load(state, storage_reader=reader, no_dist=world.mesh is None)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if there:
+        _set_random_state(state[mine], world.device)
+    return progress
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Fills the parameters alone, in one process."""
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    model.load_state_dict(state["model"])
+
+
+def _tensors(model, optimizer) -> dict:
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments}
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    on_gpu = {"gpu": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **on_gpu}
+
+
+def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "gpu" in state:
+        torch.cuda.set_rng_state(state["gpu"], device)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's words, from within what DCP wraps them in."""
+    failures = getattr(error, "failures", {})
+    for failure in failures.values():
+        error = failure[0] if isinstance(failure, tuple) else failure
+    while not isinstance(error, OSError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _last_of(folder: Path) -> str:
+    last = latest(folder)
+    return f"the last one, {last.name}, is whole" if last else "there is none before it"

@@ -1,0 +1,272 @@
+"""The commands: train, compare, evaluate, generate, export, plot.
+
+python -m examples.train_lm train --preset 150M --mask "causal & (local(1024) | power_of_two(block=128))"
+torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fsdp --length 65536
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from . import checkpoint, data, memory, parallel, report
+from .evaluate import by_position, loaded, losses
+from .report import console
+from .settings import PRESETS, Settings, checked, every_nth_dense
+from .train import NotFinite, Run
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+SPARSE = "causal & (local(1024) | power_of_two(block=128))"
+
+Out = Annotated[Path, typer.Option(help="Folder of the run: checkpoints, logs, plot.")]
+Data = Annotated[Path, typer.Option(help="Folder of prepared tokens, made where it is missing.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors of input end the program with their sentence."""
+    try:
+        yield
+    except (ValueError, OSError, NotFinite) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
+    mask: Annotated[
+        list[str] | None, typer.Option(help="Spec text; several are given to the layers in turn. sdpa: PyTorch's.")
+    ] = None,
+    dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 65_536,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens of a step over all GPUs. [the length, at least 65,536]")] = None,
+    micro_tokens: Annotated[int | None, typer.Option(help="Tokens a GPU computes at a time. [a step's share]")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
+    minutes: Annotated[float, typer.Option(help="In place of steps: they are worked out after 50 timed ones.")] = 0.0,
+    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is at its peak.")] = 100,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens that the model knows. [the preset's]")] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Documents do not see each other.")] = False,
+    recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="A killed run resumes bit for bit.")] = False,
+    check_every: Annotated[int, typer.Option(help="Every so many steps, recompute rows of attention in float64.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="A .npy file of token numbers.")] = None,
+    most_bytes: Annotated[int | None, typer.Option(help="Read no more text than this.")] = None,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    out: Out = Path("runs/train_lm/run"),
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
+    windows: Annotated[int, typer.Option(help="Held-out sequences of an evaluation.")] = 16,
+    device: Device = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's last checkpoint.")] = False,
+) -> None:
+    """Train a decoder, dense or sparse, on one GPU or, under torchrun, on several."""
+    with user_errors(), parallel.world(device) as world:
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        if sharding not in ("ddp", "fsdp"):
+            raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
+        shape = replace(PRESETS[preset], vocabulary=vocabulary or PRESETS[preset].vocabulary)
+        masks = tuple(mask or [SPARSE])
+        if dense_every and len(masks) > 1:
+            raise ValueError("--dense-every goes with one --mask; with several, write the dense ones among them: --mask causal")
+        chunk = chunk or max(65_536, length)
+        step_tokens = step_tokens or max(65_536, length)
+        settings = Settings(
+            shape=shape,
+            masks=every_nth_dense(masks[0], dense_every) if dense_every else masks,
+            length=length,
+            step_tokens=step_tokens,
+            micro_tokens=micro_tokens or max(length, step_tokens // world.size),
+            chunk=chunk,
+            steps=steps,
+            minutes=minutes,
+            warmup=warmup,
+            learning_rate=learning_rate,
+            packed=packed,
+            recompute=recompute,
+            compiled=compiled,
+            deterministic=deterministic,
+            check_every=check_every,
+            seed=seed,
+        )
+        settings = checked(settings, world.size)
+        said = memory.check(settings, world, sharding)
+        with world.first_goes_first():
+            if tokens is not None:
+                if not (folder / "manifest.json").exists():
+                    data.import_tokens(folder, tokens, shape.vocabulary)
+            else:
+                data.prepare(folder, shape.vocabulary, text, most_bytes, quiet=not world.is_first)
+        run = Run(settings, out, folder, world, sharding, fresh)
+        if world.is_first:
+            out.mkdir(parents=True, exist_ok=True)
+            _introduce(run, said)
+        finished = run.train(save_every, evaluate_every, windows)
+        if world.is_first:
+            console.print(f"{checkpoint.latest(out)}; plot {out / 'loss.png'}", soft_wrap=True, markup=False)
+            if not finished:
+                console.print("stopped early; the same command goes on from here")
+        if not finished:
+            raise typer.Exit(130)
+
+
+def _introduce(run: Run, memory_line: str) -> None:
+    settings, stream = run.settings, run.stream
+    pairs = memory.kept_pairs(settings) / (settings.length * (settings.length + 1) / 2)
+    masks = ", ".join(settings.masks)
+    console.print(f"{settings.shape.parameters / 1e6:.1f}M parameters; {masks}: {pairs:.1%} of causal pairs", markup=False)
+    far = stream.tokens.far_share(settings.length)
+    console.print(
+        f"{len(stream.tokens):,} training tokens ({settings.steps * settings.step_tokens / stream.epoch_tokens:.2f} epochs), "
+        f"{len(run.held_out):,} held out; in sequences of {settings.length:,}, {far:.0%} of tokens have text of their own package "
+        f"more than {data.FAR:,} tokens back"
+    )
+    console.print(memory_line)
+    if run.resumed:
+        console.print(f"going on from {run.resumed} (--fresh starts over)", soft_wrap=True, markup=False)
+
+
+@app.command()
+def compare(
+    out: Out = Path("runs/train_lm/compare"),
+    mask: Annotated[str, typer.Option(help="The sparse arm's.")] = "causal & (local(128) | power_of_two(block=32))",
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "tiny",
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Steps of each arm.")] = 100,
+    most_bytes: Annotated[int, typer.Option(help="Bytes of text to read.")] = 6 << 20,
+    device: Device = "auto",
+) -> None:
+    """Train dense and sparse, one after the other, on the same tokens: does everything work here?"""
+    with user_errors(), parallel.world(device) as world:
+        shape = PRESETS[preset]
+        folder = out / "data"
+        data.prepare(folder, shape.vocabulary, None, most_bytes)
+        table = Table(
+            title=f"{shape.parameters / 1e6:.1f}M parameters, {steps} steps of {2 * length:,} tokens, sequences of {length:,}"
+        )
+        for heading in ("attention", "held-out loss", "tokens/s", "of causal pairs"):
+            table.add_column(heading, justify="left" if heading == "attention" else "right")
+        runs = {}
+        for name, one in (("dense", "causal"), ("sparse", mask)):
+            settings = Settings(
+                shape, (one,), length, 2 * length, 2 * length, length, steps, warmup=steps // 10, learning_rate=4e-3
+            )
+            settings = checked(replace(settings, compiled=world.device.type == "cuda"))
+            runs[name] = out / name
+            run = Run(settings, runs[name], folder, world, fresh=True)
+            runs[name].mkdir(parents=True, exist_ok=True)
+            run.train(save_every=steps, evaluate_every=max(1, steps // 5), windows=8)
+            nats = float(report.read(runs[name] / "evaluations.csv")[-1]["loss"])
+            pairs = memory.kept_pairs(settings) / (length * (length + 1) / 2)
+            table.add_row(f"{name}: {one}", f"{nats:.3f}", f"{run.progress.position / run.progress.seconds:,.0f}", f"{pairs:.0%}")
+        console.print(table)
+        console.print(f"plot {report.plot(runs, out / 'compare.png')}", soft_wrap=True, markup=False)
+        console.print(
+            "This shows that data, training, evaluation and saving work here, and that both learn. It does not show which is "
+            "better: the model is tiny, the run short, and at this length attention is a small part of a step. What GPUs show is in "
+            "docs/guides/train_lm.md."
+        )
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a sequence; several are evaluated in turn. [the trained one]")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Held-out sequences.")] = 16,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    device: Device = "auto",
+) -> None:
+    """Held-out loss by position, also at lengths beyond the trained one."""
+    with user_errors(), parallel.world(device) as world:
+        model = loaded(run, world.device)
+        settings, _ = checkpoint.read(_checkpoint_of(run))
+        text = data.Tokens(folder, "held_out", settings.shape.vocabulary)
+        for one in length or [settings.length]:
+            table = Table(title=f"nats a token, {windows} held-out sequences of {one:,} (trained at {settings.length:,})")
+            table.add_column("positions")
+            table.add_column("loss", justify="right")
+            nats = losses(model, text, one, windows, world.device)
+            for part in by_position(nats):
+                table.add_row(f"{part.first:,} to {part.last - 1:,}", f"{part.nats:.4f}")
+            table.add_row("all", f"{nats.mean():.4f}", style="bold")
+            console.print(table)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "def main(",
+    count: Annotated[int, typer.Option(help="Tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    device: Device = "auto",
+) -> None:
+    """Write text with a checkpoint."""
+    from .generate import generate as tokens_of
+
+    with user_errors(), parallel.world(device) as world:
+        model = loaded(run, world.device)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ValueError(f"{path} is missing; pass the --data folder that the model was trained on")
+        tokenizer = Tokenizer.from_file(str(path))
+        ids = tokenizer.encode(prompt).ids
+        written = list(tokens_of(model, ids, count, temperature))
+        print(tokenizer.decode(ids + written))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens, for the tokenizer.")] = Path(
+        "runs/train_lm/data"
+    ),
+) -> None:
+    """Write a Hugging Face model: weights, config, tokenizer, and the file that defines it."""
+    from .export import export as exported
+
+    with user_errors():
+        model = loaded(run, torch.device("cpu"))
+        settings, _ = checkpoint.read(_checkpoint_of(run))
+        exported(model, settings, folder / "tokenizer.json", target)
+        console.print(
+            f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
+        )
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("loss.png"),
+) -> None:
+    """Loss of several runs against tokens and seconds, in one picture."""
+    with user_errors():
+        for run in runs:
+            if not (run / "steps.csv").exists():
+                raise ValueError(f"{run} holds no steps.csv; pass folders that train --out wrote")
+        print(report.plot({run.name: run for run in runs}, target))
+
+
+def _checkpoint_of(run: Path) -> Path:
+    return run if (run / "run.json").exists() else checkpoint.latest(run) or run

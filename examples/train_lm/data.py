@@ -1,0 +1,383 @@
+"""Text becomes tokens in a file, once; batches are read from it by position.
+
+A prepared folder holds
+
+    manifest.json     where the text came from: groups (packages or folders), versions, hashes, what was dropped
+    tokenizer.json    byte-level BPE (``tokenizers``), trained on the training text
+    train.bin, held_out.bin              tokens, uint16 or uint32, memory-mapped
+    train.starts.npy, held_out.starts.npy    (documents, 2) int64: first token of each document, and its group
+
+It is complete once manifest.json is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .model import Documents
+
+END = "<|end|>"  # after each document
+FAR = 8192
+_SHINGLE_LINES, _TOO_ALIKE = 5, 0.5
+_HELD_OUT_SHARE, _HELD_OUT_LARGEST = 0.05, 0.1
+_TOKENIZER_BYTES = 64 << 20
+_TEXT = {
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".js",
+    ".ts",
+    ".java",
+    ".go",
+    ".rs",
+    ".tex",
+    ".json",
+    ".html",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file. group: its package, or the folder that it is in."""
+
+    group: str
+    path: Path
+    text: str
+
+
+class Dropped(Exception):
+    """Not an error: why a file is left out."""
+
+
+def packages() -> Iterator[tuple[str, str, list[Path]]]:
+    """(name, version, .py files) of Python's standard library and of every installed package."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    files = sorted(p for p in library.rglob("*.py") if not skipped & set(p.relative_to(library).parts))
+    yield "python", platform.python_version(), files
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        paths = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".py"]
+        found.setdefault((distribution.metadata["Name"] or "").lower(), (distribution.version, paths))
+    for name, (version, paths) in sorted(found.items()):
+        if name and paths:
+            yield name, version, sorted(path for path in paths if path.is_file())
+
+
+def folder_groups(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
+    """(name, "", text files): a group for each folder directly within ``folder``, and for each file."""
+    for entry in sorted(folder.iterdir()):
+        files = sorted(p for p in entry.rglob("*") if p.is_file()) if entry.is_dir() else [entry]
+        files = [path for path in files if path.suffix.lower() in _TEXT]
+        if files:
+            yield entry.name, "", files
+
+
+class Deduplicator:
+    """Drops files whose text was seen, and files more than half of whose shingles (runs of five lines) were.
+
+    Files of held-out groups come first, so text that is held out is in no training file.
+    """
+
+    def __init__(self) -> None:
+        self.files: set[bytes] = set()
+        self.shingles: set[int] = set()
+
+    def check(self, text: str) -> None:
+        """Raises Dropped, or remembers the text."""
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if digest in self.files:
+            raise Dropped("the same file")
+        shingles = self.shingles_of(text)
+        if len(shingles & self.shingles) > _TOO_ALIKE * len(shingles):
+            raise Dropped("alike by shingles")
+        self.files.add(digest)
+        self.shingles |= shingles
+
+    @staticmethod
+    def shingles_of(text: str) -> set[int]:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        last = max(1, len(lines) - _SHINGLE_LINES + 1)
+        pieces = ("\n".join(lines[first : first + _SHINGLE_LINES]) for first in range(last))
+        return {int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest(), "little") for piece in pieces}
+
+
+def held_out_groups(sizes: dict[str, int]) -> set[str]:
+    """A twentieth of the bytes in whole groups, drawn by the hash of their names; none larger than a tenth.
+
+    Raises ValueError where there is but one group.
+    """
+    if len(sizes) < 2:
+        raise ValueError(
+            f"held-out text comes from whole packages or folders, and there is only {', '.join(sizes) or 'none'}; add another"
+        )
+    total, taken, chosen = sum(sizes.values()), 0, set()
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    smaller = [name for name in order if sizes[name] <= _HELD_OUT_LARGEST * total] or [min(order, key=lambda name: sizes[name])]
+    for name in smaller:
+        if taken < _HELD_OUT_SHARE * total:
+            chosen.add(name)
+            taken += sizes[name]
+    return chosen
+
+
+def prepare(folder: Path, vocabulary: int, source: Path | None = None, most_bytes: int | None = None, quiet: bool = False) -> dict:
+    """Makes the folder, or takes it as it is if it was made of this source with this vocabulary; returns its manifest.
+
+    source: a folder of text, or None for the source text of installed packages. most_bytes: no more text than about this, and of
+    no group more than an eighth of it. Raises ValueError where there is no text, or the folder was made otherwise.
+    """
+    wanted = {
+        "source": str(source.resolve()) if source else "installed packages",
+        "vocabulary": vocabulary,
+        "most_bytes": most_bytes,
+    }
+    manifest_path = folder / "manifest.json"
+    if manifest_path.exists():
+        manifest = json.loads(manifest_path.read_text())
+        given = {name: manifest.get(name) for name in wanted}
+        if given != wanted:
+            raise ValueError(
+                f"{folder} was prepared from {given}; now asked for {wanted}; pass another --data, or remove the folder"
+            )
+        return manifest
+    if source is not None and not source.is_dir():
+        raise ValueError(f"--text must be a folder of text; got {source}")
+    groups = list(folder_groups(source) if source else packages())
+    if not groups:
+        raise ValueError(f"{source} holds no text: no file ends in {', '.join(sorted(_TEXT))}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _progress(quiet) as progress:
+        documents, about_groups = _read(groups, most_bytes, progress)
+        held_out = held_out_groups({name: about["bytes"] for name, about in about_groups.items() if about["bytes"]})
+        documents, dropped = _deduplicated(documents, held_out, progress)
+        tokenizer = _trained([d for d in documents if d.group not in held_out], vocabulary, progress)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        names = sorted(about_groups)
+        counts = {}
+        for split in ("train", "held_out"):
+            mine = [d for d in documents if (d.group in held_out) == (split == "held_out")]
+            counts[split] = _write(folder / split, mine, names, tokenizer, progress)
+    for name, about in about_groups.items():
+        about["held_out"] = name in held_out
+    manifest = {**wanted, "tokens": counts, "dropped": dropped, "groups": {name: about_groups[name] for name in names}}
+    partial = manifest_path.with_suffix(".partial")
+    partial.write_text(json.dumps(manifest, indent=1))
+    os.replace(partial, manifest_path)
+    return manifest
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, transient=True, disable=quiet)
+
+
+def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dict[str, dict]]:
+    documents, about = [], {}
+    total = 0
+    bar = progress.add_task("reading packages", total=len(groups))
+    for name, version, paths in groups:
+        progress.advance(bar)
+        if most_bytes is not None and total >= most_bytes:
+            continue
+        digest, size, files = hashlib.sha256(), 0, 0
+        for path in paths:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if most_bytes is not None and size >= most_bytes // 8:
+                break
+            if text.strip():
+                documents.append(Document(name, path, text))
+                digest.update(text.encode())
+                size, files = size + len(text.encode()), files + 1
+        about[name] = {"version": version, "sha256": digest.hexdigest(), "files": files, "bytes": size}
+        total += size
+    if not documents:
+        raise ValueError("no file of the text folder is UTF-8 text that is not empty")
+    return documents, about
+
+
+def _deduplicated(documents: list[Document], held_out: set[str], progress) -> tuple[list[Document], dict[str, int]]:
+    deduplicator, kept, dropped = Deduplicator(), [], {}
+    for document in progress.track(sorted(documents, key=lambda d: d.group not in held_out), description="dropping duplicates"):
+        try:
+            deduplicator.check(document.text)
+        except Dropped as reason:
+            dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+        else:
+            kept.append(document)
+    return kept, dropped
+
+
+def _trained(documents: list[Document], vocabulary: int, progress) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    every = max(1, sum(len(d.text) for d in documents) // _TOKENIZER_BYTES)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary <= len(alphabet):
+        raise ValueError(f"vocabulary must be more than the {len(alphabet)} bytes and the end of a document; got {vocabulary}")
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    progress.add_task("training the tokenizer", total=None)
+    tokenizer.train_from_iterator((d.text for d in documents[::every]), trainer)
+    return tokenizer
+
+
+def _write(path: Path, documents: list[Document], names: list[str], tokenizer: Tokenizer, progress, together: int = 64) -> int:
+    """Writes the tokens of the documents, in order of their groups; returns how many."""
+    documents = sorted(documents, key=lambda d: (d.group, str(d.path)))
+    number, end = {name: i for i, name in enumerate(names)}, tokenizer.token_to_id(END)
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    starts, count = [], 0
+    bar = progress.add_task(f"tokens of {path.name}", total=len(documents))
+    with path.with_suffix(".bin").open("wb") as file:
+        for first in range(0, len(documents), together):
+            some = documents[first : first + together]
+            for document, encoded in zip(some, tokenizer.encode_batch_fast([d.text for d in some]), strict=True):
+                starts.append((count, number[document.group]))
+                np.array([*encoded.ids, end], dtype).tofile(file)
+                count += len(encoded.ids) + 1
+            progress.advance(bar, len(some))
+    np.save(path.with_suffix(".starts.npy"), np.array(starts, np.int64).reshape(-1, 2))
+    return count
+
+
+def import_tokens(folder: Path, file: Path, vocabulary: int) -> dict:
+    """Takes a .npy file of token numbers, one dimension, in place of text: its last twentieth is held out. Returns the manifest."""
+    tokens = np.load(file, mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise ValueError(f"--tokens must be a .npy file of one dimension of integers; got {tokens.dtype} of shape {tokens.shape}")
+    largest = max((int(tokens[i : i + (1 << 24)].max()) for i in range(0, len(tokens), 1 << 24)), default=0)
+    if largest >= vocabulary:
+        raise ValueError(f"{file} holds token {largest}, and the vocabulary has {vocabulary}; pass --vocabulary {largest + 1}")
+    folder.mkdir(parents=True, exist_ok=True)
+    border = len(tokens) - len(tokens) // 20
+    for name, piece in (("train", tokens[:border]), ("held_out", tokens[border:])):
+        piece.astype(np.uint16 if vocabulary <= 1 << 16 else np.uint32).tofile(folder / f"{name}.bin")
+        np.save(folder / f"{name}.starts.npy", np.zeros((1, 2), np.int64))
+    manifest = {
+        "source": str(file.resolve()),
+        "vocabulary": vocabulary,
+        "tokens": {"train": border, "held_out": len(tokens) - border},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    return manifest
+
+
+class Tokens:
+    """One of the two token files of a prepared folder."""
+
+    def __init__(self, folder: Path, split: str, vocabulary: int):
+        dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
+        self.tokens = np.memmap(folder / f"{split}.bin", dtype, mode="r")
+        self.starts = np.load(folder / f"{split}.starts.npy")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def window(self, start: int, length: int) -> torch.Tensor:
+        """(length,) int64."""
+        return torch.from_numpy(self.tokens[start : start + length].astype(np.int64))
+
+    def documents_within(self, start: int, length: int) -> np.ndarray:
+        """Where documents start within a window, its own start first: offsets, ascending."""
+        first, last = np.searchsorted(self.starts[:, 0], (start + 1, start + length))
+        return np.concatenate([[0], self.starts[first:last, 0] - start])
+
+    def far_share(self, length: int) -> float:
+        """The share of tokens, in windows of ``length``, with text of their own group more than FAR tokens back in the window."""
+        changes = np.flatnonzero(np.diff(self.starts[:, 1], prepend=-1))
+        group_starts = self.starts[changes, 0]
+        ends = np.append(group_starts[1:], len(self))
+        far = 0
+        for start, end in zip(group_starts.tolist(), ends.tolist(), strict=True):
+            for window in range(start // length * length, end, length):
+                far += max(0, min(end, window + length) - max(start, window) - FAR)
+        return far / max(1, len(self))
+
+
+class Stream:
+    """The training text, shuffled in chunks, without end; each epoch in another order. Position: tokens read before.
+
+    What is read is a function of seed and position alone: runs of different sequence lengths, batches or numbers of GPUs read
+    the same tokens in the same order.
+    """
+
+    def __init__(self, tokens: Tokens, chunk: int, seed: int):
+        self.tokens, self.chunk, self.seed = tokens, chunk, seed
+        self.chunks = (len(tokens) - 1) // chunk
+        if self.chunks < 1:
+            raise ValueError(
+                f"the training text has {len(tokens):,} tokens, fewer than one chunk of {chunk:,}; add text, or shorten --chunk"
+            )
+        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+
+    @property
+    def epoch_tokens(self) -> int:
+        return self.chunks * self.chunk
+
+    def start(self, position: int) -> int:
+        """Where in the file the token of a position is."""
+        epoch, place = divmod(position, self.epoch_tokens)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._order = epoch, torch.randperm(self.chunks, generator=generator)
+        number, offset = divmod(place, self.chunk)
+        return int(self._order[1][number]) * self.chunk + offset
+
+    def batch(self, position: int, sequences: int, length: int) -> Batch:
+        """Whole sequences from a position on. length divides the chunk."""
+        starts = [self.start(position + number * length) for number in range(sequences)]
+        return Batch.of(self.tokens, starts, length)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, labels: (sequences, length) int64; labels are the next tokens. boundaries: where documents start in the sequences
+    laid end to end, and the end of the last."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    boundaries: np.ndarray
+    starts: list[int]
+
+    @classmethod
+    def of(cls, tokens: Tokens, starts: Iterable[int], length: int) -> Batch:
+        starts = list(starts)
+        windows = torch.stack([tokens.window(start, length + 1) for start in starts])
+        found = [tokens.documents_within(start, length) + number * length for number, start in enumerate(starts)]
+        boundaries = np.concatenate([*found, [len(starts) * length]])
+        return cls(windows[:, :-1], windows[:, 1:], boundaries, starts)
+
+    def on(self, device: torch.device, packed: bool) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
+        """What the model takes: (tokens, labels, documents). Packed sequences become one, whose documents are theirs."""
+        tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
+        if not packed:
+            return tokens, labels, None
+        # The number of documents differs from step to step: empty ones at the end make it a multiple of 64.
+        count = -(-len(self.boundaries) // 64) * 64
+        bounds = np.pad(self.boundaries, (0, count - len(self.boundaries)), mode="edge").astype(np.int32)
+        documents = Documents(torch.from_numpy(bounds).to(device), self.tokens.shape[1])
+        return tokens.reshape(1, -1), labels.reshape(1, -1), documents

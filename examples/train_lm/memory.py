@@ -1,0 +1,86 @@
+"""What a run takes: memory before it starts, and the arithmetic of a step."""
+
+from __future__ import annotations
+
+import torch
+
+import sparse_flash as sf
+
+from .model import LOGITS_TOGETHER
+from .parallel import World
+from .settings import SDPA, Parallel, Settings
+
+GIB = 1 << 30
+# Dense bfloat16 products, FLOP/s, by the first of these names that is in the GPU's. NVIDIA's data sheets.
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "B200": 2250e12}
+
+
+def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
+    """GiB of one GPU, by what it is for. Activations are those of compiled blocks in bfloat16; the sum was within a tenth of
+    what was measured where memory matters (see docs/training.md)."""
+    shape, tokens = settings.shape, settings.micro_tokens
+    shards = world.size if parallel == "fsdp" else 1
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Of a token in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
+    every = 4 * shape.dim + 3 * queries + 3 * keys + 3 * shape.mlp_dim
+    products = 3 * shape.dim + 2 * queries + 2 * keys + 2 * shape.mlp_dim
+    kept = {"none": every, "selective": products, "full": shape.dim}[settings.recompute] * shape.layers
+    if settings.recompute != "none":
+        kept += every  # of the block that is computed again
+    if not settings.compiled:
+        kept = int(1.6 * kept)  # products of autocast, and norms and rotary positions in float32
+    backward = 4 * queries + 2 * (2 * queries + 3 * keys + 3 * shape.mlp_dim)  # sums of dQ in float32; a block's gradients
+    return {
+        "parameters, gradients and optimizer": (16 / shards + 2) * shape.parameters / GIB,
+        "activations": (2 * kept + backward) * tokens / GIB,
+        "logits": (10 * LOGITS_TOGETHER + 4 * shape.vocabulary * shape.dim + 4 * shape.dim * tokens) / GIB,
+    }
+
+
+def check(settings: Settings, world: World, parallel: Parallel) -> str:
+    """One line for the user. Raises ValueError where a GPU has too little memory: what is needed, what is there, what to use."""
+    parts = needed(settings, world, parallel)
+    total = sum(parts.values())
+    said = f"memory: about {total:.1f} GiB a GPU ({', '.join(f'{name} {size:.1f}' for name, size in parts.items())})"
+    if world.device.type != "cuda":
+        return said
+    there = torch.cuda.mem_get_info(world.device)[0] / GIB
+    if total > there:
+        ways = []
+        if settings.recompute != "full":
+            ways.append("--recompute full" if settings.recompute == "selective" else "--recompute selective")
+        if settings.micro_tokens > settings.length:
+            ways.append(f"--micro-tokens {max(settings.length, settings.micro_tokens // 2)}")
+        if parallel == "ddp" and parts["parameters, gradients and optimizer"] > 0.3 * there:
+            ways.append("--parallel fsdp on several GPUs")
+        if not ways:
+            ways.append("a shorter --length or a smaller --preset")
+        raise ValueError(f"needs {total:.0f} GiB, has {there:.0f}: use {' or '.join(ways)}; {said}")
+    return said
+
+
+def kept_pairs(settings: Settings) -> float:
+    """(query, key) pairs that a sequence's masks keep, mean over layers, without documents."""
+    pairs = [_pairs(settings.mask_of(layer), settings.length) for layer in range(settings.shape.layers)]
+    return sum(pairs) / len(pairs)
+
+
+def _pairs(mask: str, length: int) -> float:
+    return length * (length + 1) / 2 if mask == SDPA else sf.compile_mask(mask, q_len=length).density * length**2
+
+
+def step_flop(settings: Settings) -> float:
+    """Products of one step: six for each parameter and token (the embedding is none), twelve for each kept pair, query head and
+    number of head_dim. Recomputation is not counted."""
+    shape = settings.shape
+    of_parameters = 6 * (shape.parameters - shape.vocabulary * shape.dim) * settings.step_tokens
+    sequences = settings.step_tokens / settings.length
+    return of_parameters + 12 * kept_pairs(settings) * sequences * shape.heads * shape.head_dim * shape.layers
+
+
+def peak(device: torch.device) -> float | None:
+    """FLOP/s of a GPU, or None for one that is not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for part, value in PEAKS.items() if part in name), None)

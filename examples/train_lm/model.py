@@ -1,0 +1,211 @@
+"""A decoder as they are built today: RMSNorm, rotary positions, SwiGLU, grouped-query heads, normalized queries and keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import sparse_flash as sf
+
+from .settings import SDPA, Recompute, Settings, Shape
+
+IGNORED = -100  # a label that counts for nothing
+_EPSILON = 1e-6
+LOGITS_TOGETHER = 1 << 26  # logits that exist at a time: 256 MiB in float32
+
+
+class Documents(NamedTuple):
+    """Packed documents. cu_seqlens: (documents + 1,) int32, where each starts; the last ones may be empty. longest: no document has
+    more tokens."""
+
+    cu_seqlens: torch.Tensor
+    longest: int
+
+
+class Attention(nn.Module):
+    """Takes and returns (batch, tokens, dim)."""
+
+    def __init__(self, shape: Shape, mask: str):
+        super().__init__()
+        self.mask, self.head_dim = mask, shape.head_dim
+        self.q_proj = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.out_proj = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
+        # Scores of normalized queries and keys are at most sqrt(head_dim): each head learns how sharp it wants them.
+        self.gain = nn.Parameter(torch.ones(shape.heads))
+
+    def forward(self, x, cos, sin, documents: Documents | None):
+        q, k, v = self.qkv(x, cos, sin)
+        return self.out_proj(self.attend(q, k, v, documents).flatten(2))
+
+    def qkv(self, x, cos, sin):
+        """Each (batch, tokens, heads, head_dim)."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q = F.rms_norm(q, (self.head_dim,), eps=_EPSILON) * self.gain[:, None].to(q.dtype)
+        k = F.rms_norm(k, (self.head_dim,), eps=_EPSILON)
+        return rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype), v
+
+    def attend(self, q, k, v, documents: Documents | None):
+        """(batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing."""
+        if documents is not None:
+            packed = (t.flatten(0, 1) for t in (q, k, v))
+            longest = documents.longest
+            out = sf.attention_varlen(*packed, documents.cu_seqlens, mask=self.mask, max_seqlen_q=longest, max_seqlen_k=longest)
+            return out.view(q.shape)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.mask == SDPA:
+            return dense(q, k, v).transpose(1, 2)
+        return sf.attention(q, k, v, self.mask).transpose(1, 2)
+
+
+def dense(q, k, v):
+    """PyTorch's own causal attention by the fastest of its kernels; left to itself it takes another where code is compiled."""
+    fastest_first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(fastest_first, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def rotated(x, cos, sin):
+    """Rotary positions (arXiv:2104.09864), pairs half of head_dim apart. x: (batch, tokens, heads, head_dim); cos, sin: (tokens, 1,
+    head_dim / 2) float32."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to what came in. (batch, tokens, dim) -> the same."""
+
+    def __init__(self, shape: Shape, mask: str, recompute: Recompute):
+        super().__init__()
+        self.recompute = recompute
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(shape.dim, eps=_EPSILON) for _ in range(2))
+        self.attention = Attention(shape, mask)
+        self.gate_proj, self.up_proj = (nn.Linear(shape.dim, shape.mlp_dim, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
+
+    def forward(self, x, cos, sin, documents: Documents | None = None):
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.computed(x, cos, sin, documents)
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if self.recompute == "selective" else {}
+        return checkpoint(self.computed, x, cos, sin, documents, use_reentrant=False, **options)
+
+    def computed(self, x, cos, sin, documents: Documents | None):
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    """Selective recomputation keeps what takes long: the results of matrix products and of attention."""
+    names = ("aten.mm", "aten.addmm", "sparse_flash.attention", "sparse_flash.pack", "scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if any(name in str(operator) for name in names) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Decoder(nn.Module):
+    """tokens (batch, tokens) int64 -> logits (batch, tokens, vocabulary), or with labels of the same shape the sum of their
+    losses in nats, float32; labels of IGNORED count for nothing."""
+
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self.shape = shape = settings.shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.dim)
+        masks = (settings.mask_of(layer) for layer in range(shape.layers))
+        self.blocks = nn.ModuleList([Block(shape, mask, settings.recompute) for mask in masks])
+        self.norm = nn.RMSNorm(shape.dim, eps=_EPSILON)
+        self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
+        self.chunk_loss = chunk_loss
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if into_the_stream else 0.02)
+
+    def compile(self) -> None:
+        """Compiles each block, and the loss; equal blocks share their code."""
+        for block in self.blocks:
+            block.compile(fullgraph=True)
+        self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+
+    def forward(self, tokens, labels=None, documents: Documents | None = None):
+        x = self.hidden(tokens, documents)
+        if labels is None:
+            return self.head(x)
+        return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, labels.flatten(), self.chunk_loss)
+
+    def hidden(self, tokens, documents: Documents | None = None):
+        """What the head reads: (batch, tokens, dim)."""
+        cos, sin = self.positions(tokens.shape[1], tokens.device, documents)
+        x = self.embed(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for block in self.blocks:
+            x = block(x, cos, sin, documents)
+        return self.norm(x).to(x.dtype)
+
+    def positions(self, tokens: int, device, documents: Documents | None = None):
+        """cos and sin of all tokens' positions, which start again with each document: (tokens, 1, head_dim / 2) float32."""
+        position = torch.arange(tokens, device=device)
+        if documents is not None:
+            starts = documents.cu_seqlens.to(torch.int64)
+            position = position - starts[torch.searchsorted(starts, position, right=True) - 1]
+        half = self.shape.head_dim // 2
+        rate = self.shape.rotary_base ** -(torch.arange(half, device=device, dtype=torch.float64) / half)
+        angle = (position[:, None].double() * rate).float()[:, None]
+        return angle.cos(), angle.sin()
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The sum of cross entropies without all logits at once: those of some tokens are made, differentiated and dropped.
+
+    hidden: (tokens, dim). weight: (vocabulary, dim). labels: (tokens,) int64. Gradients are computed in the forward pass, as logits
+    would otherwise be made twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk_loss):
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        matrix = weight.to(hidden.dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        to_hidden = torch.empty_like(hidden) if wanted else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
+        tokens = max(1, LOGITS_TOGETHER // len(weight))
+        for first in range(0, len(hidden), tokens):
+            piece = slice(first, first + tokens)
+            loss, dlogits = chunk_loss(hidden[piece], matrix, labels[piece], wanted)
+            total += loss
+            if wanted:
+                to_hidden[piece] = dlogits @ matrix
+                to_weight += dlogits.T @ hidden[piece]
+        if wanted:
+            ctx.save_for_backward(to_hidden, to_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        to_hidden, to_weight = ctx.saved_tensors
+        return to_hidden * dloss, to_weight * dloss, None, None
+
+
+def chunk_loss(hidden, weight, labels, differentiate: bool):
+    """(sum of cross entropies, its gradient by the logits or None)."""
+    logits = (hidden @ weight.T).float()
+    lse = logits.logsumexp(-1)
+    counted = labels != IGNORED
+    index = labels.clamp(min=0)[:, None]
+    loss = ((lse - logits.gather(1, index)[:, 0]) * counted).sum()
+    if not differentiate:
+        return loss, None
+    kinds = torch.arange(len(weight), device=labels.device)
+    dlogits = ((logits - lse[:, None]).exp() - (kinds == index).float()) * counted[:, None]
+    return loss, dlogits.to(hidden.dtype)

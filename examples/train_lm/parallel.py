@@ -1,0 +1,116 @@
+"""One process or several (``torchrun``): groups, DDP and FSDP2, sums over ranks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from .settings import Parallel
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. mesh: None for a process alone."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Over all ranks, each in float64."""
+        together = torch.stack([number.detach().double() for number in numbers])
+        if self.mesh is not None:
+            dist.all_reduce(together)
+        return together.unbind()
+
+    def agreed(self, number: float) -> float:
+        """The first rank's."""
+        tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.mesh is not None:
+            dist.broadcast(tensor, 0)
+        return tensor.item()
+
+    def wait(self) -> None:
+        if self.mesh is not None:
+            dist.barrier()
+
+    @contextmanager
+    def first_goes_first(self):
+        """The first rank runs the block alone, then the others do."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
+
+@contextmanager
+def world(device: str):
+    """The World of this process; a process group where torchrun started it. device: cpu, cuda, cuda:1 or auto."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:
+        yield World(torch.empty(0, device=device).device)
+        return
+    if device.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    kind = device.partition(":")[0]
+    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("dp",))
+    try:
+        place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        yield World(place, dist.get_rank(), dist.get_world_size(), mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(model: nn.Module, world: World, kind: Parallel) -> nn.Module:
+    """The model over all ranks. FSDP2 shards each block and keeps bfloat16 copies for the passes on a GPU."""
+    if world.mesh is None:
+        return model
+    if kind == "ddp":
+        devices = [world.device.index] if world.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices)
+    # Positions stay in float32: casting what comes into a block would round them.
+    dtype = torch.bfloat16 if world.device.type == "cuda" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=world.mesh, mp_policy=policy)
+    return fully_shard(model, mesh=world.mesh, mp_policy=policy)
+
+
+def precision(model: nn.Module, world: World):
+    """bfloat16 autocast on a GPU, except where FSDP2 casts parameters itself."""
+    if world.device.type != "cuda" or isinstance(model, FSDPModule):
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16)
+
+
+@contextmanager
+def gradients_summed(model: nn.Module, now: bool):
+    """Gradients go to the other ranks with the last pass of a step alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        yield
+    elif isinstance(model, DistributedDataParallel) and not now:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model within DDP's wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

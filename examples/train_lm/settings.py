@@ -1,0 +1,163 @@
+"""What a run is, its presets, and what cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+import sparse_flash as sf
+
+Recompute = Literal["none", "selective", "full"]
+Parallel = Literal["ddp", "fsdp"]
+SDPA = "sdpa"  # in place of a mask: PyTorch's own dense causal attention
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The decoder's sizes. heads: of queries; kv_heads divides them. mlp_dim: of SwiGLU's two inner projections."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocabulary: int
+    rotary_base: float = 500_000.0
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of all blocks and the final norm."""
+        attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads) + self.heads
+        return self.layers * (attention + 3 * self.dim * self.mlp_dim + 2 * self.dim) + self.dim
+
+    @property
+    def parameters(self) -> int:
+        return self.block_parameters + 2 * self.vocabulary * self.dim
+
+
+PRESETS = {
+    "tiny": Shape(dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=352, vocabulary=1024),
+    "30M": Shape(dim=512, layers=8, heads=4, kv_heads=2, head_dim=128, mlp_dim=1408, vocabulary=8192),
+    "150M": Shape(dim=1024, layers=12, heads=8, kv_heads=2, head_dim=128, mlp_dim=2816, vocabulary=8192),
+    "1B": Shape(dim=2048, layers=16, heads=16, kv_heads=4, head_dim=128, mlp_dim=8192, vocabulary=32768),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run's result depends on, and how it is computed.
+
+    shape: the model. masks: spec texts for the layers in turn, repeated to the last layer; "sdpa" is PyTorch's dense attention.
+    length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. micro_tokens: tokens
+    that a GPU computes at a time; the rest of a step is accumulated. chunk: the training text is shuffled in pieces of so many
+    tokens, whatever the length, so that runs of different lengths read the same text in the same order.
+    steps: optimizer steps; where 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
+    falls to a tenth on a cosine. packed: documents do not see each other. recompute, compiled: change speed and memory, and
+    results by rounding only.
+    """
+
+    shape: Shape
+    masks: tuple[str, ...] = ("causal",)
+    length: int = 65_536
+    step_tokens: int = 65_536
+    micro_tokens: int = 65_536
+    chunk: int = 65_536
+    steps: int = 1000
+    minutes: float = 0.0
+    warmup: int = 100
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    packed: bool = False
+    recompute: Recompute = "none"
+    compiled: bool = True
+    deterministic: bool = False
+    check_every: int = 0
+    seed: int = 0
+
+    def mask_of(self, layer: int) -> str:
+        return self.masks[layer % len(self.masks)]
+
+    def accumulated(self, ranks: int) -> int:
+        """Forward and backward passes of one step on each of ``ranks`` GPUs."""
+        return self.step_tokens // (self.micro_tokens * ranks)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        fields = json.loads(text)
+        return cls(**{**fields, "shape": Shape(**fields["shape"]), "masks": tuple(fields["masks"])})
+
+
+# What a run may change when it goes on: they move results by rounding at most, or only say when to stop.
+MAY_CHANGE = ("micro_tokens", "recompute", "compiled", "deterministic", "check_every", "minutes")
+
+
+def every_nth_dense(mask: str, every: int) -> tuple[str, ...]:
+    """``mask`` for all layers except each ``every``-th, which is causal; every = 0: for all."""
+    return (mask,) * (every - 1) + ("causal",) if every else (mask,)
+
+
+def checked(settings: Settings, ranks: int = 1) -> Settings:
+    """The settings, their masks in canonical spelling. Raises ValueError for what cannot work: what was wanted, what was given,
+    and the way out."""
+    shape = settings.shape
+    for name, value in (
+        asdict(shape) | {n: getattr(settings, n) for n in ("length", "step_tokens", "micro_tokens", "chunk")}
+    ).items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"kv_heads must divide heads; got {shape.kv_heads} and {shape.heads}")
+    if shape.head_dim % 2:
+        raise ValueError(f"head_dim must be even, as rotary positions turn pairs; got {shape.head_dim}")
+    if settings.chunk % settings.length:
+        raise ValueError(
+            f"length must divide chunk, the piece in which text is shuffled; got {settings.length:,} and {settings.chunk:,}; "
+            f"pass --chunk {-(-settings.chunk // settings.length) * settings.length}"
+        )
+    if settings.micro_tokens % settings.length:
+        raise ValueError(
+            f"micro_tokens must be whole sequences; got {settings.micro_tokens:,} tokens and sequences of {settings.length:,}; "
+            f"pass --micro-tokens {max(1, settings.micro_tokens // settings.length) * settings.length}"
+        )
+    together = settings.micro_tokens * ranks
+    if settings.step_tokens % together:
+        raise ValueError(
+            f"step_tokens must be a multiple of micro_tokens x GPUs, {settings.micro_tokens:,} x {ranks}; got {settings.step_tokens:,}; "
+            f"pass --step-tokens {max(1, settings.step_tokens // together) * together} or fewer --micro-tokens"
+        )
+    if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
+        raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")
+    for name, kinds in (("recompute", get_args(Recompute)),):
+        if getattr(settings, name) not in kinds:
+            raise ValueError(f"{name} must be one of {', '.join(kinds)}; got {getattr(settings, name)!r}")
+    if not settings.masks:
+        raise ValueError("masks must name at least one mask; 'causal' is dense attention")
+    return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))
+
+
+def _checked_mask(text: str, settings: Settings) -> str:
+    if text == SDPA:
+        if settings.packed:
+            raise ValueError(f"mask {SDPA!r} cannot keep packed documents apart; use 'causal', which is dense too")
+        return text
+    pattern = sf.parse(text)  # says what is wrong with a text, and where
+    # The part above the diagonal of a mask of another length would be another; compiled at this one, it costs what training costs.
+    if sf.compile_mask(pattern & ~sf.causal(), q_len=settings.length).density:
+        raise ValueError(f"mask {text!r} lets tokens see later ones; write 'causal & ({text})'")
+    return pattern.to_spec()
+
+
+def differences(now: Settings, then: Settings) -> list[str]:
+    """What of a saved run is otherwise here, and must not be."""
+    ours, theirs = asdict(now), asdict(then)
+    return [
+        f"{name} is {ours[name]!r} here and {theirs[name]!r} there"
+        for name in ours
+        if name not in MAY_CHANGE and ours[name] != theirs[name]
+    ]

@@ -1,0 +1,248 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import sparse_flash as sf
+
+from . import checkpoint, memory
+from .checkpoint import Progress
+from .data import Batch, Stream, Tokens
+from .model import Decoder
+from .parallel import World, distributed, gradients_summed, plain, precision
+from .report import Log, plot
+from .settings import Parallel, Settings
+
+TIMED_STEPS, UNTIMED_STEPS = 50, 5  # of a time budget; the first steps compile
+_LEAST_RATE = 0.1
+
+
+class NotFinite(RuntimeError):
+    """The loss or a gradient is infinite or NaN; says where."""
+
+
+class Run:
+    """A model in training. folder: of its checkpoints and logs. data: a prepared folder."""
+
+    def __init__(self, settings: Settings, folder: Path, data: Path, world: World, parallel: Parallel = "ddp", fresh: bool = False):
+        self.settings, self.folder, self.world = settings, folder, world
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        vocabulary = settings.shape.vocabulary
+        self.stream = Stream(Tokens(data, "train", vocabulary), settings.chunk, settings.seed)
+        self.held_out = Tokens(data, "held_out", vocabulary)
+        torch.manual_seed(settings.seed)
+        with world.device:
+            model = Decoder(settings)
+        if settings.compiled:
+            model.compile()
+        self.model = distributed(model, world, parallel)
+        self.optimizer = optimizer(self.model, settings)
+        self.progress = Progress(steps=settings.steps)
+        last = None if fresh else checkpoint.latest(folder)
+        if last:
+            self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
+        self.resumed = last
+        self.timed: list[float] = []
+        self.flop, self.peak = memory.step_flop(settings), memory.peak(world.device)
+        self.checked = sf.check(self._pass, every=1) if settings.check_every else None
+        self.stopped = False
+
+    def train(self, save_every: int = 500, evaluate_every: int = 250, windows: int = 16) -> bool:
+        """To the last step; False where Ctrl-C or SIGTERM came before it. Saves at the end in either case."""
+        log = Log(self.folder, ", ".join(self.settings.masks), self.progress) if self.world.is_first else None
+        handlers = {kind: signal.signal(kind, self._stop) for kind in (signal.SIGINT, signal.SIGTERM)}
+        progress = self.progress
+        try:
+            while not (progress.steps and progress.step >= progress.steps) and not self._all_stop():
+                row = self.step()
+                last = progress.step == progress.steps
+                if log:
+                    log.step(row, progress.steps)
+                if progress.step % evaluate_every == 0 or last:
+                    loss = self.evaluate(windows)
+                    if log:
+                        log.evaluation({name: row[name] for name in ("step", "tokens", "seconds")} | {"loss": loss})
+                if progress.step % save_every == 0:
+                    self.save()
+            self.save()
+        finally:
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+            if log:
+                log.close()
+                plot({", ".join(self.settings.masks): self.folder}, self.folder / "loss.png")
+        return progress.step == progress.steps
+
+    def _stop(self, *_) -> None:
+        self.stopped = True
+
+    def _all_stop(self) -> bool:
+        """Whether any rank was asked to stop: all must leave the loop at the same step."""
+        if self.world.mesh is None:
+            return self.stopped
+        (asked,) = self.world.sum(torch.tensor(float(self.stopped), device=self.world.device))
+        return asked.item() > 0
+
+    def step(self) -> dict:
+        """One optimizer step; returns its row of the log."""
+        settings, world, progress = self.settings, self.world, self.progress
+        if self.checked and progress.step % settings.check_every == 0:
+            self._check()
+        begin = time.perf_counter()
+        rate = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        passes = settings.accumulated(world.size)
+        loss = torch.zeros((), device=world.device)
+        for number in range(passes):
+            with gradients_summed(self.model, number == passes - 1):
+                # Ranks' gradients are averaged, so that a sum over a step's tokens is multiplied with the number of ranks.
+                part = self._pass(self._batch(number)) * (world.size / settings.step_tokens)
+                part.backward()
+            loss += part.detach()
+        (loss,) = world.sum(loss / world.size)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        loss, norm = torch.stack([loss, norm.to(loss)]).tolist()  # waits for the GPU: the clock below is honest
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NotFinite(self._where(loss, norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - begin
+        progress.step += 1
+        progress.position += settings.step_tokens
+        progress.seconds += seconds
+        self._budget(seconds)
+        on_gpu = world.device.type == "cuda"
+        return {
+            "step": progress.step,
+            "tokens": progress.position,
+            "seconds": round(progress.seconds, 4),
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_second": settings.step_tokens / seconds,
+            "mfu": self.flop / seconds / (self.peak * world.size) if self.peak else None,
+            "memory_gib": torch.cuda.max_memory_allocated(world.device) / memory.GIB if on_gpu else None,
+        }
+
+    def _batch(self, number: int) -> Batch:
+        """This rank's part of pass ``number`` of the step."""
+        settings = self.settings
+        sequences = settings.micro_tokens // settings.length
+        before = (number * self.world.size + self.world.rank) * settings.micro_tokens
+        return self.stream.batch(self.progress.position + before, sequences, settings.length)
+
+    def _pass(self, batch: Batch) -> torch.Tensor:
+        """The sum of a batch's losses."""
+        tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
+        with precision(self.model, self.world):
+            return self.model(tokens, labels, documents)
+
+    def _check(self) -> None:
+        """Forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code; gradients are dropped."""
+        with torch.compiler.set_stance("force_eager"):
+            self.checked(self._batch(0)).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def learning_rate(self) -> float:
+        settings, step, steps = self.settings, self.progress.step, self.progress.steps
+        warm = min(1.0, (step + 1) / max(1, settings.warmup))
+        if not steps:  # a time budget that is still being measured
+            return settings.learning_rate * warm
+        done = min(1.0, max(0, step - settings.warmup) / max(1, steps - settings.warmup))
+        return settings.learning_rate * warm * (_LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _budget(self, seconds: float) -> None:
+        """Makes steps of a time budget once enough of them were timed, the same number on all ranks."""
+        progress = self.progress
+        if progress.steps or not self.settings.minutes:
+            return
+        self.timed.append(seconds)
+        if len(self.timed) == UNTIMED_STEPS + TIMED_STEPS:
+            step = statistics.median(self.timed[UNTIMED_STEPS:])
+            more = (60 * self.settings.minutes - progress.seconds) / step
+            progress.steps = progress.step + max(1, int(self.world.agreed(more)))
+
+    @torch.no_grad()
+    def evaluate(self, windows: int) -> float:
+        """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them."""
+        settings, world = self.settings, self.world
+        spread = torch.linspace(0, len(self.held_out) - settings.length - 1, windows).long().tolist()
+        if len(self.held_out) <= settings.length:
+            raise ValueError(f"the held-out text has {len(self.held_out):,} tokens, fewer than one sequence of {settings.length:,}")
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for number in range(world.rank, -(-windows // world.size) * world.size, world.size):  # each rank as many passes
+            part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], settings.length))
+            total += part.double() if number < windows else 0
+        (total,) = world.sum(total)
+        return total.item() / (windows * settings.length)
+
+    def save(self) -> Path:
+        return checkpoint.save(self.folder, self.settings, self.progress, self.model, self.optimizer, self.world)
+
+    def _where(self, loss: float, norm: float) -> str:
+        """Which module first gave a number that is not finite; which text was read."""
+        model, progress, last = self.model, self.progress, checkpoint.latest(self.folder)
+        found = [f"parameter {name}" for name, p in model.named_parameters() if not _is_finite(p)] or self._first_module()
+        found = found or [f"the gradient of {name}" for name, p in model.named_parameters() if not _is_finite(p.grad)]
+        stop = progress.position + self.settings.step_tokens
+        return (
+            f"loss {loss}, gradient norm {norm} at step {progress.step + 1}, tokens {progress.position:,} to {stop:,} of the text: "
+            f"the first that is not finite is {found[0] if found else 'on another rank'} (rank {self.world.rank}). No parameter was "
+            f"changed by this step; {f'{last.name} is the last checkpoint' if last else 'there is no checkpoint'}; try a lower "
+            "--learning-rate, or --check-every 1"
+        )
+
+    @torch.no_grad()
+    def _first_module(self) -> list[str]:
+        """Runs the step's batches again, uncompiled, and looks at each module's result."""
+        found: list[str] = []
+
+        def look(name):
+            def hook(module, args, out):
+                if not found and isinstance(out, torch.Tensor) and not _is_finite(out):
+                    found.append(f"the output of {name}")
+
+            return hook
+
+        hooks = [m.register_forward_hook(look(name)) for name, m in plain(self.model).named_modules() if name]
+        with torch.compiler.set_stance("force_eager"):
+            for number in range(self.settings.accumulated(self.world.size)):
+                self._pass(self._batch(number))
+        for hook in hooks:
+            hook.remove()
+        return found
+
+
+def _is_finite(tensor: torch.Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.isfinite().all())
+
+
+def optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, norms and gains do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def at_length(settings: Settings, length: int) -> Settings:
+    """The settings with sequences of another length, for evaluation."""
+    return replace(settings, length=length, micro_tokens=length, chunk=length)
