@@ -187,6 +187,49 @@ def compare(
 
 
 @app.command()
+def cost(
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "150M",
+    mask: Annotated[list[str] | None, typer.Option(help="Spec text; each is measured in all layers. sdpa: PyTorch's.")] = None,
+    dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; several are measured in turn.")] = None,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step, at every length.")] = 262_144,
+    most_micro_tokens: Annotated[int, typer.Option(help="Tokens at a time, at most; the rest is accumulated.")] = 262_144,
+    recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
+    profile: Annotated[bool, typer.Option("--profile", help="Also print the kernels of a step.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Time training steps on random tokens, by mask and length: what would a run cost here?"""
+    from . import cost as costs_of
+
+    with user_errors(), parallel.world(device) as world:
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        base = Settings(PRESETS[preset], step_tokens=step_tokens, recompute=recompute, compiled=compiled)
+        costs = []
+        for one in mask or ["sdpa", SPARSE]:
+            for tokens in length or [65_536]:
+                settings = costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens)
+                try:
+                    costs.append(costs_of.measure(settings, world, steps))
+                except torch.OutOfMemoryError as error:
+                    console.print(f"{one} at {tokens:,}: out of memory: {str(error).splitlines()[0]}", markup=False)
+                    costs_of.free()
+                    continue
+                found = costs[-1]
+                used = f", MFU {found.mfu:.1%}" if found.mfu else ""
+                said = f"{found.seconds:.3f} s a step, {found.tokens_per_second:,.0f} tokens/s{used}, {found.gib:.1f} GiB"
+                rest = f"(estimated {found.estimated:.1f}); the first step took {found.first:.1f} s"
+                console.print(f"{found.mask} at {tokens:,}: {said} {rest}", markup=False, soft_wrap=True)
+                if out:
+                    costs_of.save(costs, out, world, settings)
+                if profile:
+                    print(costs_of.profiled(settings, world))
+
+
+@app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
     length: Annotated[

@@ -28,6 +28,13 @@ class Documents(NamedTuple):
     longest: int
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm whose weight follows the stream's dtype: with a float32 weight, autocast takes a slow path and gives float32."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Takes and returns (batch, tokens, dim)."""
 
@@ -85,7 +92,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, mask: str, recompute: Recompute):
         super().__init__()
         self.recompute = recompute
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(shape.dim, eps=_EPSILON) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (Norm(shape.dim, eps=_EPSILON) for _ in range(2))
         self.attention = Attention(shape, mask)
         self.gate_proj, self.up_proj = (nn.Linear(shape.dim, shape.mlp_dim, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
@@ -120,7 +127,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(shape.vocabulary, shape.dim)
         masks = (settings.mask_of(layer) for layer in range(shape.layers))
         self.blocks = nn.ModuleList([Block(shape, mask, settings.recompute) for mask in masks])
-        self.norm = nn.RMSNorm(shape.dim, eps=_EPSILON)
+        self.norm = Norm(shape.dim, eps=_EPSILON)
         self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
         self.chunk_loss = chunk_loss
         self.reset_parameters()
@@ -151,7 +158,7 @@ class Decoder(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x, cos, sin, documents)
-        return self.norm(x).to(x.dtype)
+        return self.norm(x)
 
     def positions(self, tokens: int, device, documents: Documents | None = None):
         """cos and sin of all tokens' positions, which start again with each document: (tokens, 1, head_dim / 2) float32."""

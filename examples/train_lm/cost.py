@@ -1,0 +1,107 @@
+"""What a step costs: the time, memory and utilization of training steps on random tokens, by mask and length."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import sparse_flash as sf
+
+from . import data, memory
+from .parallel import World
+from .settings import Settings, checked
+from .train import Run
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step, the median of several. seconds: forward, backward and optimizer. first: of the first step, which compiles.
+    gib: the peak of allocated memory; estimated: what was said before. mfu: see ``memory.step_flop``."""
+
+    mask: str
+    length: int
+    seconds: float
+    first: float
+    tokens_per_second: float
+    mfu: float | None
+    gib: float
+    estimated: float
+    micro_tokens: int
+    recompute: str
+    compiled: bool
+
+
+def measure(settings: Settings, world: World, steps: int = 5) -> Cost:
+    """Raises ValueError where the settings cannot work, torch.OutOfMemoryError where memory is short after all."""
+    settings = checked(settings)
+    estimated = sum(memory.needed(settings, world, "ddp").values())
+    with tempfile.TemporaryDirectory() as folder:
+        run = _run(settings, world, Path(folder))
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+        first, *rows = [run.step() for _ in range(1 + 2 + steps)]
+        seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[2:])
+        mfu = None if run.peak is None else run.flop / seconds / run.peak
+        gib = rows[-1]["memory_gib"] or 0.0
+        del run
+    free()
+    about = settings.micro_tokens, settings.recompute, settings.compiled
+    speed = settings.step_tokens / seconds
+    return Cost(", ".join(settings.masks), settings.length, seconds, first["seconds"], speed, mfu, gib, estimated, *about)
+
+
+def profiled(settings: Settings, world: World, kernels: int = 25) -> str:
+    """The kernels of one step, by the GPU's time."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = _run(checked(settings), world, Path(folder))
+        for _ in range(3):
+            run.step()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            run.step()
+        del run
+    free()
+    return seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=kernels, max_name_column_width=90)
+
+
+def _run(settings: Settings, world: World, folder: Path) -> Run:
+    """A run on random tokens of twenty steps."""
+    tokens = np.random.default_rng(0).integers(0, settings.shape.vocabulary, 20 * max(settings.chunk, settings.step_tokens) + 1)
+    np.save(folder / "tokens.npy", tokens.astype(np.uint16 if settings.shape.vocabulary <= 1 << 16 else np.uint32))
+    data.import_tokens(folder / "data", folder / "tokens.npy", settings.shape.vocabulary)
+    return Run(settings, folder, folder / "data", world)
+
+
+def free() -> None:
+    """Lets go of what a run held, between two."""
+    gc.collect()
+    torch._dynamo.reset()
+    sf.clear_caches()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def at(settings: Settings, length: int, most_micro_tokens: int) -> Settings:
+    """The settings at a length, a step having the same tokens."""
+    micro = max(length, min(settings.step_tokens, most_micro_tokens // length * length))
+    return replace(settings, length=length, micro_tokens=micro, chunk=max(length, settings.chunk))
+
+
+def save(costs: list[Cost], path: Path, world: World, settings: Settings) -> None:
+    """As JSON, with the GPU, versions and the model."""
+    on_gpu = world.device.type == "cuda"
+    about = {
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "sparse_flash": sf.__version__,
+        "shape": vars(settings.shape),
+        "step_tokens": settings.step_tokens,
+    }
+    path.write_text(json.dumps({**about, "costs": [vars(cost) for cost in costs]}, indent=1))
