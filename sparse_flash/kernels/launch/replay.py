@@ -291,7 +291,7 @@ class _Map:
                 fill_with_zeros,
             )
         )
-        if self.is_short and _driver_version() <= 13010:  # a bug of these drivers, with the same workaround as in CUTLASS and Triton 3.9
+        if self.is_short and _driver_version() <= 13010:  # a driver bug; same workaround as in CUTLASS and Triton 3.9
             second = ctypes.c_uint64.from_address(place + 8)
             second.value &= ~(1 << 21)
         return memory, place
