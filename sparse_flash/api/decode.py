@@ -48,9 +48,9 @@ def attention_decode(
     dimension avoids a copy.
     kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
     capacity counts as the capacity. Cache contents past a length are never used, not even NaN.
-    block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page ``block_table[b, t
-    // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not read. (Kernels read
-    int32: int64 is cast in each call.)
+    block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
+    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
+    read. (Kernels read int32: int64 is cast in each call.)
     mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
     training, covering at least the capacity. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its index in the
     sequence. A query at a negative position keeps nothing.

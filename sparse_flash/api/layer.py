@@ -151,8 +151,8 @@ class SparseAttention(nn.Module):
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
         both and are appended. Raises ValueError for shapes that do not fit.
 
-        Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's whole room by token count, so
-        new tokens compile nothing after the first few."""
+        Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
+        token count, so new tokens compile nothing after the first few."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
         q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))

@@ -32,8 +32,8 @@ def topk_blocks(
     """A mask per head that keeps the blocks that matter most to it, scored by mean queries and mean keys.
 
     Queries and keys are averaged per block, in float32 (a partial last block over its own tokens). For each block of queries, the
-    ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are kept
-    always, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
+    ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
+    always kept, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
     blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
     pair. So a query that ``within`` lets see itself always does.
 

@@ -200,8 +200,8 @@ class DistancePattern(UnitPattern):
         return self.distance_rule(i - j)
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units top - high + 1 .. bottom
-        - low; all of them reach bottom - high + 1 .. top - low."""
+        """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units
+        top - high + 1 .. bottom - low; all of them reach bottom - high + 1 .. top - low."""
         unit = self.block
         pieces: list[_RowRuns] = []
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.

@@ -42,8 +42,8 @@ def listing_of(by_query: Table, by_key: Table) -> Listing:
 
 
 def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """(block, exists, col_tile, ptr, split, bounds) of one table, padded to this many entries and rows. Its (row, col) is block row
-    * row_stride + col * col_stride of the grid."""
+    """(block, exists, col_tile, ptr, split, bounds) of one table, padded to this many entries and rows. Its (row, col) is block
+    row * row_stride + col * col_stride of the grid."""
     ptr, split = table.row_ptr[0], table.row_split[0]
     # Padded so that what follows col_idx in memory is 16-byte aligned, as kernels are compiled for.
     past = -(entries + 1) % 4

@@ -106,9 +106,8 @@ class _LongRuns:
 
         All of the latter may be partial. So may the blocks of the two query blocks where a document's queries begin and cease to
         keep something: 2 * (k_blocks + 2 * q_blocks) in total. In any other block of queries, runs start or stop in the partial
-        blocks. Both ascend, so a document has no more of either than it has blocks of keys and of queries: 2 * (k_blocks + 2 *
-        q_blocks) in total, as no more documents than query blocks have a query block to themselves.
-        as no more documents than there are blocks of queries have one for themselves.
+        blocks. Both ascend, so a document has no more of either than it has blocks of keys and of queries:
+        2 * (k_blocks + 2 * q_blocks) in total, as no more documents than query blocks have a query block to themselves.
         """
         each = np.minimum(self._blocks, longest + 1)
         if self._square:
