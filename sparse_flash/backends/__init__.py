@@ -12,7 +12,7 @@ q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_h
 head_dim. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads, q_len, v's head_dim),
 in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural logarithm, without
 dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None if nothing depends on lse. If variant.rel_bias
-is learned, a fourth gradient, like it, follows. Arguments are checked before a back end sees them.
+is learned, its gradient follows as a fourth. Arguments are checked before a back end sees them.
 
 decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
 number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape

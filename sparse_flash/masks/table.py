@@ -33,7 +33,7 @@ class Table(NamedTuple):
     row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, items, 8)  all that a program needs of a row, contiguous, heaviest first: the row, then row_ptr[r],
+    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, heaviest first: the row, then row_ptr[r],
                                   row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0. A much heavier row has several
                                   splits instead: the same fields within the split, then its number from 1. Masks with fewer
                                   items are padded with items that name a row past the last.

@@ -599,8 +599,8 @@ def prepare_kernel(
     DROPOUT: tl.constexpr,
 ):
     """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
-    delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also zeros,
-    to which dQ is added. With FIXED, also the power of two that is the unit of its dQ."""
+    delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
+    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE

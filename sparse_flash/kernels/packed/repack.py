@@ -396,7 +396,7 @@ def take_rows_kernel(
     DIM: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """One program for ROWS rows of a head; heads of the same rows are adjacent."""
+    """One program for ROWS rows of a head; the programs of all heads for the same rows are adjacent."""
     head = tl.program_id(0) % heads
     row = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
     taken = tl.load(index + row, mask=row < rows, other=-1)
