@@ -1,4 +1,4 @@
-"""The built-in patterns, one a file; ``sparse_flash`` exports them all."""
+"""The built-in patterns, one per file; ``sparse_flash`` exports them all."""
 
 from .bigbird import BigBird as bigbird
 from .block_diagonal import BlockDiagonal as block_diagonal

@@ -17,7 +17,7 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 @register_pattern("block_diagonal")
 @dataclass(frozen=True)
 class BlockDiagonal(RunPattern):
-    """Tokens of one chunk. block: tokens in a chunk. For chunks of several lengths take ``documents``."""
+    """Tokens of one chunk. block: tokens in a chunk. For chunks of different lengths use ``documents``."""
 
     block: int = 128
 

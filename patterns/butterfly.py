@@ -30,7 +30,7 @@ class Butterfly(UnitPattern):
 
     Without causal, log2(units) layers connect every pair of units. With causal, a key's number can only *clear* digits of the
     query's, so most of the past stays out of reach at any depth: unit 8 sees units 8 and 0, and nothing in between,
-    however many layers follow. For causal models take ``power_of_two``, the difference form, or add ``local``.
+    however many layers follow. For causal models use ``power_of_two``, the difference form, or add ``local``.
     """
 
     factors: int | None = None

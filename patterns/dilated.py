@@ -24,8 +24,8 @@ from sparse_flash.masks.rules import DistancePattern, positive_int
 class Dilated(DistancePattern):
     """Every dilation-th unit of a window; with causal a unit sees ``window`` units, itself included.
 
-    window: units seen to each side, the unit itself included. dilation: units from one to the next; 1 is a plain window
-    of whole units. block: tokens in a unit. A dilation of tokens, ``block=1``, leaves no block of the window empty.
+    window: units seen to each side, the unit itself included. dilation: units from one to the next; 1 is a plain window of whole
+    units. block: tokens in a unit. With a dilation in tokens, ``block=1``, no block of the window is empty.
     """
 
     window: int

@@ -23,10 +23,10 @@ from sparse_flash.masks.rules import RunPattern, int_tuple
 class Documents(RunPattern):
     """Tokens of one document.
 
-    cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple,
-    list, array or tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. Tokens
-    past the end of the last document keep nothing and are seen by nothing. For lengths that change from call to call,
-    ``attention_varlen`` reads them from a tensor.
+    cu_seqlens: tokens; the start of each document and the end of the last one: (documents + 1,) integers in a tuple, list, array or
+    tensor, from 0 upwards. Empty documents are dropped, so patterns with the same meaning are equal. Tokens past the end of the
+    last document keep nothing and are seen by nothing. For lengths that change between calls, ``attention_varlen`` reads them from
+    a tensor.
     """
 
     cu_seqlens: tuple[int, ...]

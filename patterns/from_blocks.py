@@ -25,10 +25,10 @@ class FromBlocks(UnitPattern):
     blocks: (rows, cols) zeros and ones or booleans in nested lists, an array or a tensor, kept as text with a slash between
     rows: "110/011". block: tokens in a unit.
 
-    The array's last row and column are one unit, as the last query has the position of the last key: of a wide array,
-    with fewer queries than keys, the first row stands for unit cols - rows. Units outside the array keep nothing. Where
-    kv_len - q_len is no multiple of block, units of queries do not start at the first query. For maps that change from
-    call to call, ``BlockMask.from_blocks`` makes the table itself, with blocks counted from the first query.
+    The array's last row and column are one unit, as the last query has the position of the last key: in a wide array, with fewer
+    queries than keys, the first row stands for unit cols - rows. Units outside the array keep nothing. If kv_len - q_len is not a
+    multiple of block, units of queries do not start at the first query. For maps that change between calls,
+    ``BlockMask.from_blocks`` makes the table itself, with blocks counted from the first query.
     """
 
     blocks: str

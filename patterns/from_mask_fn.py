@@ -22,9 +22,9 @@ class FromMaskFn(Pattern):
     fn: called with two int64 numpy arrays of positions that broadcast against each other, query positions and key
     positions in tokens; returns booleans of their broadcast shape. It must depend on nothing else.
 
-    The compiler knows nothing of its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as
-    ``local(1024)``, leaves only those to evaluate. Equal when the function is the same object. It has no spec
-    text and, if the function is a lambda, cannot be pickled: a class of your own with @register_pattern has both.
+    The compiler knows nothing about its blocks, so it evaluates every pair. ``&`` with a pattern whose blocks are known, such as
+    ``local(1024)``, leaves only those to evaluate. Equal if the function is the same object. It has no spec text and, if the
+    function is a lambda, cannot be pickled: a class of your own with @register_pattern has both.
     """
 
     fn: Callable

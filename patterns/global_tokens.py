@@ -19,7 +19,7 @@ from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 @register_pattern("global_tokens")
 @dataclass(frozen=True)
 class GlobalTokens(RunPattern):
-    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is the half with the keys only."""
+    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys."""
 
     tokens: int
 

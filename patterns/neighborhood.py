@@ -66,7 +66,7 @@ class Neighborhood(RunPattern):
         return (position >= 0) & (position < prod(self.shape))
 
     def token_rule(self, q, kv):
-        # Axis by axis is fewer comparisons than run by run, which a window of three axes has many of.
+        # Axis by axis takes fewer comparisons than run by run: a window of three axes has many runs.
         q, kv = np.asarray(q), np.asarray(kv)
         kept = self._within(q) & self._within(kv)
         for start, cell, window in zip(self._starts(q), self._cells(kv), self.window, strict=True):

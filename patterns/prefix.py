@@ -21,8 +21,8 @@ from sparse_flash.masks.rules import RunPattern, positive_int
 class Prefix(RunPattern):
     """The causal pattern and the first ``tokens`` keys, which see each other both ways.
 
-    It *includes* causal, as in T5: write ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys
-    only, take ``sinks``.
+    It *includes* causal, as in T5: write ``prefix(n)``, not ``causal & prefix(n)``, which is causal again. For the keys only, use
+    ``sinks``.
     """
 
     tokens: int

@@ -31,9 +31,9 @@ class Random(UnitPattern):
 
     density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**63 - 1. block: tokens in a unit.
 
-    An integer hash of (seed, i, j) decides every pair: the result is the same on every machine, and a longer sequence extends
-    a shorter one. That is why it takes a density: a fixed number of units a row, drawn among all units, would change with
-    the length. Rows may keep nothing; add a window, as ``bigbird`` does.
+    An integer hash of (seed, i, j) decides every pair: the result is the same on every machine, and a longer sequence extends a
+    shorter one. That is why it takes a density: a fixed number of units per row, drawn among all units, would change with the
+    length. Rows may keep nothing; add a window, as ``bigbird`` does.
     """
 
     density: float
@@ -52,7 +52,7 @@ class Random(UnitPattern):
         # splitmix64 (doi:10.1145/2660193.2660195): each row is a stream that starts at a hash of (seed, i).
         i, j = np.asarray(i).astype(np.uint64), np.asarray(j).astype(np.uint64)
         start = _mixed(_mixed(np.full(1, self.seed, np.uint64) + np.uint64(_GOLDEN)) ^ (i * np.uint64(_GOLDEN)))
-        # The upper 53 bits, for then the threshold is exact for every density that a float can hold to that precision.
+        # The upper 53 bits: then the threshold is exact for every density that a float can hold to that precision.
         return (_mixed(start + j * np.uint64(_GOLDEN)) >> np.uint64(11)) < np.uint64(round(self.density * 2**53))
 
 

@@ -1,4 +1,4 @@
-"""window: a sliding window with a reach of its own to each side.
+"""window: a sliding window with a separate reach to each side.
 
 formula: -right <= q - kv <= left          source: FlashAttention's window_size=(left, right); arXiv:2004.05150, sec. 3.1
 

@@ -1,1 +1,1 @@
-"""The calls that users make: arguments checked once, the back end chosen, the result finished."""
+"""The user-facing calls: they check arguments once, choose the back end and finish the result."""

@@ -1,5 +1,5 @@
-"""Arguments of calls, checked. Each error says what must be passed, what was, and the way out. ``checked_variant`` checks lengths,
-changes of scores and dropout; ``keywords`` knows the keywords of other libraries."""
+"""Checks the arguments of calls. Each error says what must be passed, what was passed, and how to fix it. ``checked_variant``
+checks lengths, score modifications and dropout; ``keywords`` knows the keywords of other libraries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..masks.pattern import Pattern, text_of
 from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
-MAX_QUERIES = 64  # of a sequence, in decoding
+MAX_QUERIES = 64  # per sequence, in decoding
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares numbers
+_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
 
-# The back end of calls that were checked before, by all that checks and choice depend on: at most _MOST_SELECTED, then all are
-# dropped. Never out of date: what back ends can do on a device does not change while a process runs.
+# The back end chosen for each call checked so far, keyed by everything that checks and choice depend on. At _MOST_SELECTED entries
+# all are dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
 _selected: dict[tuple[object, ...], str] = {}
 _MOST_SELECTED = 4096
 cleared_by(_selected.clear)
@@ -53,8 +53,8 @@ def checked(
     deterministic: bool | None,
     backend: str,
 ) -> AttentionCall:
-    """The arguments of ``sf.attention`` as one call. Raises ValueError for those that do not fit together, TypeError for wrong
-    types. A plain call like one before is not checked a second time."""
+    """The arguments of ``sf.attention`` as one call. Raises ValueError for arguments that do not fit together, TypeError for wrong
+    types. A plain call like an earlier one is not checked again."""
     check_types(q, k, v)
     check_deterministic(deterministic)
     q, k, v = autocast(q, k, v)
@@ -76,7 +76,7 @@ def checked(
     )
     table: BlockMask | str | None
     table, pattern = (mask, None) if mask is None or isinstance(mask, BlockMask) else (None, mask)
-    if has_variant or sinks is not None or pattern is not None:  # what follows reads their shapes
+    if has_variant or sinks is not None or pattern is not None:  # the code below reads their shapes
         check_tensors(q, k, v)
     if has_variant:
         variant = checked_variant(
@@ -117,12 +117,12 @@ def checked(
 
 
 def select_backend(call: AttentionCall) -> str:
-    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError where there
-    is none."""
+    """The back end that runs a call: the one asked for, or for "auto" the fastest that supports it. Raises ValueError if there is
+    none."""
     if call.selected is not None:
         return call.selected
     if isinstance(call.mask, str) or torch.compiler.is_compiling():
-        # The operator chooses: compiled code is compiled anew for what depends on a length here.
+        # The operator chooses: a choice here that depends on a length would make torch.compile recompile.
         if call.backend != "auto":
             backends.backend(call.backend)
         return call.backend
@@ -137,7 +137,7 @@ def select_backend(call: AttentionCall) -> str:
 
 
 def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torch.device) -> BlockMask | str:
-    """Its table for these lengths; where the operator is seen, the spec text of a pattern that has some."""
+    """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
     if not operators.is_seen():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):
@@ -152,20 +152,20 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
 def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
     device_type = q.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises for "meta"
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for "meta"
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float | None:
-    """The scale of a call; raises ValueError or TypeError for one that cannot be. Within torch.compile None stays None, as a
-    head_dim may be symbolic there."""
+    """The scale of a call; raises ValueError or TypeError for an invalid one. Within torch.compile None stays None, as head_dim may
+    be symbolic there."""
     if scale is None:
         return None if torch.compiler.is_compiling() else head_dim**-0.5
     check_number("scale", scale)
     scale = float(scale)
-    if not 0 < scale < math.inf:  # torch.compile traces no isfinite of a symbolic number
+    if not 0 < scale < math.inf:  # torch.compile cannot trace isfinite of a symbolic number
         raise ValueError(f"scale must be positive and finite; got {scale}; negate q for a negative scale")
     return scale
 
@@ -177,8 +177,8 @@ def check_types(q: object, k: object, v: object) -> None:
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
-    """Raises ValueError where dtypes are not one that back ends take, or dtypes or devices differ. cast: the way out, of q's dtype
-    and the other."""
+    """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
+    formatted with q's dtype and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in _DTYPES:
             raise ValueError(
@@ -193,7 +193,7 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError where q, k and v do not fit together. may_be_empty: but for head_dim."""
+    """Raises ValueError where q, k and v do not fit together. may_be_empty: sizes other than head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
@@ -216,7 +216,7 @@ def _check_groups(heads: int, kv_heads: int) -> None:
 
 
 def check_deterministic(deterministic: bool | None) -> None:
-    """Raises TypeError unless this is a bool or None. A number is refused too: 1 equals True where calls are remembered."""
+    """Raises TypeError unless this is a bool or None. Numbers are refused too: 1 equals True as a key of remembered calls."""
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None; got {deterministic!r}; None follows "
@@ -235,7 +235,7 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ValueError where a mask is not for these queries and keys."""
+    """Raises ValueError where a mask was not made for these queries and keys."""
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"the mask was compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
@@ -253,7 +253,7 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """As ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
+    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
         if tensor.dim() != 4 or 0 in tensor.shape:
@@ -309,7 +309,7 @@ def _integers(name: str, tensor: object, q: torch.Tensor) -> torch.Tensor:
 
 
 def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None:
-    """Raises ValueError where a mask is not for a cache of this capacity."""
+    """Raises ValueError where a mask was not made for a cache of this capacity."""
     if mask.q_len != mask.kv_len or mask.q_len < capacity:
         raise ValueError(
             f"a mask for decoding must be square and cover the cache's capacity of {capacity} tokens; got q_len={mask.q_len}, "
@@ -319,7 +319,7 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """As ``check_tensors``, for ``attention_varlen``, whose tensors have no batch."""
+    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
@@ -334,8 +334,8 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:
-    """No document of x, (tokens, heads, head_dim), is longer than this. Raises ValueError or TypeError where cu_seqlens, checked as
-    far as the host can see, or ``longest`` is not for x, which is called ``name``."""
+    """The length that no document of x, (tokens, heads, head_dim), exceeds. Raises ValueError or TypeError where cu_seqlens,
+    checked as far as the host can see, or ``longest`` does not fit x. name: what errors call x."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(
             f"cu_seqlens_{name} must be a tensor on {x.device}; got {type(cu_seqlens).__name__}; "
@@ -356,8 +356,8 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
 
 
 def _count(name: str, value: SupportsIndex) -> int:
-    """A number of tokens, of any integer type of the host."""
-    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # a tensor's would have to be waited for
+    """A number of tokens, of any host integer type."""
+    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # __index__ of a tensor would synchronize
     whole = operator.index(value) if of_numpy else value
     if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
@@ -376,7 +376,7 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
 
 
 def check_keep(keep: int | float) -> None:
-    """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share of them."""
+    """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share."""
     if isinstance(keep, bool) or not isinstance(keep, (int, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
     if isinstance(keep, int) and keep < 1:

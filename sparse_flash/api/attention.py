@@ -1,4 +1,4 @@
-"""The call: its arguments checked, a back end chosen, attention computed."""
+"""The main call: checks its arguments, chooses a back end, computes attention."""
 
 from __future__ import annotations
 
@@ -38,46 +38,46 @@ def attention(
     backend: str = "auto",
     **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q k^T, over the pairs that the mask keeps) v, at a cost proportional to the kept pairs. Lengths, changes of
-    scores, sinks and dropout are optional.
+    """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
+    modifications, sinks and dropout are optional.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim); kv_heads divides heads (grouped-query attention).
-    v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All of one dtype and device. Any strides; an
-    unbroken last dimension costs no copy.
-    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a BlockMask of FlexAttention, read at its
-    first use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks made outside of the
-    compiled function; PyTorch before 2.13 takes no Pattern there. One graph serves all lengths of spec text and of patterns that
-    have it. A pattern without text is compiled again for each length, BlockMasks for each pair of lengths.)
+    v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All share one dtype and device. Any strides; a
+    contiguous last dimension avoids a copy.
+    mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a FlexAttention BlockMask, read on first
+    use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks created outside the compiled
+    function; PyTorch before 2.13 accepts no Pattern there. One graph serves all lengths of spec text and of patterns that have it.
+    A pattern without text recompiles for each length, a BlockMask for each pair of lengths.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
-    Which tokens exist (padded batches), each (batch,) int32 or int64 on q's device, read there without waiting for it:
-    kv_lens, q_lens: tokens at or past these numbers do not exist. kv_starts, q_starts: nor do tokens before these numbers.
-    A query that does not exist has out 0, lse -inf and no gradient. Blocks that hold no existing token are not visited. Positions
-    stay those of the padded lengths.
+    Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
+    kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
+    exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
+    remain those of the padded lengths.
 
-    Changes of scores, in this order after scale; query i has position i + kv_len - q_len, key j position j:
+    Score modifications, applied in this order after scale; query i has position i + kv_len - q_len, key j position j:
     softcap: positive; score becomes softcap * tanh(score / softcap).
     alibi_slopes: (heads,) or (batch, heads): adds -slope * |q_pos - k_pos|. (arXiv:2108.12409.)
-    rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], d being k_pos - q_pos held within
+    rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], where d is k_pos - q_pos clamped to
     -max_distance .. max_distance. Differentiable. (arXiv:1910.10683.)
-    score_mod, score_params: your own ``ScoreFunction``, and the tensors that it reads, which get no gradient.
-    sinks: (heads,), a logit for each head that joins each query's softmax and takes its share of weight; lse includes it.
+    score_mod, score_params: your own ``ScoreFunction`` and the tensors it reads, which get no gradient.
+    sinks: (heads,), a logit per head that joins each query's softmax and takes a share of its weight; lse includes it.
     Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
 
-    dropout_p: the share of softmax weights that are set to 0; the others are divided by 1 - dropout_p. lse does not change. In
-    [0, 1), rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the most is 1 - 2^-16. Drawn from PyTorch's generator:
-    torch.manual_seed repeats it; checkpointed activations and replayed CUDA graphs get theirs. The same seed drops the same
-    pairs on every back end. (arXiv:2205.14135, Alg. 2 and 5.)
+    dropout_p: the share of softmax weights set to 0; the others are divided by 1 - dropout_p. lse does not change. In [0, 1),
+    rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the maximum is 1 - 2^-16. Seeded by PyTorch's generator:
+    torch.manual_seed repeats it, and activation checkpointing and CUDA graph replay work. The same seed drops the same pairs on
+    every back end. (arXiv:2205.14135, Alg. 2 and 5.)
 
     return_lse: also return lse, (batch, heads, q_len) float32 (float64 for float64 inputs): the natural logarithm of each query's
     softmax sum.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
-    backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" takes the fastest that
+    backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" picks the fastest that
     supports the call, and never turns a sparse mask into a dense one.
 
     Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k and
     v, once and in reverse mode; torch.func's transforms and forward mode raise NotImplementedError. A query that keeps nothing has
-    out 0, lse -inf and no gradient; tensors may be empty, but for head_dim. Raises ValueError for arguments that do not fit
+    out 0, lse -inf and no gradient. Tensors may be empty, except in head_dim. Raises ValueError for arguments that do not fit
     together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 

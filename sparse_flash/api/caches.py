@@ -1,4 +1,4 @@
-"""What calls leave behind, given back."""
+"""Frees what calls leave behind."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from ..masks import memory
 
 
 def clear_caches() -> None:
-    """Forgets all that calls have left behind to make later ones faster: compiled masks and plans, choices of back ends and of
-    configs, remembered launches, counters on GPUs. Their memory is free once nobody else holds it.
+    """Drops everything that calls keep to make later ones faster: compiled masks and plans, choices of back ends and configs,
+    remembered launches, counters on GPUs. The memory is freed once nothing else refers to it.
 
-    Results do not change; the next calls take longer. What captured CUDA graphs read or write stays, and so do masks that you
-    hold, compiled kernels in Triton's own cache, and the file of tuned configs, which is read again. Call it between steps, not
-    beside calls of other threads.
+    Results do not change; the next calls take longer. What captured CUDA graphs read or write stays, as do masks that you hold,
+    compiled kernels in Triton's own cache, and the file of tuned configs, which is read again. Call it between steps, not while
+    other threads make calls.
     """
     memory.clear()
     triton.forget_launches()

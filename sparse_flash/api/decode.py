@@ -38,33 +38,33 @@ def attention_decode(
     backend: str = "auto",
     **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence to all of its tokens, read from a cache; forward only.
+    """Attention of the last tokens of each sequence to all its tokens, read from a cache; forward only.
 
-    q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and
-    values are in the cache already.
-    k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. Or with ``block_table`` in pages, (pages,
-    kv_heads, page_size, head_dim), page_size a power of two. v may have a head_dim of its own, which is out's. A cache in vLLM's
-    and FlashAttention's order (pages, page_size, kv_heads, head_dim) is passed as ``k.transpose(1, 2)``. Any strides; an unbroken
-    last dimension costs no copy.
-    kv_lens: (batch,) int32 or int64 on the device of q, how many tokens each sequence has; None: all that there is room for. A
-    length past the capacity counts as the capacity. What the cache holds past a length is never used, NaN neither.
+    q: (batch, heads, q_len, head_dim), q_len up to 64: the queries of the last q_len tokens of each sequence, whose keys and values
+    are already in the cache.
+    k, v: the cache, (batch, kv_heads, capacity, head_dim); kv_heads divides heads. With ``block_table`` in pages, (pages, kv_heads,
+    page_size, head_dim), page_size a power of two. v may have its own head_dim, which is also out's. A cache in the order of vLLM
+    and FlashAttention, (pages, page_size, kv_heads, head_dim), is passed as ``k.transpose(1, 2)``. Any strides; a contiguous last
+    dimension avoids a copy.
+    kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
+    capacity counts as the capacity. Cache contents past a length are never used, not even NaN.
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
-    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are
-    not read. (Kernels read int32: int64 is cast in each call.)
-    mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square, as
-    for training, of at least the capacity. Query i has position ``kv_lens[b] - q_len + i``, and a key its place in the
-    sequence. A query whose position is negative keeps nothing.
-    scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as of ``attention``.
-    backend: as for ``attention``; "hopper" and "triton" are one kernel here.
+    ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
+    read. (Kernels read int32: int64 is cast in each call.)
+    mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
+    training, covering at least the capacity. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its index in the
+    sequence. A query at a negative position keeps nothing.
+    scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here.
 
-    Returns out, like q but of v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError for
-    arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast: q
-    is cast to the cache's dtype by the caller.
+    Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError
+    for arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast:
+    the caller casts q to the cache's dtype.
 
-    A pattern is compiled once, to the square table of the capacity rounded up by an eighth at most, and each call walks the
-    rows of its queries: a cache that grows within its capacity compiles nothing. No call waits for the device, and a CUDA graph
-    may capture it. The table takes 16 bytes a kept block (128 x 128) at or before the diagonal: 2 MiB for a
-    pattern that keeps all of the past at 65,536 tokens, 0.5 GiB at a million; "causal" itself and "full" need none.
+    A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call walks the rows of its
+    queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
+    capture it. The table takes 16 bytes per kept block (128 x 128) at or before the diagonal: 2 MiB for a pattern that keeps all of
+    the past at 65,536 tokens, 0.5 GiB at a million. "causal" itself and "full" need no table.
 
     Sources: arXiv:2309.06180 (paged caches), https://pytorch.org/blog/flash-decoding (keys shared among programs).
     """
@@ -81,13 +81,13 @@ def attention_decode(
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
-    """Whether ``attention_decode`` gives what ``attention`` would, of a cache without room for more than its tokens, and does so
-    at less cost: a mask compiled for each length would be compiled anew with every token."""
+    """Whether ``attention_decode`` on a cache exactly as long as its tokens gives what ``attention`` would, at less cost: a mask
+    compiled per length would be recompiled for every token."""
     return takes(q, k) and not (isinstance(mask, BlockMask) or torch.compiler.is_compiling())
 
 
 def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether ``attention_decode`` carries what a call asks for of these queries and keys, where the mask fits it."""
+    """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return few and not (gradient or observers.looked_at() or torch.is_autocast_enabled(q.device.type))
@@ -112,8 +112,8 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
 
 
 def _rounded(capacity: int) -> int:
-    """The next multiple of an eighth of the power of two below it, of whole blocks: a cache that is a tensor more with every
-    token compiles its pattern eight times as it doubles."""
+    """The next multiple of an eighth of the power of two below it, in whole blocks: a cache tensor that grows with every token
+    compiles its pattern eight times per doubling."""
     unit = max(DEFAULT_BLOCK_SIZE, 1 << max(0, capacity.bit_length() - 4))
     return -(-capacity // unit) * unit
 
@@ -123,7 +123,7 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if pattern in (causal(), full()):
         return None, pattern == causal()
-    # No key is later than the last of the queries, and blocks of such keys would only take programs' time.
+    # No key is later than the last query, and blocks of later keys would only cost programs time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
     return as_block_mask(pattern, q_len=length, kv_len=length, block_size=DEFAULT_BLOCK_SIZE, device=device), False
 

@@ -1,4 +1,4 @@
-"""What to write here for keywords that other libraries' attention takes."""
+"""Suggests what to write here for keywords of other libraries' attention."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ _WRITE_INSTEAD = {
 
 
 def shown_without_foreign(function: FUNCTION) -> FUNCTION:
-    """Decorator for a call with ``**foreign``: its signature is shown without it. Not a wrapper, which would take time in each
-    call."""
+    """Decorator for a call with ``**foreign``: hides it from the signature. Not a wrapper, which would cost time in each call."""
     signature = inspect.signature(function)
     named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]  # inspect reads it
@@ -67,7 +66,7 @@ def shown_without_foreign(function: FUNCTION) -> FUNCTION:
 
 
 def unexpected(function: Callable[..., object], foreign: dict[str, object]) -> TypeError:
-    """The error for keywords that a call does not have: Python's own words, and what to write instead."""
+    """The error for unknown keywords of a call: Python's own wording, plus what to write instead."""
     known = inspect.signature(function).parameters
     parts = [f"{function.__name__}() got an unexpected keyword argument {next(iter(foreign))!r}"]
     for name in foreign:

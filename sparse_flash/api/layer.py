@@ -17,7 +17,7 @@ from .decode import attention_decode, takes
 
 
 class KeyValueCache:
-    """The keys and values of tokens seen so far, for one layer. Room for ``length`` tokens is taken at once.
+    """The keys and values of the tokens seen so far, for one layer. Allocates room for ``length`` tokens at once.
 
     keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
     v_head_dim: head_dim of the values; that of the keys by default.
@@ -55,7 +55,7 @@ class KeyValueCache:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
-        Raises ValueError where they do not fit."""
+        Raises ValueError if they do not fit."""
         wanted = [(*room.shape[:2], k.shape[2], room.shape[3]) for room in self.room]
         if [tuple(k.shape), tuple(v.shape)] != wanted:
             raise ValueError(
@@ -79,11 +79,11 @@ class SparseAttention(nn.Module):
     """Multi-head self-attention under a mask: projections, rotary positions, grouped-query heads, ``attention``.
 
     dim: width of the model. heads: query heads. kv_heads: key and value heads, dividing heads; heads by default.
-    head_dim: dim // heads by default; even where positions are rotary. v_head_dim: of the values; head_dim by default.
-    mask: a Pattern or its spec text, compiled for each length that comes and cached; a BlockMask, for one length, or with a
-    cache square and of at least the cache's length; None for dense attention. Causal by default; another pattern that must not
-    look ahead must say so: "causal & local(1024)". ``layer.mask = ...`` changes it, in compiled code as well.
-    rotary_base: the base of rotary position embedding, its pairs being halves of head_dim apart; None for no positions.
+    head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
+    mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
+    at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
+    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code.
+    rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. backend, deterministic: as for ``attention``.
 
     Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Sources: arXiv:1706.03762 (multi-head attention),
@@ -148,11 +148,11 @@ class SparseAttention(nn.Module):
         self._mask, self._written = mask, _written(mask)
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """x: (batch, tokens, dim); returns the like. With a cache, x are the tokens after those that it holds; they attend to
-        both, and are kept. Raises ValueError for shapes that do not fit.
+        """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
+        both and are appended. Raises ValueError for shapes that do not fit.
 
-        Within torch.compile and without gradients, up to 64 tokens at a time read the cache's whole room by their count, so that
-        a new token compiles nothing after the first few."""
+        Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
+        token count, so new tokens compile nothing after the first few."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
         q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
@@ -188,14 +188,14 @@ class SparseAttention(nn.Module):
             return cast(torch.Tensor, out)
         if square is None:
             return self._attended(q, k, v, mask)
-        # In their places of the whole mask; blocks of places that hold no token are not visited.
+        # Tokens sit at their positions in the whole mask; blocks without tokens are skipped.
         beyond = square.q_len - stop
         lengths = {"q_starts": _counts(first, q), "q_lens": _counts(stop, q), "kv_lens": _counts(stop, q)}
         q, k, v = F.pad(q, (0, 0, first, beyond)), F.pad(k, (0, 0, 0, beyond)), F.pad(v, (0, 0, 0, beyond))
         return self._attended(q, k, v, mask, **lengths)[:, :, first:stop]
 
     def new_cache(self, batch: int, length: int) -> KeyValueCache:
-        """An empty cache for this layer, with room for ``length`` tokens of each of ``batch`` sequences."""
+        """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
         return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=weight.dtype, device=weight.device)
@@ -212,10 +212,10 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
-    """What torch.compile gets in place of a mask: PyTorch before 2.13 takes spec text, not Pattern objects."""
+    """What torch.compile gets for a mask: PyTorch before 2.13 accepts spec text but not Pattern objects."""
     try:
         return mask.to_spec() if isinstance(mask, Pattern) else mask
-    except ValueError:  # some pattern of it is not registered
+    except ValueError:  # a part of the pattern is not registered
         return mask
 
 
@@ -233,6 +233,6 @@ def _rotation(first: int, tokens: int, head_dim: int, base: float, device: torch
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Computed in float32, in x's dtype."""
+    """x rotated, in x's dtype; computed in float32."""
     low, high = x.float().chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)

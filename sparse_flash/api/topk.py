@@ -29,31 +29,31 @@ def topk_blocks(
     always: Pattern | str | BlockMask | None = None,
     share_group: bool = False,
 ) -> BlockMask:
-    """A mask for each head of the blocks that matter most to it, by the scores of mean queries with mean keys.
+    """A mask per head that keeps the blocks that matter most to it, scored by mean queries and mean keys.
 
-    Queries and keys are averaged block by block, in float32 (a last block that is cut short, over its own tokens). For each
-    block of queries, the ``keep`` blocks of keys whose mean scores highest are kept, and in them the pairs that ``within``
-    keeps. What is counted first and kept in any case, even beyond ``keep``: the queries' own block (with another number of
-    keys than queries, the two that their positions lie in), and each block in which ``always`` keeps a pair; both where
-    ``within`` keeps a pair. So a query that ``within`` lets see itself never goes without.
+    Queries and keys are averaged per block, in float32 (a partial last block over its own tokens). For each block of queries, the
+    ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
+    always kept, even beyond ``keep``, and count first: the queries' own block (when the numbers of queries and keys differ, the two
+    blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
+    pair. So a query that ``within`` lets see itself always does.
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``,
     the last query is aligned with the last key.
-    keep: how many blocks a row; or a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
+    keep: how many blocks per row; or a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
     block_size: tokens on a side of a block, a power of two in 16..256.
-    within: the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of one mask,
-    of these lengths and this block size.
-    always: blocks that are kept in any case, "sinks(4) | local(256)", say; like ``within``.
+    within: the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of one mask, with
+    these lengths and this block size.
+    always: blocks that are always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
     share_group: choose once for the query heads that share keys, by the mean of their scores.
 
-    Returns a BlockMask of (batch, heads) on q's device, to be given to ``attention`` with the same q and k. Nothing is
-    differentiated through the choice. Launches only tensor operations of fixed shapes: no host synchronization, safe under
-    CUDA graphs, if patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``).
+    Returns a BlockMask of (batch, heads) on q's device, to pass to ``attention`` with the same q and k. The choice is not
+    differentiated. Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
+    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``).
 
-    A query sees what ``within`` says, and under causal no later key takes part in the choice of its blocks: those that hold
-    later keys are its own, kept whatever they score. But the choice is one for all queries of a block, and so depends on later
-    queries of the same block, as in the sources: nothing to a prompt that is known, while in training a choice, though no
-    value, may depend on tokens up to block_size - 1 later.
+    A query sees only what ``within`` allows. Under causal, later keys do not influence the choice of its blocks: the only block
+    with later keys is its own, which is always kept. But all queries of a block share one choice, which therefore depends on later
+    queries of the block, as in the sources. This does not matter for a known prompt; in training, a choice, though no value, may
+    depend on tokens up to block_size - 1 later.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
@@ -65,8 +65,8 @@ def topk_blocks(
     grid = BlockGrid(q.shape[2], k.shape[2], block_size)
     for mask in (within, always):
         if not (mask is None or isinstance(mask, (Pattern, str, BlockMask))):
-            as_block_mask(mask)  # says what a mask must be
-    # What is known before the run is worked out once for patterns; a BlockMask may be another each time.
+            as_block_mask(mask)  # raises the error that lists the types of masks
+    # What does not depend on the input is computed once for patterns; a BlockMask may differ on each call.
     lasts = not isinstance(within, BlockMask) and not isinstance(always, BlockMask) and not is_recorded(q.device)
     limits = (_cached_limits if lasts else _limits)(within, always, grid, q.device)
     group = q.shape[1] // k.shape[1]
@@ -82,8 +82,8 @@ def topk_blocks(
 class _Limits(NamedTuple):
     """The part of the choice that does not depend on queries and keys.
 
-    forced: (q_blocks, kv_blocks) bool, kept in any case. bias: (q_blocks, kv_blocks) float32, to add to scores: inf where
-    forced, -inf where nothing may be kept, else 0. allowed: (q_blocks, 1) float64, how many blocks may be kept.
+    forced: (q_blocks, kv_blocks) bool, always kept. bias: (q_blocks, kv_blocks) float32, added to scores: inf where forced, -inf
+    where nothing may be kept, else 0. allowed: (q_blocks, 1) float64, how many blocks may be kept.
     """
 
     forced: torch.Tensor
@@ -97,7 +97,7 @@ def _limits(
     row = torch.arange(grid.q_blocks, device=device)[:, None] * grid.block_size
     col = torch.arange(grid.kv_blocks, device=device)
     first, last = row + grid.offset, (row + grid.block_size - 1).clamp(max=grid.q_len - 1) + grid.offset
-    # Positions before the first key round down too, to blocks that do not exist.
+    # Positions before the first key also round down, to blocks that do not exist.
     forced = (col >= first.div(grid.block_size, rounding_mode="floor")) & (col <= last.div(grid.block_size, rounding_mode="floor"))
     if always is not None:
         forced = forced | one_mask("always", always, grid, device).kept_blocks()
@@ -120,8 +120,8 @@ def _block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def _highest(scores: torch.Tensor, keep: int | float, limits: _Limits) -> torch.Tensor:
-    """(batch, heads, q_blocks, kv_blocks) bool of the blocks to keep. Those that may not be kept are among them where there are
-    fewer others than ``keep``."""
+    """(batch, heads, q_blocks, kv_blocks) bool: the blocks to keep. Includes disallowed blocks where fewer than ``keep`` are
+    allowed."""
     share, blocks = isinstance(keep, float), scores.shape[3]
     most = min(keep, blocks) if isinstance(keep, int) else max(1, math.ceil(keep * blocks - _ROUNDING))
     best = (scores + limits.bias).topk(most, dim=3, sorted=share).indices

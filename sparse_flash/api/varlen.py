@@ -1,4 +1,4 @@
-"""The call on packed documents of different lengths."""
+"""Attention on packed documents of different lengths."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def attention_varlen(
     backend: str = "auto",
     **foreign: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``attention`` of each of several documents to itself, packed one after another, each under the mask of its own length.
+    """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
 
-    q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim),
-    v_head_dim being head_dim or another. Of one dtype and device.
-    cu_seqlens_q: (documents + 1,) int32 or int64 on q's device, where each document starts, from 0, and where the last one
-    ends. Tokens past that end are of no document, and change nothing as long as they, their products and the gradients that
-    come back for them are finite. cu_seqlens_k: the same for k and v, or None where it is cu_seqlens_q. Where a document has
-    not as many queries as keys, its last query has the position of its last key.
-    mask: a Pattern or its spec text, of rules that speak of positions; None for all pairs within a document.
-    max_seqlen_q, max_seqlen_k: no document is longer; the token counts by default. They bound the table that is compiled, once
-    for each power of two of 128-token blocks, and the memory of the table that is made from it at each call.
+    q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim);
+    v_head_dim may differ from head_dim. All share one dtype and device.
+    cu_seqlens_q: (documents + 1,) int32 or int64 on q's device: the start of each document, from 0, and the end of the last. Tokens
+    past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
+    cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
+    the position of its last key.
+    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document.
+    max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
+    compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
     scale, return_lse, deterministic, backend: as for ``attention``.
 
-    Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as of ``attention``. Both are differentiable
+    Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
 
-    On a GPU new lengths take no wait for the device, no compiling of kernels or masks, and may change under a CUDA graph (call
-    it once before capturing one, as the first call compiles). So they cannot be checked there: where cu_seqlens fall or end past
-    the tokens, they are cut to what makes sense, and of a document longer than the maximum only the first tokens are used. On a
-    CPU both raise ValueError, as do arguments that do not fit together anywhere; wrong types raise TypeError.
+    On a GPU, new lengths need no synchronization and no compilation of kernels or masks, and may change under a CUDA graph (call it
+    once before capturing, as the first call compiles). Hence lengths cannot be checked there: where cu_seqlens decrease or exceed
+    the token count they are clamped, and a document longer than the maximum uses only its first tokens. On a CPU both raise
+    ValueError. Arguments that do not fit together raise ValueError everywhere, wrong types TypeError.
 
-    Where each query keeps one run of keys, and runs ascend (causal, local, prefix, full and what they have in common), documents
-    are attended to where they lie, in blocks that neighbours may share: a weight of 0 is multiplied by masked values there, so
-    infinities and NaN in one, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of
-    their own and back, which takes a copy of q, k, v and the results.
+    If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents are
+    attended to in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities
+    and NaN in one document, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of their
+    own and back, which copies q, k, v and the results.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
@@ -98,7 +98,7 @@ def attention_varlen(
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (1, heads, places of the axis of blocks, head_dim)."""
-    # Not by an index, here and below: its gradient would be a copy into zeros.
+    # Not by indexing, here and below: the gradient of an index is a copy into zeros.
     return take_rows(x, axis.token_of_row, axis.row_of_token, 0.0, True).transpose(0, 1).unsqueeze(0)
 
 
@@ -108,6 +108,6 @@ def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = Fa
 
 
 def _side(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
-    """What is packed in x."""
+    """The packed documents of x."""
     longest = checked_documents(name, x, cu_seqlens, longest)
     return Side(cu_seqlens.contiguous(), len(x), longest)

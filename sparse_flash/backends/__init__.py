@@ -8,16 +8,16 @@ A back end is a module of this package with five functions:
     backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant) -> (dq, dk, dv)
     decode(q, k, v, mask, kv_lens, block_table, causal, scale) -> (out, lse)
 
-q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but that its
-head_dim may be its own. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads,
-q_len, v's head_dim), in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural
-logarithm, without dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None where nothing depends on
-lse. A fourth gradient, like variant.rel_bias, follows where that is learned. Arguments are checked before a back end sees them.
+q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. v: like k, but may have its own
+head_dim. mask: a BlockMask, or None for dense attention. variant: a ``Variant``, or None. out: (batch, heads, q_len, v's head_dim),
+in q's memory order (``empty_out``). lse: (batch, heads, q_len) float32 (float64 for float64 inputs), natural logarithm, without
+dropout, -inf for queries that keep nothing, whose out is 0. dlse: like lse, or None if nothing depends on lse. If variant.rel_bias
+is learned, its gradient follows as a fourth. Arguments are checked before a back end sees them.
 
-decode: the queries are the last of each sequence, mask is square and covers the cache's capacity. kv_lens: (batch,) int32,
-how many keys of each sequence exist, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
-(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a later key than its own.
-``attention_decode`` of ``decode.py`` says the rest.
+decode: the queries are the last of each sequence; mask is square and covers the cache's capacity. kv_lens: (batch,) int32, the
+number of existing keys of each sequence, or None for all. block_table: (batch, pages of a sequence) int32 into k and v of shape
+(pages, kv_heads, page_size, head_dim), or None. causal: without a mask, no query sees a key later than its own.
+``attention_decode`` in ``decode.py`` documents the rest.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import torch
 from ..kernels.common.layout import empty_out as empty_out
 from ..variant.variant import LEARNED, ScoreFunction, Variant
 
-# Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, which
-# nobody should get without asking for it.
+# Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, so it only runs
+# on request.
 AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a back end may ask about a call before it accepts it. Lengths are tokens."""
+    """What a back end may ask about a call before accepting it. Lengths are in tokens."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Call:
     deterministic: bool = False
     features: tuple[str, ...] = ()  # ``Variant.features()``
     score_mod: ScoreFunction | None = None
-    v_head_dim: int = 0  # 0: head_dim, which is that of q and k
+    v_head_dim: int = 0  # 0: head_dim, the one of q and k
 
     def __post_init__(self):
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
@@ -84,14 +84,14 @@ def backend(name: str) -> ModuleType:
 
 
 def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
-    """The reason of a back end that carries these features alone."""
+    """The refusal of a back end that supports only these features."""
     features = [name for name in call.features if name not in (*carried, LEARNED)]
     return f"it does not carry {' and '.join(features)}" if features else None
 
 
 def choose(name: str, call: Call) -> str:
-    """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the
-    reasons where there is none; a named back end never gives way to another."""
+    """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if
+    there is none; a named back end is never replaced by another."""
     if name != "auto":
         reason = backend(name).supports(call)
         if reason:
@@ -110,6 +110,6 @@ def choose(name: str, call: Call) -> str:
     raise ValueError(f"no back end can run this call ({listed}){hint}")
 
 
-# Last, as back ends import names from here, and not when one is asked for, as torch.compile cannot trace an import. None
-# imports triton before it runs.
+# Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. None imports triton before it
+# runs.
 _MODULES = {name: import_module(f"{__name__}.{name}") for name in NAMES}

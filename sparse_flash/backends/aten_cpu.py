@@ -1,9 +1,8 @@
-"""PyTorch's own attention kernel for CPUs, which scaled_dot_product_attention takes there, on whole tensors and on the blocks
-that a table lists.
+"""PyTorch's own CPU attention kernel, the one behind scaled_dot_product_attention, on whole tensors and on the blocks of a table.
 
-Threads wait for each other at the end of every operation, and where other programs want the processors too, for some
-milliseconds each time. So a table is walked in few and long calls of the kernel. A row of the table that visits many blocks
-is cut into pieces; pieces of one width, of many rows and units, are the batch of one call, on copies of their keys.
+Threads wait for each other at the end of every operation; if other programs compete for the processors, that takes some
+milliseconds each time. So a table is walked in few, long kernel calls. A row that visits many blocks is cut into pieces. Pieces of
+equal width, from many rows and units, form the batch of one call, on copies of their keys.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ import torch
 from ..compat.pytorch import cpu_attention, cpu_attention_backward
 from ..masks.tiles import unique_rows
 
-_WIDEST = 2048  # keys of a piece: results of the pieces of a row are put together by operations that wait, one for each piece
-_GATHERED = 1 << 21  # numbers of keys that a call copies, for each thread: 20 ms of its work at head_dim 64 and blocks of 128
-_MOST_THREADS = 16  # that it copies so much for
-_REMEMBERED = 16  # masks of pieces that are kept with a table: few kinds of pieces make most of one
+_WIDEST = 2048  # keys per piece: merging a row's pieces takes a synchronizing operation per piece
+_GATHERED = 1 << 21  # key elements that a call copies, per thread: 20 ms of its work at head_dim 64 and blocks of 128
+_MOST_THREADS = 16  # counted for _GATHERED
+_REMEMBERED = 16  # masks of pieces kept with a table: few kinds of pieces make up most of one
 _REMEMBERED_PAIRS = 1 << 18
 _SLICE = 1 << 14
-_ALIKE = 4  # pieces of equal tiles that get a call of their own, and one mask
+_ALIKE = 4  # pieces with equal tiles that get their own call, with one mask
 
 
 def forward(q, k, v, scale: float, causal: bool = False, bias=None):
     """(out, lse): out like q in any memory order, lse (batch, heads, q_len) float32 (float64 for float64).
 
     q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. causal: query i sees
-    keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, which is added to the scores; a query whose
-    biases are all -inf has out 0 and an lse without meaning.
+    keys 0 .. i. bias: None, or (batch | 1, heads | 1, q_len, kv_len) of q's dtype, added to the scores; a query whose biases are
+    all -inf has out 0 and a meaningless lse.
     """
     q, k, v = (_in_rows(t) for t in (q, k, v))
     return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def backward(dout, q, k, v, out, lse, scale: float, causal: bool = False, bias=None):
-    """(dq, dk, dv) in any memory order, of what depends on out alone. lse may be that over more keys than these."""
+    """(dq, dk, dv) in any memory order, of what depends on out alone. lse may cover more keys than these."""
     dout, q, k, v, out = (_in_rows(t) for t in (dout, q, k, v, out))
     return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _in_rows(x):
-    """x with an unbroken last dimension, which the kernel takes for granted."""
+    """x with a contiguous last dimension, which the kernel assumes."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -70,7 +69,7 @@ def walk_backward(dout, q, k, v, out, lse, walk, scale: float):
     dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
     parts = []
     for units in _unit_slices(k):
-        # In the memory order in which the kernel gives them.
+        # In the memory order of the kernel's results.
         dq, dk, dv = (x.new_zeros(*x.shape[1:3], len(x[units]), x.shape[3]) for x in (q, k, v))
         for call in _calls(walk, q[units], copied=True):
             rows = [call.queries(x[units]) for x in (dout, q, out)]
@@ -86,16 +85,16 @@ def walk_backward(dout, q, k, v, out, lse, walk, scale: float):
 
 
 def _joined(out, lse, more, log):
-    """(out, lse) of two sets of keys together."""
+    """(out, lse) over two sets of keys, merged."""
     total = torch.logaddexp(lse, log)
     base = total.masked_fill(total == float("-inf"), 0.0)
     return out * (lse - base).exp_()[..., None] + more * (log - base).exp_()[..., None], total
 
 
 class _Call(NamedTuple):
-    """One call of the kernel. rows: (pieces,) block rows, each once. cols: (pieces, width) their key blocks. bias: as of
-    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing of it, or None. again: these rows have
-    results of other pieces already."""
+    """One call of the kernel. rows: (pieces,) block rows, without repeats. cols: (pieces, width) their key blocks. bias: as for
+    ``forward``, or None. empty: (1, pieces | 1, rows) bool, the queries that keep nothing in it, or None. again: these rows already
+    have results from other pieces."""
 
     rows: slice | np.ndarray
     cols: np.ndarray
@@ -121,7 +120,7 @@ class _Call(NamedTuple):
 
     def add_blocks(self, total, blocks):
         """Adds (pieces, width * block, units, head_dim) to the columns of total, (kv_blocks, block, units, head_dim), in an order
-        that depends on the table alone."""
+        that depends only on the table."""
         cols = self.cols.ravel()
         order = np.argsort(cols, kind="stable")
         touched, first = np.unique(cols[order], return_index=True)
@@ -135,8 +134,8 @@ class _Call(NamedTuple):
 
 
 def _step(cols: np.ndarray) -> int | None:
-    """How far the columns (pieces, width) of a piece lie from those of the one before, if that is the same for all, and a piece's
-    follow each other, as in a window: such keys are read where they lie. Else None."""
+    """The constant distance between the columns (pieces, width) of successive pieces, if each piece's columns are consecutive, as
+    in a window: such keys are read in place. Otherwise None."""
     if (np.diff(cols, axis=1) != 1).any():
         return None
     steps = np.diff(cols[:, 0])
@@ -147,7 +146,7 @@ def _step(cols: np.ndarray) -> int | None:
 def _gathered(x, blocks: np.ndarray):
     """(units, blocks, tokens, head_dim), contiguous -> (pieces, units, width * tokens, head_dim), by blocks (pieces, width)."""
     units, count, tokens, dim = x.shape
-    # Larger slices index_select copies one by one, each with all threads.
+    # index_select copies larger slices one by one, each with all threads.
     cuts = 1
     while tokens * dim // cuts > _SLICE and tokens % (2 * cuts) == 0:
         cuts *= 2
@@ -158,7 +157,7 @@ def _gathered(x, blocks: np.ndarray):
 
 
 def _unit_slices(k):
-    """Slices of the units, as many at a time as may be gathered for one piece."""
+    """Slices of the units, each as many as may be gathered for one piece."""
     size = max(1, _most_numbers() // (min(k.shape[1] * k.shape[2], _WIDEST) * k.shape[3]))
     return [slice(first, first + size) for first in range(0, len(k), size)]
 
@@ -168,15 +167,15 @@ def _most_numbers() -> int:
 
 
 def _calls(walk, q, copied: bool):
-    """Yields the calls for all rows of a walk: first the last piece of each row, then the others. copied: of each piece's keys
-    there is a copy, if not of the keys then of their gradients."""
+    """Yields the calls for all rows of a walk: first the last piece of each row, then the others. copied: each piece's keys, or
+    their gradients, are copied."""
     widest = max(1, _WIDEST // walk.block)
     rounds: list[dict[int, list]] = [{}]
     for rows, cols, tiles in walk.groups:
         before = (cols.shape[1] - 1) // widest
         rounds += [{} for _ in range(before + 1 - len(rounds))]
         for number in range(before + 1):
-            # The last piece comes first, as the one that is cut shorter and, if the mask is causal, has the tile of the diagonal.
+            # The last piece comes first: it is the shorter one, and under a causal mask it has the diagonal's tile.
             piece = slice(before * widest, None) if number == 0 else slice((number - 1) * widest, number * widest)
             rounds[number].setdefault(cols[:, piece].shape[1], []).append((rows, cols[:, piece], tiles[:, piece]))
     for number, widths in enumerate(rounds):
@@ -199,7 +198,7 @@ def _slice_or_array(rows: np.ndarray) -> slice | np.ndarray:
 
 
 def _alike(tiles: np.ndarray):
-    """Yields (pieces, whether their tiles are equal): (n,) indices of some of the pieces with these tiles, (pieces, width)."""
+    """Yields (pieces, whether their tiles are equal): (n,) indices into the pieces with these tiles, (pieces, width)."""
     first, number = unique_rows(tiles)
     count = np.bincount(number)
     shared = (count >= _ALIKE) | (tiles[first] < 0).all(1)
@@ -213,7 +212,7 @@ def _alike(tiles: np.ndarray):
 
 
 def _remembered_bias(known, tiles: np.ndarray, rows: int):
-    """As ``_bias``, of one piece's tiles, (width,): kept with the table, as the same few come in every call."""
+    """``_bias`` of one piece's tiles, (width,), kept with the table, as the same few recur in every call."""
     key = tiles.tobytes(), rows
     found = known.biases.get(key) or _bias(known, tiles[None], rows)
     if found[0] is not None and found[0].numel() <= _REMEMBERED_PAIRS and len(known.biases) < _REMEMBERED:
@@ -222,12 +221,12 @@ def _remembered_bias(known, tiles: np.ndarray, rows: int):
 
 
 def _bias(known, tiles: np.ndarray, rows: int):
-    """(bias, empty) as of a ``_Call``, of tiles (pieces, width); (None, None) where all pairs are kept."""
+    """(bias, empty) for a ``_Call``, from tiles (pieces, width); (None, None) if all pairs are kept."""
     if (tiles < 0).all():
         return None, None
     block = known.block
     blocks = known.bounds(tiles.ravel()).clamp(max=0.0).expand(tiles.size, -1, -1)
-    # Of each member of a group of heads alike.
+    # The same for each member of a group of heads.
     blocks = blocks.view(*tiles.shape, 1, block, block).expand(-1, -1, rows // block, -1, -1)
     bias = blocks.permute(0, 2, 3, 1, 4).reshape(len(tiles), 1, rows, -1)
     return bias, (bias.amax(-1) == float("-inf")).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Kernels written for Hopper GPUs (H100, H200) alone: the fastest there, for 16-bit types."""
+"""Kernels for Hopper GPUs (H100, H200) only: the fastest there, for 16-bit types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # padded to 64 or 128
 BLOCK_SIZES = (None, 128, 256)
 FEATURES = ("dropout_p",)
-MAX_ROWS = 2**31 - 1  # of all heads together, which the copy engine counts in 32 bits
+MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
 def available() -> str | None:
@@ -39,7 +39,7 @@ def _available() -> str | None:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    # ROCm says 9.0 of some of its chips.
+    # ROCm reports 9.0 for some of its chips.
     return torch.version.hip is None and _capability(device) == (9, 0)
 
 
@@ -102,7 +102,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    """Not imported before they are needed, as they import triton."""
+    """Imported on demand, as they import triton."""
     from ..kernels.hopper.backward import attention_backward, repeated_backward
     from ..kernels.hopper.forward import attention_forward, repeated_forward
 

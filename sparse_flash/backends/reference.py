@@ -1,7 +1,7 @@
-"""The oracle: dense attention in float64, the whole (q_len, kv_len) matrix at once. Slow, and right by construction.
+"""The oracle: dense attention in float64, the whole (q_len, kv_len) matrix at once. Slow, and correct by construction.
 
-Every other back end is compared with a softmax like this one; ask for it by name on short inputs to tell a wrong result
-from a surprising mask.
+Every other back end is compared with a softmax like this one; request it by name on short inputs to distinguish a wrong result from
+a surprising mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def forward(q, k, v, mask, scale, variant):
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
-    """Gradients of a forward pass computed again in float64; ``out`` and ``lse`` are not used."""
+    """Gradients of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
     matrix = _Matrix(q, k, v, mask, scale, variant)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
     if variant is not None:
@@ -54,8 +54,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
 class _Matrix:
     """The whole matrix in float64.
 
-    queries, keys, values: (batch, heads, tokens, head_dim), of tokens that exist. probabilities: (batch, heads, q_len,
-    kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, else 0. weights: the
+    queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
+    kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
     product of the two. outer, inner: derivatives of the scores, see ``differentiated``.
     """
 
@@ -78,7 +78,7 @@ class _Matrix:
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
         self.lse = scores.logsumexp(-1)
-        # exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN.
+        # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
         self.probabilities = (scores - torch.where(self.lse == float("-inf"), float("inf"), self.lse)[..., None]).exp()
         self.weights = self.probabilities * self.dropout
 
@@ -107,7 +107,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
 
 
 def _sequence(cache, block_table, sequence: int):
-    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages one after the other."""
+    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated."""
     if block_table is None:
         return cache[sequence]
     return cache[block_table[sequence].long().clamp(0, len(cache) - 1)].transpose(0, 1).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Triton kernels, on any GPU that Triton runs on; under TRITON_INTERPRET=1 on the CPU, slowly, for tests."""
+"""Triton kernels, on any GPU that Triton supports; under TRITON_INTERPRET=1 on the CPU, slowly, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import Call, empty_out
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_BATCH_HEADS = 65535  # a limit of CUDA's grids
+MAX_BATCH_HEADS = 65535  # a limit of CUDA grids
 FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
@@ -37,7 +37,7 @@ def _available() -> str | None:
 
 
 def _interpreter_fails(triton_version: str, numpy_version: str) -> str | None:
-    """Triton 3.6's interpreter makes integers of arrays of one element, which NumPy 2.4 refuses."""
+    """Triton 3.6's interpreter converts one-element arrays to integers, which NumPy 2.4 rejects."""
     series = [tuple(map(int, version.split(".")[:2])) for version in (triton_version, numpy_version)]
     if series[0] >= (3, 7) or series[1] < (2, 4):
         return None
@@ -52,13 +52,13 @@ def interpreted() -> bool:
 
 
 def _refusal(device: torch.device, dropout: bool) -> str | None:
-    """Why no table of tile sizes is for this GPU, or not with dropout, or None."""
+    """Why there is no table of tile sizes for this GPU, or for dropout on it; None if there is one."""
     from ..kernels.portable.configs import refusal
 
     return refusal(device, dropout)
 
 
-# torch.compile cannot trace their imports. (Functions, as it looks through what functools.cache makes of one.)
+# torch.compile cannot trace their imports. (Plain functions, as it looks through functools.cache wrappers.)
 for _function in (available, interpreted, _refusal):
     constant_in_graphs(_function)
 
@@ -115,7 +115,7 @@ def forward(q, k, v, mask, scale, variant):
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
-    # Two passes without atomics, but for the gradient of rel_bias: repeatable whether asked to be or not.
+    # Two passes without atomics, except for the gradient of rel_bias: repeatable whether requested or not.
     from ..kernels.portable.backward import attention_backward, repeated_backward
 
     if variant is None and (done := repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale)):
@@ -127,8 +127,8 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
 
 
 def compile_backward(backward, q, k, v, mask, scale, variant) -> None:
-    """Launches what this call's backward pass will, on tensors just large enough: for a thread that only compiles."""
-    # What kernels are compiled for depends on a length by its divisibility alone.
+    """Launches what this call's backward pass will launch, on tensors just large enough: for a thread that only compiles."""
+    # Kernels are compiled for the divisibility of lengths only.
     rows = min(q.shape[2], 256 + q.shape[2] % 16)
     q, k, v = (t.new_empty(1, t.shape[1], rows, *t.shape[3:]) for t in (q, k, v))
     out, dout = (q.new_empty(*q.shape[:3], v.shape[3]) for _ in range(2))
@@ -152,7 +152,7 @@ def _decode(q, k, v, mask, scale, **options):
 
 
 def few_queries(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether a program for each head would leave multiprocessors idle, and there are keys enough to share among them."""
+    """Whether one program per head would leave multiprocessors idle, with enough keys to share among programs."""
     if q.shape[2] > FEW_QUERIES or k.shape[2] < MANY_KEYS:
         return False
     from ..kernels.launch.launch import multiprocessors
@@ -164,40 +164,40 @@ _AS_IT_IS = nullcontext()
 
 
 def current_device(device: torch.device):
-    """Triton launches on the current GPU, which need not be that of the tensors."""
-    if device.type != "cuda" or device.index == current_gpu():  # type: ignore[misc]  # None in builds without GPUs alone
+    """Triton launches on the current GPU, which need not be the tensors' GPU."""
+    if device.type != "cuda" or device.index == current_gpu():  # type: ignore[misc]  # None only in builds without GPUs
         return _AS_IT_IS
     return torch.cuda.device(device)
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where the copy engine can address it, else a copy, its rows padded to whole 16-byte pieces.
+    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes.
 
-    It needs an unbroken last dimension, and a base and strides that are multiples of 16 bytes, as then are those of results
-    like it: so do projections of q, k and v in one tensor, and either order of tokens and heads, at head dimensions that are
+    TMA needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes; results like the tensor then meet
+    this too. Projections of q, k and v in one tensor qualify, and either order of tokens and heads, if head dimensions are
     multiples of 8.
     """
     unit = 16 // tensor.element_size()
     *strides, last = tensor.stride()
     pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
-    # None is 0, and all are whole pieces.
+    # No stride is 0, and all are multiples of 16 bytes.
     if last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit:
         return tensor
     padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
-    return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of dimensions of 1
+    return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
 
 
 def unbroken(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its last dimension is unbroken, else a copy."""
+    """The tensor itself if its last dimension is contiguous, otherwise a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def restored(result: torch.Tensor, ready: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A result like ``ready`` as one like ``tensor``: its head_dim and memory order."""
+    """Converts a result like ``ready`` to one like ``tensor``: its head_dim and memory order."""
     return result if ready is tensor else torch.empty_like(tensor).copy_(result[..., : tensor.shape[3]])
 
 
 def restored_out(out: torch.Tensor, ready: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """out of a kernel that was given ``ready`` in place of q: v's head_dim, in q's memory order."""
+    """Converts out of a kernel that received ``ready`` instead of q: v's head_dim, in q's memory order."""
     fits = ready is q and out.shape[3] == v.shape[3]
     return out if fits else empty_out(q, v.shape[3]).copy_(out[..., : v.shape[3]])

@@ -82,13 +82,13 @@ def bench(
 def _run(options, console, run):
     with user_errors():
         if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)  # not after the first measurement
+            options.out.mkdir(parents=True, exist_ok=True)  # fails before the first measurement, not after it
         return run(options, console)
 
 
 def _suites(asked: list[str] | None, specs: list[str] | None) -> tuple[str, ...]:
     if not asked:
-        # A user who names masks asks about those; peers compile for minutes.
+        # A user who names masks asks about those; peers take minutes to compile.
         return ("speedup", "length", "compile") if specs else DEFAULT
     unknown = [name for name in asked if name not in (*SUITES, "all")]
     if unknown:

@@ -1,4 +1,4 @@
-"""Where the command line prints, and how it fails: one message on stderr, no traceback, exit code 2."""
+"""The command line's output, and how it reports errors: one message on stderr, no traceback, exit code 2."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_PIPE_WIDTH = 160  # there is no terminal to fit, and tables must not be cut
+_PIPE_WIDTH = 160  # no terminal to fit, and tables must not be cut
 
 
 def output() -> Console:
-    """Standard output; colours and width as the terminal has them, plain and wide in a pipe or a file."""
+    """Standard output; colours and width as in the terminal, plain and wide in a pipe or a file."""
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
@@ -23,7 +23,7 @@ def errors() -> Console:
 
 @contextmanager
 def user_errors():
-    """Reports a mistake in the arguments once; for code that raises these errors only for its caller's mistakes."""
+    """Reports a mistake in the arguments once; for code that raises these errors only for mistakes of its caller."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,7 @@ def user_errors():
 
 @contextmanager
 def stages(*names: str):
-    """Yields a function that starts the next stage. On a terminal, running stages are shown with their time."""
+    """Yields a function that starts the next stage. On a terminal, running stages are shown with their elapsed time."""
     if not sys.stderr.isatty():  # a disabled Progress of rich before 15 prints an empty line
         yield lambda: None
         return

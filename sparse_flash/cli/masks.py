@@ -1,4 +1,4 @@
-"""``patterns``, ``show`` and ``explain``: looking at masks before running them."""
+"""``patterns``, ``show`` and ``explain``: inspect masks before running them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _compiled(spec: str, q_len: int, kv_len: int | None, block_size: int):
 
     pattern = sparse_flash.parse(spec)
     begin = time.perf_counter()
-    # Without the compiler's own bar, which cannot be shown inside the one of the stages.
+    # Without the compiler's own bar, which cannot be shown inside that of the stages.
     mask = sparse_flash.compile_mask(pattern, q_len, kv_len, block_size, progress=False)
     return pattern, mask, time.perf_counter() - begin
 
@@ -68,7 +68,7 @@ def show(
             draw.checked_path(out)
     console = output()
     unicode = draw.can_draw("▀█▓▒░·")
-    # 16 colours do not distinguish the shares. NO_COLOR leaves the console its color_system and drops the colours.
+    # 16 colours cannot show the shares. NO_COLOR drops the colours but leaves the console its color_system.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
     columns, lines = draw.picture_size()
     half_blocks = colour and unicode

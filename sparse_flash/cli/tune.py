@@ -76,7 +76,7 @@ def _run(tuning, tasks, limit: int, console) -> tuple[list, str | None]:
 
         try:
             for result in tuning.tune(tasks, limit, advance=advance):
-                results.append(result)  # one by one: what came before a GPU was lost is still printed
+                results.append(result)  # one by one: results from before a GPU was lost are still printed
         except tuning.GpuLost as error:
             return results, str(error)
     return results, None

@@ -1,4 +1,4 @@
-"""Which versions were tested together, and what Triton's first call needs of the machine."""
+"""Which versions were tested together, and what Triton's first call needs from the machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Tested:
         return f"torch {self.torch} with triton {self.triton} on Python {self.python}, {self.device} ({self.what})"
 
 
-# The rows on a CPU are those of constraints-oldest.txt, constraints.txt (CI) and constraints-newest.txt, which `make matrix` and
-# `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range of pyproject.toml.
+# The CPU rows are those of constraints-oldest.txt, constraints.txt (CI) and constraints-newest.txt, which `make matrix` and
+# `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range in pyproject.toml.
 TESTED = (
     Tested("3.11", "2.11.0", "3.6.0", "CPU", "all tests, with the lower bound of every dependency"),
     Tested("3.11", "2.13.0", "3.9.0", "CPU", "all tests"),
@@ -47,7 +47,7 @@ def release(version: str) -> tuple[int, int]:
 def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[bool, str]:
     """Whether these versions were tested together on such a device, and the tests of this or the nearest combination.
 
-    python, torch, triton: versions, triton None where it is not installed. Only their first two numbers count.
+    python, torch, triton: versions; triton is None if not installed. Only the first two numbers count.
     """
     for name, version in (("torch", torch), ("triton", triton)):
         releases = sorted(release(getattr(row, name)) for row in TESTED)
@@ -71,12 +71,12 @@ def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[boo
 
 
 def _alike(row: Tested, torch: str, triton: str | None) -> int:
-    """How many of the two a row has."""
+    """How many of the two versions match the row."""
     return (release(row.torch) == release(torch)) + (triton is not None and release(row.triton) == release(triton))
 
 
 def no_compiler() -> str | None:
-    """Why Triton finds no C compiler, or None. Its rule is CC, else gcc, else clang on PATH."""
+    """Why Triton finds no C compiler, or None. Its rule: CC, otherwise gcc, otherwise clang on PATH."""
     if compiler():
         return None
     if "CC" in os.environ:
@@ -85,13 +85,13 @@ def no_compiler() -> str | None:
 
 
 def compiler() -> str | None:
-    """Path of the C compiler that Triton takes, or None."""
+    """Path of the C compiler that Triton uses, or None."""
     named = os.environ.get("CC")
     return shutil.which(named) if named is not None else shutil.which("gcc") or shutil.which("clang")
 
 
 def no_headers() -> str | None:
-    """Why C code that includes Python.h does not compile for this Python, by the folder that Triton looks in."""
+    """Why C code that includes Python.h does not compile for this Python, judged by the folder that Triton searches."""
     header = headers() / "Python.h"
     if header.is_file():
         return None

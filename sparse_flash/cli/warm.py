@@ -22,7 +22,7 @@ def warm(
     backend: Annotated[str, typer.Option(help="triton, hopper, or auto: the one that attention would take.")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Kernels at a time; as many as cores, 8 at most, by default.")] = None,
 ) -> None:
-    """Compiles the kernels of training, forward and backward, side by side. Run it once on a machine."""
+    """Compiles the kernels of training, forward and backward, in parallel. Run it once per machine."""
     import torch
 
     from sparse_flash.tools import warming

@@ -1,4 +1,4 @@
-"""Marks that torch.compile reads, set by hand: PyTorch's own functions for them import torch._dynamo, and with it triton."""
+"""Sets marks that torch.compile reads; PyTorch's own functions for that import torch._dynamo, and with it triton."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ FUNCTION = TypeVar("FUNCTION", bound=Callable)
 
 
 def constant_in_graphs(function: FUNCTION) -> FUNCTION:
-    """Decorator: torch.compile calls the function while it traces, and takes its result as a constant of the graph. What
-    torch.compiler.assume_constant_result sets."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark, which functions do not declare
+    """Decorator: torch.compile calls the function while tracing and treats its result as a constant of the graph. This is the mark
+    that torch.compiler.assume_constant_result sets."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions do not declare this mark
     return function
 
 
 def length_may_vary(tensor, dim: int) -> None:
-    """torch.compile takes the length of this dimension as one that changes, if nothing asks for its value: no graph is compiled
-    anew for another. What torch._dynamo.maybe_mark_dynamic sets."""
+    """torch.compile treats the length of this dimension as dynamic, unless something reads its value: no recompilation for another
+    length. This is the mark that torch._dynamo.maybe_mark_dynamic sets."""
     tensor._dynamo_weak_dynamic_indices = {dim}
 
 
 def keep_saved_tensors() -> None:
-    """A compiled backward pass may run several times over one graph: it does not write its results over what forward saved."""
+    """Lets a compiled backward pass run several times on one graph: it does not overwrite the tensors that forward saved."""
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False

@@ -1,4 +1,4 @@
-"""PyTorch's dispatcher, autograd and operators, as far as no public name reaches."""
+"""PyTorch's dispatcher, autograd and operators, where public names do not reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def private(name: str) -> Any:
-    """The object of this dotted name in torch. Raises ImportError where this release has none."""
+    """The object with this dotted name in torch. Raises ImportError if this release lacks it."""
     module, _, path = name.rpartition(":")
     try:
         return operator.attrgetter(path)(importlib.import_module(f"torch.{module}" if module else "torch"))
@@ -23,7 +23,7 @@ def private(name: str) -> Any:
         ) from error
 
 
-# By identity, for keys that have no hash: FlexAttention's masks.
+# Keyed by identity, for keys without a hash: FlexAttention's masks.
 WeakIdKeyDictionary = private("utils.weak:WeakIdKeyDictionary")
 
 # () -> int: how many dispatch modes (of exporters, fake tensors, profilers of operators) are active in this thread.
@@ -35,11 +35,11 @@ without_subclasses = private("_C.DisableTorchFunctionSubclass")
 # (nested tuples, lists and dicts) -> list of their leaves
 leaves_of = private("utils._pytree:tree_leaves")
 
-# (bool tensor of one element, message): RuntimeError where it is False, when that is known; nothing waits for the device, and
-# compiled code keeps it.
+# (bool tensor of one element, message): raises RuntimeError once it is known to be False; does not synchronize, and compiled code
+# keeps it.
 assert_in_graph = private("_assert_async")
 
-# Flash attention on CPUs, which scaled_dot_product_attention takes there; these return and take lse, which that does not.
+# Flash attention on CPUs, as used by scaled_dot_product_attention; unlike that, these return and take lse.
 # (q, k, v, dropout_p, is_causal, *, attn_mask, scale) -> (out, lse)
 cpu_attention = private("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 # (dout, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask, scale) -> (dq, dk, dv)
@@ -55,12 +55,12 @@ _without_functions = private("_C.DisableTorchFunction")
 
 
 def in_function_transform() -> bool:
-    """Whether vmap or a transform of torch.func is active, torch.func.functionalize too."""
+    """Whether vmap or a torch.func transform is active, including torch.func.functionalize."""
     return _functorch.maybe_current_level() is not None
 
 
 def in_differentiating_transform() -> bool:
-    """Whether vmap or a derivative of torch.func is active, which see operators in another form; functionalize does not."""
+    """Whether vmap or a torch.func derivative is active, under which operators look different; functionalize is not one."""
     inner = _functorch.peek_interpreter_stack()
     return inner is not None and inner.key() != _functorch.TransformType.Functionalize
 
@@ -76,8 +76,8 @@ def has_forward_derivative(*tensors: torch.Tensor) -> bool:
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable:
-    """What ``function.apply`` comes to where no function transform is active, which takes a fifth of a short call's host time to
-    find out."""
+    """What ``function.apply`` resolves to when no function transform is active; finding that out takes a fifth of a short call's
+    host time."""
     return _FunctionBase.__dict__["apply"].__get__(None, function)
 
 
@@ -88,6 +88,6 @@ def fake_mode():
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Within, no dispatch mode and no tensor subclass sees operations: results are plain tensors."""
+    """Inside, no dispatch mode or tensor subclass sees operations: results are plain tensors."""
     with _without_modes(), _without_functions():
         yield

@@ -1,2 +1,2 @@
-"""How a call enters PyTorch: operators, their gradients and fakes, and who observes calls. Knows back ends and tables; no arguments
-of users."""
+"""How a call enters PyTorch: operators, their gradients and fake implementations, and observers of calls. Knows back ends and
+tables, but not users' arguments."""

@@ -1,4 +1,4 @@
-"""One call of attention, checked."""
+"""A checked attention call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AttentionCall(NamedTuple):
 
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim). v: (batch, kv_heads, kv_len, v_head_dim).
     given: the mask as the caller passed it. mask: the table that a back end walks, None for dense; spec text where the operator
-    looks its table up. scale: None within torch.compile, for 1 / sqrt(head_dim). backend: as asked for, "auto" too.
-    sinks: (heads,) or None. selected: the back end that a call like this one got before, or None. key: all that this choice
-    depends on; None where it is not remembered.
+    looks up the table. scale: None within torch.compile, for 1 / sqrt(head_dim). backend: as requested, possibly "auto". sinks:
+    (heads,) or None. selected: the back end chosen for an earlier call like this one, or None. key: everything that the choice
+    depends on; None if it is not remembered.
     """
 
     q: torch.Tensor

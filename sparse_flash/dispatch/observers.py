@@ -1,8 +1,7 @@
-"""Who looks on while attention is computed: nobody, or shadow checks (``tools.shadow_check``).
+"""Observers of attention calls: none, or shadow checks (``tools.shadow_check``).
 
-An observer has ``saw(q, k, v, mask, scale, out, lse, variant)``: the tensors of one call, where q, k and v are this call's own
-uses of what it was given, so that their gradients are this call's alone. mask: as it was given. variant: a Variant or None. It is
-called after each eager call.
+An observer has ``saw(q, k, v, mask, scale, out, lse, variant)``, called after each eager call with its tensors. q, k and v are this
+call's own uses of its inputs, so their gradients come from this call alone. mask: as it was given. variant: a Variant or None.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ observers: list = []
 
 
 def looked_at() -> bool:
-    # In this order: a graph of torch.compile must not depend on who looks on.
+    # In this order: a graph of torch.compile must not depend on observers.
     return not torch.compiler.is_compiling() and bool(observers)
 
 

@@ -1,8 +1,8 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator's border as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
-spec text, whose table is looked up within, where lengths are numbers, so that a compiled graph serves all of them; a variant as
-its tensors, their names and its numbers (``Variant.packed()``).
+A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
+spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). A pattern's table is looked up inside the
+operator, where lengths are numbers, so one compiled graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
 
-PATTERN_BLOCK_SIZE = 128  # tokens, of the tables of patterns
-NOTHING = "nothing"  # in place of a back end, where there is nothing to compute
+PATTERN_BLOCK_SIZE = 128  # tokens, in the tables of patterns
+NOTHING = "nothing"  # in place of a back end, when there is nothing to compute
 
 
 def attention(call: AttentionCall, backend: str):
-    """(out, lse) of a back end that supports the call; differentiable in q, k, v and rel_bias through both. Observers see it.
+    """(out, lse) of a back end that supports the call; both are differentiable in q, k, v and rel_bias. Notifies observers.
 
     Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
     """
@@ -44,7 +44,7 @@ def attention(call: AttentionCall, backend: str):
 
 
 def _of_nothing(q, k, v):
-    """The results where there are no queries or no keys at all, which no kernel need see; gradients are 0."""
+    """The results without queries or keys; no kernel runs, and gradients are 0."""
     zero = sum(t.flatten()[:0].sum() for t in (q, k, v))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype)
@@ -67,7 +67,7 @@ def _computed(call: AttentionCall, backend: str):
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
-    """(out, lse) of a back end that supports the call, of queries against a cache; not differentiable."""
+    """(out, lse) of a back end that supports the call, for queries against a cache; not differentiable."""
     if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     _refuse_transforms(q, k, v)
@@ -76,8 +76,8 @@ def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, caus
 
 
 def _refuse_transforms(*tensors) -> None:
-    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation: PyTorch does so for the
-    first two in words that name no way out, and for an operator takes the last to be 0."""
+    """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two PyTorch's
+    own error suggests no fix; for the last it silently takes an operator's derivative to be 0."""
     if torch.compiler.is_compiling():
         return
     if in_differentiating_transform() or has_forward_derivative(*tensors):
@@ -94,8 +94,8 @@ def is_seen() -> bool:
 
 
 def is_plain_eager(*tensors) -> bool:
-    """Whether this is a plain eager call, with no compiler, exporter, dispatch mode, function transform, forward mode, tensor
-    subclass or meta tensor that has to see the operator."""
+    """Whether this is a plain eager call: no compiler, exporter, dispatch mode, function transform, forward mode, tensor subclass
+    or meta tensor has to see the operator."""
     return (
         not torch.compiler.is_compiling()
         and not tensors[0].is_meta
@@ -107,7 +107,7 @@ def is_plain_eager(*tensors) -> bool:
 
 
 class _Direct(torch.autograd.Function):
-    """The operator's autograd without its dispatch, which takes the host longer than a short call takes the GPU."""
+    """The operator's autograd without dispatch, which costs more host time than a short call takes on the GPU."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, variant, *more):
@@ -120,7 +120,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        if torch.is_grad_enabled():  # create_graph
+        if torch.is_grad_enabled():  # create_graph is set
             with torch.no_grad():
                 gradients = _Direct._gradients(ctx, dout, dlse)
             return _Once.of(gradients, (dout, dlse, *ctx.saved_tensors))
@@ -143,13 +143,13 @@ _direct = apply_directly(_Direct)  # no function transform is active where ``is_
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that raise where they are differentiated again. In the graph they depend on all that they were made from.
-    PyTorch's ``once_differentiable`` marks nothing where the incoming gradient is constant, and what it marks depends on
-    nothing, so that a second backward pass can leave it out in silence."""
+    """Gradients that raise when differentiated again. In the graph they depend on everything they were computed from. PyTorch's
+    ``once_differentiable`` marks nothing if the incoming gradient is constant, and its marked outputs depend on nothing, so a
+    second backward pass can silently skip them."""
 
     @staticmethod
     def of(gradients: tuple, sources: tuple) -> tuple:
-        """The same gradients, which were made from ``sources``; either may hold None."""
+        """The same gradients, computed from ``sources``; either may contain None."""
         some = [g for g in gradients if g is not None]
         marked = iter(_Once.apply(len(some), *some, *sources)) if some else iter(())
         return tuple(None if g is None else next(marked) for g in gradients)
@@ -172,7 +172,7 @@ def _refuse_second_derivatives(*_) -> None:
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out: zeros where only lse is differentiated."""
+    """The gradient of out: zeros if only lse is differentiated."""
     return torch.zeros_like(out) if dout is None else dout
 
 
@@ -262,7 +262,7 @@ def _backward(
     dropout_p: float,
     softcap: float,
 ) -> list[torch.Tensor]:
-    """[dq, dk, dv], and the gradient of a rel_bias that is learned."""
+    """[dq, dk, dv], and the gradient of a learned rel_bias."""
     variant = Variant.unpacked(variant_tensors, variant_names, dropout_p, softcap)
     chosen, mask, scale = _prepared(q, k, v, tables, block_size, pattern, scale, deterministic, backend, variant)
     return list(chosen.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant))

@@ -1,16 +1,16 @@
-"""The calls of the ``flash-attn`` package (FlashAttention 2), computed here: a program that calls it changes one import.
+"""The calls of the ``flash-attn`` package (FlashAttention 2), computed here: a program that uses them changes one import.
 
     from sparse_flash.integrations.flash_attn import flash_attn_func
 
-Names, order and defaults of arguments, layouts, and the meaning of ``causal`` and ``window_size`` where lengths differ are that
-package's: the last query is aligned with the last key, and both ends of a window are kept. In addition each call takes ``mask``, a
-Pattern or its spec text (in calls without varlen also a BlockMask), and ``backend``, as ``sparse_flash.attention`` does. A pair is
-kept where mask, causal and window all keep it.
+Argument names, order and defaults, layouts, and the meaning of ``causal`` and ``window_size`` for unequal lengths are that
+package's: the last query is aligned with the last key, and a window includes both ends. Each call also takes ``mask``, a Pattern or
+its spec text (except in varlen calls, also a BlockMask), and ``backend``, as in ``sparse_flash.attention``. A pair is kept if mask,
+causal and window all keep it.
 
 Differences: a query that keeps nothing has lse -inf, not inf. ``S_dmask``, the matrix of weights with dropout's signs, is never
-formed: ``return_attn_probs`` returns None in its place, and is refused with dropout. ``num_splits`` has no effect, because the
-kernel chooses. Nothing waits for the GPU, so lengths cannot be checked there: tokens past the capacity of a cache are dropped. On a
-CPU they raise ValueError.
+formed: ``return_attn_probs`` returns None in its place, and is refused with dropout. ``num_splits`` has no effect, as the kernel
+chooses. Calls do not synchronize with the GPU, so lengths cannot be checked there: tokens past the capacity of a cache are dropped.
+On a CPU they raise ValueError.
 
 Source: flash_attn.flash_attn_interface (https://github.com/Dao-AILab/flash-attention), version 2.8.
 """
@@ -48,15 +48,15 @@ def flash_attn_func(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """softmax(softmax_scale * q k^T, over the pairs that are kept) v.
+    """softmax(softmax_scale * q k^T) v over the kept pairs.
 
     q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
     window_size: (left, right), how many keys before and after a query's own position are kept; negative for no limit. causal: right
-    is 0. softcap: 0 for none. alibi_slopes: (heads,) or (batch, heads), adds -slope * |i + seqlen_k - seqlen_q - j|.
-    deterministic: gradients that repeat bit for bit; False follows torch.are_deterministic_algorithms_enabled().
+    is 0. softcap: 0 for none. alibi_slopes: (heads,) or (batch, heads), adds -slope * |i + seqlen_k - seqlen_q - j|. deterministic:
+    bitwise repeatable gradients; False follows torch.are_deterministic_algorithms_enabled().
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (batch, heads, seqlen_q) float32. Differentiable.
-    Raises ValueError for return_attn_probs with dropout, and as ``sparse_flash.attention`` does.
+    Raises ValueError for return_attn_probs with dropout, and whenever ``sparse_flash.attention`` does.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -140,16 +140,16 @@ def flash_attn_varlen_func(
     mask: Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """``flash_attn_func`` of each of several sequences, packed one after another.
+    """``flash_attn_func`` on each of several sequences, packed one after another.
 
     q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
-    head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each, and the end of the last one. max_seqlen_q,
-    max_seqlen_k: no sequence is longer. block_table: (sequences, pages of one) int32, the pages of each.
+    head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each sequence, and the end of the last.
+    max_seqlen_q, max_seqlen_k: upper bounds on sequence lengths. block_table: (sequences, pages of one) int32, the pages of each.
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (heads, total_q) float32.
 
     With dropout, softcap, alibi_slopes or block_table, sequences are first moved to an axis of max_seqlen tokens each, which takes
-    that memory. mask must then depend on distances only (causal, windows), unless queries and keys have the same cu_seqlens.
+    that much memory. mask must then depend only on distances (causal, windows), unless queries and keys share cu_seqlens.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
     options: dict[str, Any] = {
@@ -267,23 +267,23 @@ def flash_attn_with_kvcache(
     mask: BlockMask | Pattern | str | None = None,
     backend: str = "auto",
 ):
-    """Attention of the last tokens of each sequence to its cache, into which k and v are written first; forward only.
+    """Attention of the last tokens of each sequence to its cache, after writing k and v to the cache; forward only.
 
     q: (batch, seqlen_q, heads, head_dim). k_cache, v_cache: (caches, capacity, kv_heads, head_dim), or with block_table pages,
-    (pages, page_size, kv_heads, head_dim). k, v: (batch, seqlen_new, kv_heads, head_dim), written to places cache_seqlens,
-    cache_seqlens + 1, ... of the caches, in place.
+    (pages, page_size, kv_heads, head_dim). k, v: (batch, seqlen_new, kv_heads, head_dim), written in place to positions
+    cache_seqlens, cache_seqlens + 1, ... of the caches.
     rotary_cos, rotary_sin: (positions, rotary_dim / 2), with k and v: k is rotated by the positions that it is written to, q by
-    cache_seqlens, cache_seqlens + 1, ... where causal or a window is asked for, all of it by cache_seqlens where neither is.
-    rotary_interleaved: pairs of dimensions are 0 and 1, 2 and 3, ...; else 0 and rotary_dim / 2, ...
+    cache_seqlens, cache_seqlens + 1, ... with causal or a window, otherwise all of it by cache_seqlens.
+    rotary_interleaved: pairs of dimensions are 0 and 1, 2 and 3, ...; otherwise 0 and rotary_dim / 2, ...
     cache_seqlens: an int, or (batch,) int32, the tokens of each sequence before k; None: the capacity.
-    cache_batch_idx: (batch,) int32, which of the caches each sequence uses; those are copied in each call.
+    cache_batch_idx: (batch,) int32, the cache that each sequence uses; these are copied in each call.
     cache_leftpad: (batch,) int32, the first token of each sequence in its cache. block_table: (batch, pages of one) int32.
 
     Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
 
-    This is ``attention_decode``, which copies nothing, for up to 64 queries and pages whose size is a power of two. With more
-    queries, other pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that
-    depends on distances only.
+    Up to 64 queries with pages of a power-of-two size run as ``attention_decode``, which copies nothing. With more queries, other
+    pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that depends only on
+    distances.
     """
     paged = block_table is not None
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -316,7 +316,7 @@ def flash_attn_with_kvcache(
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
     if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
         _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
-        # The last tokens of all sequences are at the end of the axis.
+        # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
         keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
@@ -363,7 +363,7 @@ def _limits(window_size) -> tuple[int | None, int | None]:
 
 
 def _kept(causal: bool, window_size, mask):
-    """The mask of a call. FlashAttention's own part is text, which torch.compile takes on every PyTorch."""
+    """The mask of a call. FlashAttention's own part is text, which torch.compile accepts on every PyTorch."""
     left, right = _limits(window_size)
     right = 0 if causal else right
     if left is None and right is None:
@@ -407,8 +407,8 @@ def _of_distances(pattern: Pattern) -> bool:
 
 
 def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> tuple[torch.Tensor, ...]:
-    """Packed sequences on an axis of ``longest`` places each: (the first place of each, how many it has, the row of each token,
-    the token of each row), -1 for neither; int32."""
+    """Packed sequences on an axis of ``longest`` places each: (the first place of each, its length, the row of each token, the
+    token of each row), -1 for none; int32."""
     start, count = cu_seqlens[:-1].int(), cu_seqlens.diff().int().clamp(max=longest)
     first = longest - count if at_end else torch.zeros_like(count)
     place = torch.arange(longest, device=cu_seqlens.device, dtype=torch.int32) - first[:, None]
@@ -421,13 +421,13 @@ def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> 
 
 
 def _page(block_table: torch.Tensor, token: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, place in it) of tokens (sequences, n); those before a sequence's first are its first."""
+    """(page, offset in it) of tokens (sequences, n); tokens before a sequence's first are clamped to it."""
     token = token.clamp(min=0).long()
     return block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1)), token % size
 
 
 def _places(cache, cache_batch_idx, block_table, batch: int):
-    """Tokens (batch, n) -> an index of the cache."""
+    """Tokens (batch, n) -> an index into the cache."""
     if block_table is not None:
         return lambda token: _page(block_table, token, cache.shape[1])
     own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
@@ -435,8 +435,8 @@ def _places(cache, cache_batch_idx, block_table, batch: int):
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:
-    """Writes tokens (batch, n, heads, head_dim) to their places. Those past the capacity are dropped: they write the same as the
-    first one, and that one, if it is past the end too, rewrites the old contents."""
+    """Writes tokens (batch, n, heads, head_dim) to their places. Tokens past the capacity are dropped: they write the same as the
+    first one; if that is past the end too, it rewrites the old contents."""
     fits = place < capacity
     place = torch.where(fits, place, torch.where(fits[:, :1], place[:, :1], capacity - 1))
     there = torch.where(fits[:, :1, None, None], tokens[:, :1].to(cache.dtype), cache[where(place[:, :1])])

@@ -1,8 +1,8 @@
-"""A call of PyTorch's ``scaled_dot_product_attention``, computed here.
+"""PyTorch's ``scaled_dot_product_attention``, computed here.
 
     from sparse_flash.integrations.sdpa import scaled_dot_product_attention
 
-The arguments and their meaning are PyTorch's; ``attn_mask`` may also be a Pattern, its spec text or a BlockMask.
+Arguments have PyTorch's meaning; ``attn_mask`` may also be a Pattern, its spec text or a BlockMask.
 
 Source: torch.nn.functional.scaled_dot_product_attention.
 """
@@ -26,18 +26,19 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(query key^T * scale, over the pairs that are kept) value, like query but of value's head_dim.
+    """softmax(query key^T * scale) value over the kept pairs, like query but with value's head_dim.
 
-    query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of
-    those heads; value's head_dim may be another.
-    attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len,
-    kv_len): each call turns it into a table, by a pass over all its pairs on the host; where it stays the same, call
-    ``BlockMask.from_dense`` once instead. Or a mask of this library, aligned as ``attention`` says.
-    is_causal: each query sees the keys up to its own number, counted from the first, as in PyTorch; for as many queries as keys.
+    query: (batch, heads, q_len, head_dim). key, value: (batch, heads, kv_len, head_dim), or with enable_gqa a divisor of those
+    heads; value may have another head_dim.
+    attn_mask: a bool tensor, True where a pair is kept, of two to four dimensions that broadcast to (batch, heads, q_len, kv_len).
+    Each call turns it into a table by scanning all its pairs on the host; if it stays the same, call ``BlockMask.from_dense`` once
+    instead. Or a mask of this library, aligned as in ``attention``.
+    is_causal: each query sees the keys up to its own index, counted from the first, as in PyTorch; requires as many queries as
+    keys.
 
-    dropout_p: as in PyTorch, but the same seed drops other pairs.
+    dropout_p: as in PyTorch, but the same seed drops different pairs.
 
-    Raises ValueError for masks of numbers, for causal calls of unequal lengths, and for shapes that do not fit.
+    Raises ValueError for float masks, for causal calls of unequal lengths, and for shapes that do not fit.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -54,11 +55,11 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, torch.Tensor):
         attn_mask = _table(attn_mask, (*query.shape[:3], key.shape[2]))
     mask = "causal" if is_causal else attn_mask
-    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse alone
+    return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse
 
 
 def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
-    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); a mask that batch entries or heads share is
+    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); a mask shared by batch entries or heads is
     stored once."""
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")

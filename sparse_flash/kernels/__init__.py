@@ -1,1 +1,1 @@
-"""Triton and Gluon code: arrays in, arrays out. Its rooms import nothing of the package but the rooms of kernels below them."""
+"""Triton and Gluon code: arrays in, arrays out. Its rooms import nothing of the package except lower rooms of kernels."""

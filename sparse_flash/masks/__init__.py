@@ -1,2 +1,2 @@
-"""From a pattern to its table: notation, algebra, compiler, BlockMask. Knows positions and blocks; no call, no back end, no
-kernel."""
+"""From a pattern to its table: notation, algebra, compiler, BlockMask. Knows positions and blocks, but not calls, back ends or
+kernels."""

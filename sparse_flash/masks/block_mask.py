@@ -1,4 +1,4 @@
-"""BlockMask: the lookup table that kernels walk. Its format is decoded in the class docstring."""
+"""BlockMask: the lookup table that kernels walk. The class docstring defines its format."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from .tiles import unpack_bits, unpack_runs
 Device: TypeAlias = torch.device | str
 
 DENSE_CHUNK = 1 << 24  # pairs decoded at a time
-# The module ``build`` beside this one makes masks, and so imports this one; it puts itself here. (An import within a method would
-# do, but torch.compile traces none.)
+# ``build`` makes masks and thus imports this module, so it sets itself here. (Importing it inside a method would do, but
+# torch.compile cannot trace an import.)
 build = cast(ModuleType, None)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which blocks of the attention matrix to visit, and which pairs to keep in those that are kept in part.
+    """Which blocks of the attention matrix to visit, and which pairs to keep in partial blocks.
 
-    Make one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
+    Create one with ``compile_mask``, ``BlockMask.from_blocks`` or ``BlockMask.per_head``. Immutable.
 
-    q_len, kv_len: tokens. block_size: tokens on a side of a block. keeps_all: every pair is kept, known without a look
-    at the device.
-    mask_index: (batch | 1, heads | 1) int32, which of the stored masks each head uses.
+    q_len, kv_len: tokens. block_size: tokens on a side of a block. keeps_all: every pair is kept; known without reading the device.
+    mask_index: (batch | 1, heads | 1) int32, which stored mask each head uses.
     by_query: ``Table`` whose rows are query blocks, walked by the forward pass and dQ.
     by_key: ``Table`` whose rows are key blocks, walked by dK and dV.
     tile_runs: (run tiles, block) int32, ``first | stop << 16``: query row r of the tile keeps keys first .. stop - 1.
     tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
-    coarse: the same mask in blocks of 128, which ``attention`` gives to GPU kernels in its place; None where they are faster on
-    these blocks, and for masks made at run time.
+    coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
+    blocks, and for masks made at run time.
 
-    A full block lies wholly inside the lengths, so that kernels need no bounds check there; a block cut short by the end
-    of the queries or keys has a tile, even where it keeps all its pairs. Five lines decode the whole format::
+    A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
+    or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
 
         for r in range(q_blocks):
             begin, end = t.row_ptr[m, r], t.row_ptr[m, r + 1]
@@ -66,7 +65,7 @@ class BlockMask:
     coarse: BlockMask | None = None
 
     def __post_init__(self) -> None:
-        # torch.compile would otherwise compile anew for each table length, and each mask has its own.
+        # Otherwise torch.compile would recompile for each table length, and each mask has its own.
         if torch.compiler.is_compiling():
             return
         for tensor in (self.by_query.col_idx, self.by_query.tile_idx, self.by_key.col_idx, self.by_key.tile_idx, *self.tiles):
@@ -83,17 +82,17 @@ class BlockMask:
         kv_len: int | None = None,
         within: MaskLike | None = None,
     ) -> BlockMask:
-        """A mask of blocks from a block map computed at run time, on the map's device.
+        """A mask from a block map computed at run time, on the map's device.
 
         blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
         block_size: tokens on a side of a block. q_len, kv_len: tokens; they default to whole blocks.
-        within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask,
-        of the same lengths and block size, on the map's device. Causal, say: the blocks on the diagonal get their tile, and
-        those above are dropped.
+        within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
+        the same lengths and block size, on the map's device. With causal, for instance, diagonal blocks get their tile, and blocks
+        above the diagonal are dropped.
 
-        Only launches tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled
-        at its first use with these lengths, which is on the host, and cached: use it once before a graph is captured. The
-        table has room for every block that ``within`` keeps, as the number kept is not known on the host.
+        Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs. A pattern is compiled on
+        the host at its first use with these lengths, and cached: use it once before capturing a graph. The table has room for every
+        block that ``within`` keeps, as the host does not know the number kept.
         """
         return build.from_blocks(blocks, block_size, q_len, kv_len, within)
 
@@ -101,18 +100,18 @@ class BlockMask:
     def from_dense(cls, kept: torch.Tensor, block_size: int = 128) -> BlockMask:
         """The mask of a bool tensor, True where a pair is kept, on its device.
 
-        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that exist as such a tensor: it takes a
-        pass over all pairs on the host, which ``compile_mask`` does not. Equal masks of several heads are stored once.
+        kept: (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len) bool. For masks that already exist as such a tensor: unlike
+        ``compile_mask``, it scans all pairs on the host. Equal masks of several heads are stored once.
         """
         return build.from_dense(kept, block_size)
 
     @classmethod
     def from_flex(cls, mask: FlexMask) -> BlockMask:
-        """The same mask as one of FlexAttention, on its device: every pair that ``flex_attention`` would keep, and no other.
+        """Converts a FlexAttention mask, on its device: keeps exactly the pairs that ``flex_attention`` keeps.
 
-        mask: ``torch.nn.attention.flex_attention.BlockMask`` of square blocks. Its token rule is evaluated once, on the blocks
-        that it lists as partial. A rule of flex_attention counts queries from 0, and so does this, whatever the lengths: the
-        alignment at the end is that of patterns, not of tables. A ``score_mod`` is no part of a mask.
+        mask: ``torch.nn.attention.flex_attention.BlockMask`` with square blocks. Its token rule is evaluated once, on the blocks
+        that it lists as partial. A flex_attention rule counts queries from 0, and so does this mask, whatever the lengths:
+        alignment at the end belongs to patterns, not to tables. A ``score_mod`` is not part of a mask.
         """
         return build.of_flex(mask)
 
@@ -129,20 +128,20 @@ class BlockMask:
         *,
         progress: bool | None = None,
     ) -> BlockMask:
-        """The mask of a function of FlexAttention, as of ``create_block_mask``: every pair for which it is true.
+        """The mask of a FlexAttention mask function, as for ``create_block_mask``: every pair for which it is true.
 
-        mask_mod: called with (b, h, q_idx, kv_idx), int64 tensors without dimensions, under torch.vmap; returns a bool tensor. It
-        may look numbers up in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: the
-        alignment at the end is that of patterns, not of tables.
-        batch, heads: how many of each; None for one mask of all. q_len, kv_len: tokens; kv_len defaults to q_len.
-        device: where the function is evaluated and the table goes; the CPU by default.
-        progress: whether to show a progress bar; None shows one where there are more than 2^28 pairs to look at.
+        mask_mod: called with (b, h, q_idx, kv_idx), 0-d int64 tensors, under torch.vmap; returns a bool tensor. It may look up
+        numbers in tensors on ``device``. Queries count from 0, as in FlexAttention, whatever the lengths: alignment at the end
+        belongs to patterns, not to tables.
+        batch, heads: how many of each; None for one shared mask. q_len, kv_len: tokens; kv_len defaults to q_len.
+        device: where the function is evaluated and the table is stored; the CPU by default.
+        progress: whether to show a progress bar; None shows one above 2^28 pairs.
 
-        It looks at every pair, once for each batch entry and head that the function tells apart, in bounded memory: 65,536 tokens
-        are 4 billion pairs, which take a CPU a minute or so, and a GPU seconds. Equal masks of several heads are stored once. A
-        pattern is compiled without that; ``compile_mask`` takes causal masks, windows and documents of a million tokens.
+        It evaluates every pair, once for each batch entry and head that the function distinguishes, in bounded memory: 65,536
+        tokens are 4 billion pairs, which take a minute or so on a CPU and seconds on a GPU. Equal masks of several heads are stored
+        once. A pattern avoids this cost: ``compile_mask`` handles causal masks, windows and documents of a million tokens.
 
-        Raises TypeError or ValueError for a function that is not of this kind.
+        Raises TypeError or ValueError for an unsuitable function.
         """
         return build.from_mask_mod(mask_mod, batch, heads, q_len, kv_len, block_size, device, progress)
 
@@ -155,23 +154,23 @@ class BlockMask:
         block_size: int = 128,
         device: Device | None = None,
     ) -> BlockMask:
-        """One mask for each query head; equal ones are stored once.
+        """One mask per query head; equal ones are stored once.
 
-        masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the lengths and
-        block size given, or for those of the first BlockMask in the list.
+        masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
+        size, or for those of the first BlockMask in the list.
         """
         return build.per_head(masks, q_len, kv_len, block_size, device)
 
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
-        """The mask of one head of one batch entry, as a mask of its own, on its device."""
+        """The mask of one head of one batch entry, as a separate mask, on its device."""
         return build.select(self, head, batch)
 
     def transpose(self) -> BlockMask:
-        """The mask with queries and keys exchanged, same map of heads."""
+        """The mask with queries and keys exchanged, and the same map of heads."""
         return build.transpose(self)
 
     def in_blocks_of(self, block_size: int) -> BlockMask:
-        """The same mask in larger blocks, on its device. Raises ValueError for a size that is not a multiple of its own."""
+        """The same mask in larger blocks, on its device. Raises ValueError unless the size is a multiple of its own."""
         return build.in_blocks_of(self, block_size)
 
     def stored_index(self, batch: int, head: int) -> int:
@@ -185,13 +184,13 @@ class BlockMask:
 
     @cached_property
     def fits(self) -> tuple[int | torch.device, ...]:
-        """All that says which q and k the mask is for."""
+        """Everything that decides which q and k the mask fits."""
         return *self.sizes, *self.mask_index.shape, self.device
 
     @cached_property
     def keeps_causal(self) -> bool:
-        """Whether each query keeps the keys up to its own number and no others, by the table, whatever it was compiled from.
-        Reads the table, once: for masks on a CPU."""
+        """Whether each query keeps exactly the keys up to its own index, judged by the table, whatever it was compiled from. Reads
+        the table once: for masks on a CPU."""
         rows = torch.arange(1, self.grid.q_blocks + 1, device=self.device)
         if self.q_len != self.kv_len or bool((self.by_query.row_ptr.diff() != rows).any()):
             return False
@@ -200,7 +199,7 @@ class BlockMask:
             return False
         first, stop = unpack_runs(self.tile_runs.numpy())
         key = np.arange(self.block_size)
-        # Rows of a tile past the last query may hold anything.
+        # Tile rows past the last query may hold anything.
         until = np.minimum(self.block_size, self.q_len - row * self.block_size)
         whole = _first_unlike(first, stop, np.full_like(key, self.block_size))[tile] >= until
         lower = _first_unlike(first, stop, key + 1)[tile] >= until
@@ -208,7 +207,7 @@ class BlockMask:
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal masks on the CPU (compiled tables are canonical)."""
+        """Equal for equal masks on the CPU, as compiled tables are canonical."""
         digest = hashlib.sha256(repr(self.sizes).encode())
         for tensor in self.tensors():
             digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
@@ -248,8 +247,8 @@ class BlockMask:
         return [self.mask_index, *self.by_query, *self.by_key, *self.tiles]
 
     def constants(self) -> list[torch.Tensor]:
-        """``tensors()`` as constants of a compiled graph: tensors of their own, whose lengths are not marked dynamic, as nobody
-        passes a constant another time."""
+        """``tensors()`` as constants of a compiled graph: separate tensors, without dynamic lengths, as a constant never
+        changes."""
         return [t.detach() for t in self.tensors()]
 
     @classmethod
@@ -263,20 +262,20 @@ class BlockMask:
         return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, tile_runs, tile_bits)
 
     def to(self, device: Device) -> BlockMask:
-        """The same mask on another device (itself where it is there already)."""
+        """The same mask on another device (itself if already there)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
         return replace(moved, coarse=self.coarse and self.coarse.to(device))
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
-        """What a back end is given: on a GPU the coarse mask, where there is one; None where every pair is kept."""
+        """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""
         mask = self.coarse if on_gpu and self.coarse is not None else self
         return None if mask.keeps_all else mask
 
     def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in
-        table order."""
+        """Every kept block of every stored mask: rows, cols, kind (0 full, 1 run tile, 2 bit tile), tile; int64 arrays in table
+        order."""
         ptr, split = self.by_query.row_ptr.cpu().numpy(), self.by_query.row_split.cpu().numpy()
         counts = np.stack([split[..., 0] - ptr[:, :-1], split[..., 1] - split[..., 0], ptr[:, 1:] - split[..., 1]], -1)
         rows = np.broadcast_to(np.arange(ptr.shape[1] - 1)[None, :, None], counts.shape)
@@ -286,11 +285,11 @@ class BlockMask:
         return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
 
     def mask_bounds(self) -> np.ndarray:
-        """Where the entries of each stored mask end."""
+        """The end of each stored mask's entries."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
 
     def tile_pairs(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
-        """Which pairs tiles keep, as ``entries`` names them: (n, block, block) bool."""
+        """Which pairs tiles keep, given kind and tile as from ``entries``: (n, block, block) bool."""
         runs, bits = (t.cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs[np.where(kind == 1, tile, 0)])
         column = np.arange(self.block_size)
@@ -331,7 +330,7 @@ class BlockMask:
         return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
 
     def block_states(self) -> torch.Tensor:
-        """States of blocks: 0 empty, 1 partial, 2 full (all of its pairs that exist are kept).
+        """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs).
 
         (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
@@ -342,14 +341,14 @@ class BlockMask:
         return self._per_head(torch.from_numpy(states))
 
     def kept_blocks(self) -> torch.Tensor:
-        """Which blocks the mask visits, on its device and without a host synchronization; the reverse of ``from_blocks``.
+        """Which blocks the mask visits, on its device without host synchronization; the reverse of ``from_blocks``.
 
         (q_blocks, kv_blocks) bool, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
         ends = self.by_query.row_ptr[:, 1:].flatten().contiguous()
         cols = self.by_query.col_idx
         row = torch.searchsorted(ends, counted(len(cols), self.device), right=True)
-        # Entries past the last that row_ptr names come to the row past the last.
+        # Entries beyond row_ptr's last go to the row past the last.
         kept = torch.zeros(len(ends) + 1, self.grid.kv_blocks, dtype=torch.bool, device=self.device)
         kept.view(-1).scatter_(0, row * self.grid.kv_blocks + cols, True)  # kept[row, cols] = True would copy from the host
         return self._per_head(kept[:-1].view(self.masks, *self.grid.shape))
@@ -378,7 +377,7 @@ class BlockMask:
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
 
-        Takes q_len x kv_len bytes a mask: for looking at short masks and for tests.
+        Takes q_len x kv_len bytes per mask: for inspecting short masks and for tests.
         """
         rows, cols, kind, tile = self.entries()
         size = self.block_size
@@ -408,14 +407,14 @@ class BlockMask:
         )
 
 
-# What stands for a mask.
+# What can stand for a mask.
 MaskLike: TypeAlias = Pattern | str | BlockMask | FlexMask
 
-# torch.load takes a saved mask without weights_only=False.
+# Lets torch.load read a saved mask without weights_only=False.
 torch.serialization.add_safe_globals([BlockMask, Table])
 
 
 def _first_unlike(first: np.ndarray, stop: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(tiles,): the first row of each tile of runs that does not keep the keys 0 .. wanted - 1; the block size for none."""
+    """(tiles,): the first row of each run tile that does not keep the keys 0 .. wanted - 1; the block size if there is none."""
     unlike = (first != 0) | (stop != wanted)
     return np.where(unlike.any(1), unlike.argmax(1), unlike.shape[1])

@@ -1,5 +1,5 @@
-"""BlockMasks made: from blocks and tiles, maps of blocks, dense tensors, functions of FlexAttention, the masks of heads; and from
-other BlockMasks. ``BlockMask``'s class methods are the public names of these functions."""
+"""Makes BlockMasks: from blocks and tiles, block maps, dense tensors, FlexAttention functions, per-head masks, and other
+BlockMasks. ``BlockMask``'s class methods are the public names of these functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
     segment = np.zeros(len(tiles), np.int8)
     partial = np.flatnonzero(tiles != FULL_TILE)
     segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
-    # In 32 bits but for the key: dense masks of a million tokens take gigabytes.
+    # 32 bits except for the key: dense masks of a million tokens take gigabytes.
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
     key = (rows * np.int64(3) + segment) * grid.kv_blocks + cols
     if (key[1:] < key[:-1]).any():
@@ -39,7 +39,7 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
         rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
     index, stacks = np.zeros(len(tiles), np.int32), []
     for kind in (1, 2):
-        # Tiles are numbered by first appearance in the table, so that equal masks have equal tables.
+        # Tiles are numbered by first appearance in the table, so equal masks have equal tables.
         used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
         rank = np.argsort(np.argsort(first))
         index[segment == kind] = rank[inverse]
@@ -89,7 +89,7 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
         within = one_mask("within", within, grid, blocks.device)
     listing = _listing(within)
     batch, heads = blocks.shape[:2]
-    if batch * heads * listing.block.numel() >= 2**31:  # of both tables
+    if batch * heads * listing.block.numel() >= 2**31:  # counting both tables
         raise ValueError(
             f"{batch} x {heads} maps of {q_blocks} x {kv_blocks} blocks are more than 2^30 - 1; use a larger block_size"
         )
@@ -108,9 +108,9 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
 
 
 def _of_all_blocks(grid: BlockGrid, device: torch.device) -> BlockMask:
-    """The mask that keeps every pair, made on the device: no copy from the host, which each replay of a graph would repeat."""
+    """The mask that keeps every pair, made on the device: a copy from the host would repeat in each replay of a graph."""
     size, cut_row, cut_col = grid.block_size, grid.q_len % grid.block_size, grid.kv_len % grid.block_size
-    # Which tile says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
+    # The tile that says where a cut block ends: 0 in the last column, 1 in the last row, 2 in the corner.
     tile = torch.zeros(grid.shape, dtype=torch.int32, device=device)
     if cut_row:
         tile[-1] = 1
@@ -136,7 +136,7 @@ _kept_of_all_blocks = remembered(maxsize=16)(_of_all_blocks)
 
 
 def _listing(mask: BlockMask) -> Listing:
-    """The entries of one mask, to choose from; made once for each mask, and kept as long as it lives."""
+    """The entries of one mask to choose from, made once per mask and kept as long as it lives."""
     known = mask.__dict__.get("_listed")
     if known is None:
         known = listing_of(mask.by_query, mask.by_key)
@@ -252,7 +252,7 @@ def per_head(
 
 
 def _stacked(masks: list[BlockMask]) -> BlockMask:
-    """Several stored masks behind one table, their tiles pooled. mask_index is left as that of the first."""
+    """Several stored masks in one table, with their tiles pooled. mask_index stays that of the first."""
     if len(masks) == 1:
         return masks[0]
     pools, index = [], []
@@ -345,7 +345,7 @@ def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:
-    """The mask, and beside it the same in larger blocks, if kernels are faster on those."""
+    """The mask, plus its coarse form if kernels are faster on that."""
     rows, cols, *_ = mask.entries()
     if not coarsen.pays(mask.grid, mask.entry_masks, rows, cols):
         return mask

@@ -1,4 +1,4 @@
-"""A BlockMask for whatever stands for one: a pattern, its spec text, a mask of FlexAttention; made once, and remembered."""
+"""A BlockMask for anything that stands for one (a pattern, its spec text, a FlexAttention mask), made once and remembered."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .grid import BlockGrid
 from .memory import cleared_by, remembered
 from .pattern import Pattern
 
-# A FlexAttention mask -> (what it was made of, BlockMask), for as long as the mask lives.
+# A FlexAttention mask -> (what it was made of, BlockMask), as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
 cleared_by(_of_flex.clear)
-# Masks and tables that CUDA graphs were captured with, by id. Replays read them, so none is ever dropped.
+# Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
 _captured: dict[int, object] = {}
 
 
 @singledispatch
 def as_block_mask(mask: object, **lengths: Any) -> BlockMask:
-    """A BlockMask from whatever stands for one. The compiler registers patterns here, so that this module, which knows
-    the table's format, need not know how tables are compiled."""
+    """A BlockMask from anything that stands for one. The compiler registers patterns here, so this module, which knows the table
+    format, need not know how tables are compiled."""
     raise TypeError(f"a mask must be a Pattern, its spec text or a BlockMask; got {type(mask).__name__}{_way_out(mask)}")
 
 
 def _way_out(mask: object) -> str:
-    """How to make a mask of something else; empty where there is no advice."""
+    """How to make a mask of another type; empty if there is no advice."""
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if isinstance(mask, (list, tuple)):
@@ -52,7 +52,7 @@ def _(mask: BlockMask, **lengths: Any) -> BlockMask:
 
 @as_block_mask.register(FlexMask)
 def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
-    """``BlockMask.from_flex``, once for each mask: again only where its function or tables were replaced by others."""
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced."""
     if torch.compiler.is_compiling():
         raise TypeError(
             "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
@@ -74,20 +74,20 @@ def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
 
 
 def of_another_library(mask: object) -> BlockMask:
-    """A BlockMask from something that is neither one nor a pattern. Raises TypeError, which says what a mask must be."""
+    """A BlockMask from something that is neither one nor a pattern. Raises a TypeError that says what a mask must be."""
     # torch.compile cannot trace into the dispatch.
     return from_flex_once(mask) if isinstance(mask, FlexMask) else as_block_mask(mask)
 
 
 def keep_if_captured(tables: object, device: torch.device) -> None:
-    """What a CUDA graph is captured with stays for good, as replays read it: a mask, or tables that others remember."""
+    """Keeps forever what a CUDA graph captures, as replays read it: a mask, or tables that others remember."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured[id(tables)] = tables
 
 
 def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
-    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile, a constant of the compiled graph; under a
-    FakeTensorMode, of its tensors."""
+    """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile it is a constant of the compiled graph; under a
+    FakeTensorMode it consists of fake tensors."""
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
@@ -96,7 +96,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
             return mask
         tensors = [fake.from_tensor(t) for t in mask.tensors()]
         return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
-    # operator.index makes symbolic lengths plain numbers: a compiled graph holds one mask, and another length needs another.
+    # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
@@ -106,7 +106,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
 def _constant_tables(
     pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device
 ) -> tuple[bool, list[torch.Tensor]]:
-    """A mask's tables as constants of the compiled graph: torch.compile looks into lists there, not into a BlockMask."""
+    """A mask's tables as constants of the compiled graph: torch.compile looks into lists, but not into a BlockMask."""
     mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
     with plain_tensors():
         return mask.keeps_all, mask.constants()
@@ -119,22 +119,22 @@ def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: in
             f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
             "is captured; make the call once before, or pass compile_mask(...)"
         )
-    # In a thread of its own: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs
-    # are a thread's, and a table that stays is to be of none of them.
+    # In a separate thread: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs are
+    # per thread, and a lasting table must not belong to any of them.
     with ThreadPoolExecutor(1) as thread:
         lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "device": device}
         return thread.submit(as_block_mask, pattern, **lengths).result()
 
 
 def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:
-    """What stands for a mask of these lengths and blocks as a BlockMask of one mask on ``device``; patterns from the cache.
-    Raises ValueError, which calls it ``name``, where it does not fit."""
+    """The BlockMask of one mask with these lengths and blocks on ``device``; patterns come from the cache. Raises ValueError if the
+    mask does not fit. name: what the error calls it."""
     if isinstance(mask, FlexMask):
         mask = from_flex_once(mask)
     if not isinstance(mask, BlockMask):
         # torch.compile cannot trace into the dispatch.
         if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
-            return as_block_mask(mask)  # says what a mask must be
+            return as_block_mask(mask)  # raises the error that lists the types of masks
         return compiled_once(mask, *_lengths(grid), device)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
@@ -153,8 +153,8 @@ def _lengths(grid: BlockGrid) -> tuple[int, int, int]:
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether operations are only recorded now, for a CUDA graph or by torch.compile, or shown to a mode, which may put other
-    tensors in their place: their results are not to be kept."""
+    """Whether operations are only recorded now, by a CUDA graph or torch.compile, or pass through a mode that may substitute other
+    tensors: then their results must not be kept."""
     if torch.compiler.is_compiling() or active_modes():
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

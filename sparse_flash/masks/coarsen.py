@@ -1,4 +1,4 @@
-"""The blocks of a mask, put together to larger blocks, where kernels are faster on those than they lose by what they visit."""
+"""Merges a mask's blocks into larger ones where kernels gain more speed than they lose to extra visited pairs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from .grid import BlockGrid
 from .tiles import FULL_TILE, TilePool, dense_batches
 
-KERNEL_BLOCK = 128  # what tensor cores are fed best with
+KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
-# Time of a visited pair, beside that in blocks of KERNEL_BLOCK: forward and backward, causal and causal & local(1024) of 16,384
-# tokens, bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
-# Hopper kernels can run, which take no small blocks: 1.3 to 1.8, 2.1 to 3.4, 2.8 to 3.6.
+# Time per visited pair, relative to blocks of KERNEL_BLOCK: forward and backward, causal and causal & local(1024) of 16,384 tokens,
+# bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both sizes: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
+# Hopper kernels, which do not support small blocks, can run instead: 1.3 to 1.8, 2.1 to 3.4, 2.8 to 3.6.
 _COST = {64: 1.4, 32: 2.4, 16: 2.6}
 
 
 def pays(grid: BlockGrid, masks: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> bool:
-    """Whether kernels are faster over the blocks of KERNEL_BLOCK that hold these. masks: which of several each belongs to."""
+    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain these. masks: which mask each block belongs to."""
     if grid.block_size not in _COST or not len(rows):
         return False
     wide = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK)
     parents = _parents(wide, grid, rows, cols) + masks * (wide.q_blocks * wide.kv_blocks)
     most = (int(masks[-1]) + 1) * wide.q_blocks * wide.kv_blocks
-    # A flag for each is faster than a sort, where flags are few.
+    # One flag per parent is faster than a sort, if flags are few.
     visited = np.count_nonzero(_flags(most, parents)) if most <= 64 * len(parents) else len(np.unique(parents))
     return bool(visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * len(rows) * grid.block_size**2)
 
@@ -48,10 +48,10 @@ def merged(
     decode: Callable[[np.ndarray], np.ndarray],
     pool: TilePool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The kept blocks of a mask as those of ``pool``'s size: rows, cols and tile numbers, (n,) int64 each.
+    """A mask's kept blocks merged to the size of ``pool``: rows, cols and tile numbers, (n,) int64 each.
 
-    rows, cols, pairs: of the kept blocks of ``grid``; pairs: how many each keeps. decode: indices of them -> (n, block, block)
-    bool. In time proportional to the blocks, memory bounded by the tiles.
+    rows, cols, pairs: of the kept blocks of ``grid``; pairs: how many each keeps. decode: their indices -> (n, block, block) bool.
+    Time is proportional to the blocks, memory is bounded by the tiles.
     """
     size, factor = grid.block_size, pool.block // grid.block_size
     wide = BlockGrid(grid.q_len, grid.kv_len, pool.block)

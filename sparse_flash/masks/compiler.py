@@ -1,10 +1,10 @@
 """Pattern -> BlockMask, in time and memory proportional to the blocks that the mask keeps.
 
 1. Each leaf of the expression gives its blocks' states as runs; ``& | ~`` combine them by three-valued logic.
-2. What is still partial is decided by tokens. In each block only the leaves that are partial *there* matter, so the
-   expression is simplified for each combination of leaf states; then blocks that must be alike are found before any
-   pair is evaluated: on one diagonal for rules of the distance, of equal runs for rules made of runs.
-3. A block found empty is dropped and one found full is promoted, so the table depends on the mask's meaning alone.
+2. Blocks that are still partial are decided by their tokens. In each block only the leaves that are partial *there* matter, so the
+   expression is simplified for each combination of leaf states. Blocks that must be alike are found before any pair is evaluated:
+   on one diagonal for distance rules, by equal runs for rules made of runs.
+3. A block found empty is dropped and one found full is promoted, so the table depends only on the mask's meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, ru
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
-_MOST_RUNS = 256  # runs a query beyond which looking at tokens is as fast
+_MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
 def compile_mask(
@@ -42,9 +42,9 @@ def compile_mask(
 ) -> BlockMask:
     """Compiles a pattern into a lookup table.
 
-    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last
-    query is aligned with the last key. block_size: a power of two in 16..256. device: where the table goes.
-    progress: whether to show a progress bar; None shows one where compiling looks at more than 2^28 pairs.
+    pattern: a Pattern or its spec text. q_len, kv_len: tokens; kv_len defaults to q_len, and where they differ the last query is
+    aligned with the last key. block_size: a power of two in 16..256. device: where the table is stored.
+    progress: whether to show a progress bar; None shows one if compiling evaluates more than 2^28 pairs.
 
     Never builds anything of size q_len x kv_len. Raises ValueError for lengths and block sizes out of range.
     """
@@ -93,7 +93,7 @@ class _Compilation:
         return self.leaves[pattern]
 
     def full_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Full blocks; those cut short by the end of the queries or keys need a tile that says where they end."""
+        """Full blocks; those cut off by the end of the queries or keys need a tile that says where they end."""
         tiles = np.full(len(rows), FULL_TILE, np.int64)
         if self.grid.q_len % self.grid.block_size == 0 == self.grid.kv_len % self.grid.block_size:
             return rows, cols, tiles
@@ -104,7 +104,7 @@ class _Compilation:
         return rows, cols, tiles
 
     def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Partial blocks, decided by their tokens, without those found empty."""
+        """Partial blocks, decided by their tokens, without those that turn out empty."""
         undecided = states.count(PARTIAL)
         pairs = undecided * self.grid.block_size**2
         with Progress(f"compiling {str(self.pattern)[:60]}: {undecided:,} blocks", pairs, self.progress) as self.bar:
@@ -134,8 +134,8 @@ class _Compilation:
         return self.from_runs(rule, rows, cols)[inverse]
 
     def from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-        """Of the runs of each query, only those that touch the block matter: a window over an image has many, one
-        or two of them in any block."""
+        """Only those runs of each query that touch the block matter: a window over an image has many, of which one or two lie in
+        any block."""
         tiles, size = np.empty(len(rows), np.int64), self.grid.block_size
         distinct, row = np.unique(rows, return_inverse=True)
         count = cast(Runs, _row_runs(rule, self.grid.q_positions(distinct[:1])))[0].shape[-1]
@@ -186,7 +186,7 @@ class _Compilation:
         return np.concatenate(tiles)
 
     def clipped(self, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Runs (n, runs, block) relative to their block, cut to it and to the lengths, packed."""
+        """Runs (n, runs, block) relative to their block, clipped to it and to the lengths, packed."""
         width = self.grid.widths(cols)[:, None, None]
         first, stop = np.clip(first, 0, width), np.minimum(stop, width)
         within = np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None]
@@ -210,7 +210,7 @@ def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
 
 
 def _expand(pattern: Pattern) -> Pattern:
-    """The pattern with derived patterns replaced by what they stand for."""
+    """The pattern with derived patterns replaced by their expressions."""
     if isinstance(pattern, DerivedPattern):
         return _expand(pattern.expression)
     if isinstance(pattern, (And, Or)):
@@ -219,7 +219,7 @@ def _expand(pattern: Pattern) -> Pattern:
 
 
 def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
-    """The pattern within a block whose leaves have these states: True or False where that settles it."""
+    """The pattern within a block whose leaves have these states: True or False if they settle it."""
     if isinstance(pattern, (And, Or)):
         absorbing = isinstance(pattern, Or)
         parts = [_simplify(p, states) for p in pattern.operands]
@@ -243,13 +243,13 @@ def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:
-    """The pattern as runs of keys (first, stop), each (*q.shape, runs), or None where that takes more than ``limit``."""
+    """The pattern as runs of keys (first, stop), each (*q.shape, runs), or None if that takes more than ``limit``."""
     if isinstance(pattern, (And, Or)):
         parts = [_row_runs(p, q, limit) for p in pattern.operands]
         known = [p for p in parts if p is not None]
         runs = reduce(_intersect if isinstance(pattern, And) else _unite, known) if len(known) == len(parts) else None
     elif isinstance(pattern, Not):
-        # The rest of one run is two; the rest of several would need them sorted, and looking at tokens is simpler.
+        # The complement of one run is two; that of several would require sorting, and evaluating tokens is simpler.
         inner = _row_runs(pattern.operand, q, 1)
         runs = inner and _complement(*inner)
     else:

@@ -1,4 +1,4 @@
-"""Reads the block masks of PyTorch's FlexAttention, and its mask functions: kept blocks, and tiles from their token rule.
+"""Reads FlexAttention block masks and mask functions: kept blocks, and tiles from their token rule.
 
 Source: torch.nn.attention.flex_attention.BlockMask, whose docstring defines the format.
 """
@@ -17,12 +17,12 @@ from .grid import BlockGrid
 from .progress import Progress
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 
-# (b, h, q_idx, kv_idx), integer tensors without dimensions -> bool
+# (b, h, q_idx, kv_idx), 0-d integer tensors -> bool
 MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def grid_of(mask: FlexMask) -> BlockGrid:
-    """Raises TypeError unless this is a FlexAttention mask, ValueError for blocks that this library's tables cannot hold."""
+    """Raises TypeError unless this is a FlexAttention mask, ValueError for blocks that this library's tables do not support."""
     if not isinstance(mask, FlexMask):
         got = f"{type(mask).__module__}.{type(mask).__qualname__}"
         raise TypeError(f"from_flex needs a torch.nn.attention.flex_attention.BlockMask; got {got}")
@@ -35,13 +35,13 @@ def grid_of(mask: FlexMask) -> BlockGrid:
 
 
 def parts_of(mask: FlexMask) -> tuple[object, ...]:
-    """The objects that say what a mask keeps."""
+    """The objects that determine what a mask keeps."""
     return mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each batch entry, and in it each head, the kept blocks as (rows, cols, tiles): see ``block_mask.Entries``. Blocks
-    that the token rule keeps nothing of are left out, and those that it keeps whole are full."""
+    """For each batch entry and each of its heads, the kept blocks as (rows, cols, tiles): see ``block_mask.Entries``. Blocks of
+    which the token rule keeps nothing are left out, and those it keeps entirely are full."""
     grid = grid_of(mask)
     batch, heads = mask.kv_num_blocks.shape[:2]
     for b in range(batch):
@@ -58,7 +58,7 @@ def entries_of(mask: FlexMask, pool: TilePool) -> Iterator[tuple[np.ndarray, np.
 
 
 def _listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The (row, col) of the first count[r] blocks that each row r lists."""
+    """The (row, col) of the first count[r] blocks listed by each row r."""
     listed = torch.arange(indices.shape[1], device=indices.device) < count[:, None]
     rows = listed.nonzero()[:, 0].cpu().numpy().astype(np.int64)
     return rows, indices[listed].cpu().numpy().astype(np.int64)
@@ -67,7 +67,7 @@ def _listed(count: torch.Tensor, indices: torch.Tensor) -> tuple[np.ndarray, np.
 def _tiles(
     mask: FlexMask, grid: BlockGrid, b: int, h: int, rows: np.ndarray, cols: np.ndarray, pool: TilePool, rule: bool
 ) -> np.ndarray:
-    """Tile numbers of blocks. rule: whether their pairs follow the mask's token rule, or all are kept."""
+    """Tile numbers of blocks. rule: whether the mask's token rule decides their pairs, or all are kept."""
     size = grid.block_size
     cut = (grid.heights(rows) < size) | (grid.widths(cols) < size)
     tiles = np.full(len(rows), FULL_TILE, np.int64)
@@ -82,8 +82,8 @@ def _tiles(
 def all_entries_of(
     mask_mod: MaskFunction, grid: BlockGrid, shape: tuple[int, int], device: torch.device, pool: TilePool, progress: bool | None
 ) -> Iterator[tuple[list[tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]]:
-    """Each mask of a token rule once, as (the (batch entry, head) pairs that it is known to serve, its kept blocks as of
-    ``entries_of``). Looks at every pair, some blocks at a time. shape: (batch, heads)."""
+    """Each distinct mask of a token rule, as (the (batch entry, head) pairs that it serves, its kept blocks as from
+    ``entries_of``). Evaluates every pair, some blocks at a time. shape: (batch, heads)."""
     by_batch, by_head = _reads(mask_mod, device)
     tiles_of = _Rule(mask_mod, grid, device, pool)
     count = grid.q_blocks * grid.kv_blocks
@@ -104,8 +104,7 @@ def all_entries_of(
 
 
 class _Rule:
-    """Tiles by a mask function of FlexAttention, (b, h, q_idx, kv_idx) of integer tensors without dimensions -> bool; or of
-    whole blocks where it is None."""
+    """Tiles from a FlexAttention mask function, (b, h, q_idx, kv_idx) of integer tensors -> bool; whole blocks if it is None."""
 
     def __init__(self, mask_mod: MaskFunction | None, grid: BlockGrid, device: torch.device, pool: TilePool):
         self.mask_mod, self.grid, self.device, self.pool = mask_mod, grid, device, pool
@@ -115,7 +114,7 @@ class _Rule:
             self.by_tile = torch.vmap(torch.vmap(by_token, (None, None, 0, None)), (None, None, 0, 0))
 
     def checked(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        mask_mod = cast(MaskFunction, self.mask_mod)  # called only where there is one
+        mask_mod = cast(MaskFunction, self.mask_mod)  # called only if there is one
         try:
             kept = mask_mod(b, h, q, kv)
         except RuntimeError as error:
@@ -135,7 +134,7 @@ class _Rule:
         kept = (q < grid.q_len)[:, :, None] & (kv < grid.kv_len)[:, None, :]
         if self.mask_mod is not None:
             batch, head = (torch.tensor(number, device=self.device) for number in (b, h))
-            # Rules look numbers up by position, and there are none past the end.
+            # Rules look up numbers by position, and there are none past the end.
             kept &= self.by_tile(batch, head, q.clamp(max=grid.q_len - 1), kv.clamp(max=grid.kv_len - 1))
         flat = kept.flatten(1)
         whole, some = flat.all(1), flat.any(1)
@@ -147,7 +146,7 @@ class _Rule:
 
 
 class _Watched(torch.Tensor):
-    """An index that knows whether anything was computed from it."""
+    """An index tensor that records whether anything was computed from it."""
 
     was_read: bool
 
@@ -173,12 +172,12 @@ class _Watched(torch.Tensor):
 
 
 def _reads(mask_mod: MaskFunction, device: torch.device) -> tuple[bool, bool]:
-    """Whether a mask function depends on the batch entry, and on the head: whether it computes anything from those."""
+    """Whether a mask function depends on the batch entry, and on the head, i.e. computes anything from them."""
     batch, head = (_Watched(torch.zeros((), dtype=torch.int64, device=device)) for _ in range(2))
     zero = torch.zeros((), dtype=torch.int64, device=device)
     try:
         result = mask_mod(batch, head, zero, zero)
-    except Exception:  # the error is raised where the function is evaluated
+    except Exception:  # raised again where the function is evaluated
         return True, True
     by_batch, by_head = (index.was_read or result is index for index in (batch, head))
     return by_batch, by_head

@@ -1,7 +1,7 @@
 """The grid of blocks that a pattern is compiled on, and the run-length algebra of block states.
 
-Patterns speak of *positions*: key j has position j, and the last query has the position of the last key, so query i has
-position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, as decoding needs it.
+Patterns are defined on *positions*: key j has position j, and the last query has the position of the last key, so query i has
+position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, as decoding needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A (q_len, kv_len) attention matrix cut into square blocks; the last row and column of blocks may be cut short.
+    """A (q_len, kv_len) attention matrix divided into square blocks; the last row and column of blocks may be cut off.
 
     q_len, kv_len: tokens. block_size: tokens on a side of a block, a power of two from 16 to 256.
     """
@@ -83,8 +83,8 @@ class BlockRuns:
     shape: (q_blocks, kv_blocks). starts: (runs,) int64, ascending, starts[0] == 0. states: (runs,) int8 of EMPTY (0),
     PARTIAL (1), FULL (2).
 
-    ``& | ~`` are three-valued logic, in time and memory proportional to the runs and not to the blocks: a causal mask
-    of a million tokens is two runs a row, where a list of its blocks would have 33 million entries.
+    ``& | ~`` are three-valued logic, in time and memory proportional to the runs rather than the blocks: a causal mask of a million
+    tokens is two runs per row, while a list of its blocks would have 33 million entries.
     """
 
     shape: tuple[int, int]
@@ -99,7 +99,7 @@ class BlockRuns:
     def from_row_runs(
         cls, shape: tuple[int, int], rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: np.ndarray
     ) -> BlockRuns:
-        """From runs of blocks [first, stop) in the given rows, each with a state; where runs overlap the larger wins."""
+        """From runs of blocks [first, stop) in the given rows, each with a state; where runs overlap the larger state wins."""
         rows, first, stop, state = (np.asarray(a).ravel() for a in np.broadcast_arrays(rows, first, stop, state))
         first, stop = np.clip(first, 0, shape[1]), np.clip(stop, 0, shape[1])
         keep = stop > first
@@ -152,7 +152,7 @@ class BlockRuns:
         return BlockRuns(self.shape, self.starts, (FULL - self.states).astype(np.int8))
 
     def agreeing(self, other: BlockRuns) -> BlockRuns:
-        """The states where both have the same; partial elsewhere."""
+        """The states where both agree; partial elsewhere."""
         return self._combine(other, lambda mine, theirs: np.where(mine == theirs, mine, PARTIAL).astype(np.int8))
 
     def at(self, index: np.ndarray) -> np.ndarray:
@@ -165,8 +165,8 @@ class BlockRuns:
         return int(lengths[self.states == state].sum())
 
     def blocks(self, state: int | None = None, chunk: int = 1 << 20) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (rows, cols, states) of the blocks that are not empty, or of those in one state, in row-major order and
-        in pieces of about ``chunk`` blocks (at least one piece), so that memory stays bounded."""
+        """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in row-major order, in pieces of about
+        ``chunk`` blocks (at least one piece), so memory stays bounded."""
         chosen = self.states != EMPTY if state is None else self.states == state
         ends = np.append(self.starts[1:], self.shape[0] * self.shape[1])
         first, stop, states = self.starts[chosen], ends[chosen], self.states[chosen]

@@ -1,5 +1,5 @@
-"""What this package remembers between calls, kernels' launches apart (``kernels/launch/memory``): tables, plans, texts, choices of
-back ends. Each memory has a bound, and ``clear`` empties all of them."""
+"""What this package remembers between calls, except kernel launches (``kernels/launch/memory``): tables, plans, texts, choices of
+back ends. Each memory is bounded, and ``clear`` empties all of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ways_to_clear: list[Callable[[], None]] = []
 
 
 def cleared_by(clear: Callable[[], None]) -> None:
-    """``clear`` calls this, too."""
+    """Registers a function for ``clear`` to call."""
     _ways_to_clear.append(clear)
 
 
 def remembered(maxsize: int) -> Callable[[FUNCTION], FUNCTION]:
-    """Decorator: lru_cache of so many results, which ``clear`` empties. For what follows from the arguments alone, and so is never
-    out of date. A result that was dropped is made anew; who holds it keeps it."""
+    """Decorator: an lru_cache of this size that ``clear`` empties. For results that depend only on the arguments and so never go
+    stale. A dropped result is recomputed; existing holders keep theirs."""
 
     def decorate(function: FUNCTION) -> FUNCTION:
         cached = lru_cache(maxsize=maxsize)(function)

@@ -24,7 +24,7 @@ from .memory import clear, remembered
 
 ENTRY_POINT_GROUP = "sparse_flash.patterns"
 PATTERN = TypeVar("PATTERN", bound="Pattern")
-# Where runs of keys begin and where they end.
+# The starts and the ends of runs of keys.
 Runs: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
@@ -39,42 +39,42 @@ class Pattern:
             def token_rule(self, q, kv):
                 return (q - kv) % self.period == 0
 
-    A ``block_rule`` makes compiling faster where whole blocks can be ruled in or out; without one, every block is looked
-    at. ``shift_invariant`` says that the token rule depends on ``q - kv`` alone, so that blocks on one diagonal are alike
-    and only one of them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
+    A ``block_rule`` speeds up compilation if whole blocks can be ruled in or out; without one, every block is evaluated.
+    ``shift_invariant`` says that the token rule depends only on ``q - kv``, so blocks on one diagonal are alike and only one of
+    them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
     """
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
-    # Of subclasses, which are dataclasses.
+    # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def shift_period(self) -> int | None:
-        """The token rule is the same where both positions move by this many tokens; None where it need not be."""
+        """The token rule repeats when both positions move by this many tokens; None if it need not."""
         return 1 if self.shift_invariant else None
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Which pairs may attend: bool, broadcastable to the broadcast shape of the two int64 position arrays.
 
-        kv: positions of keys, 0 .. kv_len - 1. q: positions of queries; the last query has the position of the last key,
-        so with as many queries as keys these are plain indices (negative where there are more queries than keys).
+        kv: positions of keys, 0 .. kv_len - 1. q: positions of queries; the last query has the position of the last key, so with as
+        many queries as keys these are plain indices (negative if there are more queries than keys).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no token_rule, and some of its blocks are partial")
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | SparseMatrix | None:
-        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns,
-        or None where blocks cannot be told apart without their tokens.
+        """States of the grid's blocks (1 partial, 2 full) as a (q_blocks, kv_blocks) scipy.sparse matrix or a BlockRuns, or None if
+        only the tokens of blocks tell them apart.
 
-        It may call a block partial that is in truth empty or full: compiling looks at the tokens of partial blocks.
+        It may call an empty or full block partial: compiling evaluates the tokens of partial blocks.
         """
         return None
 
     def row_runs(self, q: np.ndarray) -> Runs | None:
-        """The keys that each query keeps, as runs [first, stop) of positions, or None where that is no natural form.
+        """The keys that each query keeps, as runs [first, stop) of positions, or None if that is not a natural form.
 
-        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs), the runs of a query ascending
-        and apart from each other; a run with stop <= first is empty.
+        q: any shape S of int64 positions. Returns two int64 arrays of shape (*S, runs); the runs of a query are ascending and
+        disjoint; a run with stop <= first is empty.
         """
         return None
 
@@ -111,7 +111,7 @@ class Pattern:
 
     @staticmethod
     def from_spec(text: str) -> Pattern:
-        """The pattern that spec text stands for. Raises ``SpecError``, which points at the column."""
+        """The pattern for this spec text. Raises ``SpecError``, which points at the column."""
         return parse(text)
 
     def __and__(self, other: Pattern | str) -> Pattern:
@@ -120,13 +120,13 @@ class Pattern:
     def __or__(self, other: Pattern | str) -> Pattern:
         return _combined(Or, self, other)
 
-    __rand__, __ror__ = __and__, __or__  # with spec text on the left; operands have no order
+    __rand__, __ror__ = __and__, __or__  # with spec text on the left; operand order does not matter
 
     def __invert__(self) -> Pattern:
         return Not(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Fields only: the hashes and arrays cached beside them are made anew where the pattern is unpickled.
+        # Fields only: cached hashes and arrays are recomputed where the pattern is unpickled.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __bool__(self) -> NoReturn:
@@ -140,11 +140,11 @@ class Pattern:
 
 
 class DerivedPattern(Pattern):
-    """A pattern that is a name for an expression of others: define ``expression``."""
+    """A pattern that names an expression of others: define ``expression``."""
 
     @property
     def expression(self) -> Pattern:
-        """What this pattern stands for."""
+        """The expression that this pattern stands for."""
         raise NotImplementedError
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
@@ -192,14 +192,14 @@ def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) ->
 
 
 class And(_Composite):
-    """Pairs that every operand keeps."""
+    """The pairs that every operand keeps."""
 
     symbol = "&"
     combine = np.logical_and
 
 
 class Or(_Composite):
-    """Pairs that some operand keeps."""
+    """The pairs that some operand keeps."""
 
     symbol = "|"
     combine = np.logical_or
@@ -207,7 +207,7 @@ class Or(_Composite):
 
 @dataclass(frozen=True, repr=False)
 class Not(Pattern):
-    """Pairs that the operand does not keep."""
+    """The pairs that the operand does not keep."""
 
     operand: Pattern
 
@@ -235,8 +235,8 @@ _entry_points_read = False
 def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     """Class decorator: makes a pattern available to spec text and the command line under ``name``.
 
-    The class must be a frozen dataclass derived from Pattern. A name that is taken raises ValueError naming both owners;
-    redefining a class of ``__main__`` (a notebook cell run again) replaces it.
+    The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError that names both owners; redefining a
+    class of ``__main__`` (rerunning a notebook cell) replaces it.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a pattern name must be an identifier such as 'ring'; got {name!r}")
@@ -255,7 +255,7 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
             raise ValueError(f"pattern {name!r} of {_owner(cls)} is already registered by {_owner(owner)}; choose another name")
         cls.name = name
         _registry[name] = cls
-        clear()  # what spec text means may be another now
+        clear()  # spec text may mean something else now
         return cls
 
     return decorate
@@ -266,7 +266,7 @@ def _owner(cls: type) -> str:
 
 
 def _read_entry_points() -> None:
-    """Loads what other packages offer, once, at the first look at the registry rather than at import."""
+    """Loads what other packages offer, once, on first use of the registry rather than at import."""
     global _entry_points_read
     if _entry_points_read:
         return
@@ -277,7 +277,7 @@ def _read_entry_points() -> None:
             if isinstance(loaded, type) and issubclass(loaded, Pattern) and loaded.name is None:
                 register_pattern(entry.name)(loaded)
         except Exception as error:
-            # One broken plug-in must not take the others away; the warning names it.
+            # One broken plug-in must not disable the others; the warning names it.
             warnings.warn(f"pattern plug-in {entry.name!r} ({entry.value}) could not be loaded: {error}", stacklevel=3)
 
 
@@ -288,7 +288,7 @@ def list_patterns() -> list[str]:
 
 
 def pattern_class(name: str) -> type[Pattern]:
-    """The class registered under ``name``. Raises ValueError with the nearest names."""
+    """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     _read_entry_points()
     if name not in _registry:
         near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5)
@@ -298,7 +298,7 @@ def pattern_class(name: str) -> type[Pattern]:
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that spec text stands for, such as ``"causal & (local(1024) | butterfly(block=128))"``.
+    """The pattern for spec text such as ``"causal & (local(1024) | butterfly(block=128))"``.
 
     Raises ``SpecError`` (a ValueError) that points at the column.
     """
@@ -307,8 +307,8 @@ def parse(text: str) -> Pattern:
 
 @constant_in_graphs
 def text_of(pattern: Pattern | str) -> str | None:
-    """The spec text that reads back as this pattern; None where there is none, as some part of it is not registered. Raises
-    ``SpecError`` for text that cannot be read."""
+    """The spec text that reads back as this pattern; None if some part of it is not registered. Raises ``SpecError`` for text that
+    cannot be read."""
     return _text_of(pattern)
 
 

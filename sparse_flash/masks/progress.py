@@ -1,14 +1,14 @@
-"""A progress bar where looking at pairs takes long."""
+"""A progress bar for evaluating many pairs."""
 
 from __future__ import annotations
 
 from typing import Self
 
-_LONG = 1 << 28  # pairs to look at beyond which a progress bar is shown
+_LONG = 1 << 28  # pairs to evaluate beyond which a progress bar is shown
 
 
 class Progress:
-    """A progress bar where the work is long, nothing otherwise."""
+    """A progress bar if the work is long, otherwise nothing."""
 
     def __init__(self, text: str, total: int, wanted: bool | None):
         self.bar = None

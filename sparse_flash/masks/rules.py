@@ -1,8 +1,8 @@
-"""The natural forms that most patterns have; each derives the token rule and the block rule from one method.
+"""The natural forms of most patterns; each derives the token rule and the block rule from one method.
 
 RunPattern      each query keeps a few runs of keys                      causal, windows, documents, prefixes
-UnitPattern     the rule speaks of units of ``block`` tokens             butterfly, random, fixed
-DistancePattern the rule speaks of the distance between two units        strided, dilated, power_of_two
+UnitPattern     the rule applies to units of ``block`` tokens            butterfly, random, fixed
+DistancePattern the rule applies to the distance between two units       strided, dilated, power_of_two
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import scipy.sparse
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import Pattern, Runs
 
-# Looking at all pairs of units smaller than this would cost as much as looking at tokens.
+# Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
-# The end of a run that has none: past every position, and far enough from 2^63 to add positions to.
+# The end of an unbounded run: past every position, and far enough from 2^63 to add positions to.
 BEYOND = 1 << 62
 _CHUNK = 1 << 20
 # Runs of blocks: rows, first, stop, states.
@@ -42,7 +42,7 @@ def int_tuple(pattern: str, name: str, values: object, least: int = 1) -> tuple[
 
 
 def optional_factors(pattern: str, value: object) -> int | None:
-    """How many powers of two: None for all of them, else 0 .. 62."""
+    """How many powers of two: None for all of them, otherwise 0 .. 62."""
     if value is None:
         return None
     factors = positive_int(pattern, "factors", value, least=0)
@@ -65,8 +65,8 @@ class RunPattern(Pattern):
         return kept
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """Run by run: some query of a block row reaches from the least first to the greatest stop; all of them reach
-        from the greatest first to the least stop."""
+        """Run by run: some query of a block row reaches from the least first to the greatest stop; all queries reach from the
+        greatest first to the least stop."""
         runs = self.row_runs(np.array([grid.offset]))[0].shape[-1]
         pieces = []
         for rows in _row_chunks(grid, grid.block_size * runs):
@@ -80,16 +80,16 @@ class RunPattern(Pattern):
 
 
 def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
-    """The block rows, in chunks about which so many numbers fit in bounded memory."""
+    """The block rows, in chunks small enough for this many numbers per row to fit in bounded memory."""
     step = max(1, _CHUNK // numbers_per_row)
     return (np.arange(low, min(low + step, grid.q_blocks)) for low in range(0, grid.q_blocks, step))
 
 
 def _block_runs(grid: BlockGrid, rows: np.ndarray, first: np.ndarray, stop: np.ndarray, state: int) -> _RowRuns:
-    """Runs of blocks (row, first, stop, state) from runs of tokens, one or more for each block row.
+    """Runs of blocks (row, first, stop, state) from runs of tokens, one or more per block row.
 
-    rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL takes every block that a run touches,
-    FULL those that it covers.
+    rows: (rows,) block rows. first, stop: (rows, runs) key positions. state: PARTIAL includes every block that a run touches, FULL
+    those it covers.
     """
     size = grid.block_size
     first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
@@ -106,8 +106,8 @@ def _joined(grid: BlockGrid, pieces: list[_RowRuns]) -> BlockRuns:
 
 
 class UnitPattern(Pattern):
-    """The rule speaks of units of ``block`` tokens, position // block: define ``unit_rule``, and ``unit_pairs`` where the
-    kept pairs can be listed without a look at all of them."""
+    """The rule applies to units of ``block`` tokens, position // block: define ``unit_rule``, and ``unit_pairs`` if the kept pairs
+    can be listed without testing all of them."""
 
     block: int
 
@@ -146,7 +146,7 @@ class UnitPattern(Pattern):
         return self._large_units(grid, i, j) if self.block >= grid.block_size else self._small_units(grid, i, j)
 
     def _small_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
-        """Kept units overlap no other, so the areas that they cover in a block add up to the block's kept pairs."""
+        """Kept units do not overlap, so the areas they cover in a block add up to the block's kept pairs."""
         kept = scipy.sparse.csr_array(grid.shape, dtype=np.int64)
         for row, height in _overlaps(i * self.block - grid.offset, self.block, grid.q_len, grid.block_size):
             for col, width in _overlaps(j * self.block, self.block, grid.kv_len, grid.block_size):
@@ -159,7 +159,7 @@ class UnitPattern(Pattern):
         return BlockRuns.from_row_runs(grid.shape, rows, cols, cols + 1, state)
 
     def _large_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
-        """The queries of a block row lie in one unit or in two; where both say the same of a block, that is its state."""
+        """The queries of a block row lie in one or two units; where both agree on a block, that is its state."""
         order = np.lexsort((j, i))
         i, j = i[order], j[order]
         starts = np.append(True, (i[1:] != i[:-1]) | (j[1:] != j[:-1] + 1))[: len(i)]
@@ -177,8 +177,8 @@ class UnitPattern(Pattern):
 
 
 def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cuts token ranges [start, start + unit), unit < size, into their parts in blocks of ``size`` tokens: yields (block,
-    tokens) of the first part and of the second; parts outside [0, length) have no tokens."""
+    """Cuts token ranges [start, start + unit), unit < size, into their parts in blocks of ``size`` tokens: yields (block, tokens)
+    of the first and of the second part; parts outside [0, length) have no tokens."""
     for part in range(2):
         block = start // size + part
         first = np.maximum(np.maximum(start, block * size), 0)
@@ -186,7 +186,7 @@ def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[
 
 
 class DistancePattern(UnitPattern):
-    """The rule speaks of the distance i - j between a query's unit and a key's unit: define ``distance_rule``."""
+    """The rule applies to the distance i - j between a query's unit and a key's unit: define ``distance_rule``."""
 
     def distance_rule(self, distance: np.ndarray) -> np.ndarray:
         """Which distances i - j (negative: the key is later) may attend: bool of the same shape."""
@@ -200,11 +200,11 @@ class DistancePattern(UnitPattern):
         return self.distance_rule(i - j)
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
-        """From the runs of kept distances [low, high): queries of units top .. bottom reach key units top - high + 1 ..
-        bottom - low, and all of them reach bottom - high + 1 .. top - low."""
+        """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units
+        top - high + 1 .. bottom - low; all of them reach bottom - high + 1 .. top - low."""
         unit = self.block
         pieces: list[_RowRuns] = []
-        # A block covers at least so many distances, so that a shorter gap separates no block, nor a shorter run fills one.
+        # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
         edges = np.diff(self.distance_rule(distance).astype(np.int8), prepend=0, append=0)

@@ -1,4 +1,4 @@
-"""Tables of the blocks that a map keeps, chosen on the device from the table of another mask."""
+"""Tables of the blocks that a map keeps, selected on the device from another mask's table."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .table import SPLIT_FIELDS, Table, work_of_whole_rows
 
 
 class Listing(NamedTuple):
-    """The entries of one mask's tables, by_query and by_key, to choose from at run time. n: as many as the entries, and more.
+    """The entries of one mask's tables, by_query and by_key, to select from at run time. n: the number of entries plus padding.
 
-    block: (2, 1, n) int64, which block of the row-major grid each is; the first stands before all entries and for none, and so
-    do those past the last.
-    exists: (2, 1, n) bool, whether it is an entry.
+    block: (2, 1, n) int64, the row-major block of each entry; the first element precedes all entries and is padding, like those
+    past the last entry.
+    exists: (2, 1, n) bool, whether it is an entry rather than padding.
     col_tile: (2, 2, 1, n) int32, col_idx and tile_idx of both tables.
-    ptr, split, bounds: int64, as many lines as the longer table has rows: (2, 1, rows + 1) row_ptr, (2, 1, rows * 2) row_split,
-    (2, 1, rows * 4) row by row where it begins, its run tiles begin, its bit tiles begin, it ends.
-    rows: of either table.
+    ptr, split, bounds: int64, with the row count of the longer table: (2, 1, rows + 1) row_ptr, (2, 1, rows * 2) row_split, (2, 1,
+    rows * 4) the start, start of run tiles, start of bit tiles and end of each row.
+    rows: the row count of each table.
     """
 
     block: torch.Tensor
@@ -31,7 +31,7 @@ class Listing(NamedTuple):
 
 
 def listing_of(by_query: Table, by_key: Table) -> Listing:
-    """The entries of the tables of one mask."""
+    """The entries of one mask's two tables."""
     rows = by_query.row_ptr.shape[1] - 1, by_key.row_ptr.shape[1] - 1
     room = max(len(by_query.col_idx), len(by_key.col_idx)), max(rows)
     sides = _side(by_query, rows[1], 1, *room), _side(by_key, 1, rows[1], *room)
@@ -42,10 +42,10 @@ def listing_of(by_query: Table, by_key: Table) -> Listing:
 
 
 def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """(block, exists, col_tile, ptr, split, bounds) of one table, whose (row, col) is block row * row_stride + col * col_stride of
-    the grid, filled up to so many entries and rows."""
+    """(block, exists, col_tile, ptr, split, bounds) of one table, padded to this many entries and rows. Its (row, col) is block
+    row * row_stride + col * col_stride of the grid."""
     ptr, split = table.row_ptr[0], table.row_split[0]
-    # So many that what follows col_idx in memory starts on 16 bytes, which kernels are compiled for.
+    # Padded so that what follows col_idx in memory is 16-byte aligned, as kernels are compiled for.
     past = -(entries + 1) % 4
     cols, tiles = (torch.nn.functional.pad(t, (1, entries - len(t) + past)) for t in (table.col_idx, table.tile_idx))
     entry = counted(len(cols), ptr.device) - 1
@@ -53,16 +53,16 @@ def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: in
     exists = (entry >= 0) & (row < len(ptr) - 1)
     block = torch.where(exists, row * row_stride + cols * col_stride, 0)
     bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
-    # Rows that there are not begin and end before all entries.
+    # Padding rows begin and end before all entries.
     past = rows - len(split)
     ptr, split, bounds = (torch.nn.functional.pad(t.flatten(), (0, past * n)) for t, n in ((ptr, 1), (split, 2), (bounds, 4)))
     return block, exists, torch.stack([cols, tiles]), ptr, split, bounds
 
 
 def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
-    """The tables by_query and by_key of the entries that each map, a row of (masks, blocks) bool, keeps of the listing, by
-    operations whose shapes do not depend on the maps' contents. As the order stays that of the listing, a running count is all
-    that it takes. One operation for both tables, as launching them is most of what they cost."""
+    """The tables by_query and by_key of the listed entries that each map, a row of (masks, blocks) bool, keeps; the operations'
+    shapes do not depend on the maps' contents. The order stays that of the listing, so a running count suffices. One operation
+    serves both tables, as launches are most of the cost."""
     masks, listed = len(maps), listing.block.shape[2]
 
     def of_masks(numbers: torch.Tensor) -> torch.Tensor:
@@ -71,14 +71,14 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     kept = maps.expand(2, -1, -1).gather(2, of_masks(listing.block)) & listing.exists
     count = kept.view(-1).cumsum(0, dtype=torch.int32).view(2, -1)
     count[1].sub_(count[0, -1])
-    # Each kept entry goes to its place, the others to what is left, from the end: no place is written twice or left out. The
+    # Each kept entry goes to its place, the others to the remaining places, from the end: every place is written exactly once. The
     # second table has the first places.
     backwards = torch.arange(count.numel() - 1, -1, -1, device=maps.device).view(2, -1)
     place = count + torch.where(kept.view(2, -1), backwards[:, -1:] - 1, backwards)
     col_tile = torch.empty((2, count.numel()), dtype=torch.int32, device=maps.device)
     col_tile[:, place.view(2, masks, listed)] = listing.col_tile
     col_tile = col_tile.view(2, 2, -1)
-    # The count before an entry is that at the one before it, and the first of each mask is none.
+    # The count before an entry is the count at the previous one; the first entry of each mask is padding.
     count = count.view(2, masks, listed)
     ptr, split, bounds = (count.gather(2, of_masks(line)) for line in (listing.ptr, listing.split, listing.bounds))
     bounds = bounds.view(2, masks, -1, 4)
@@ -90,7 +90,7 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     split = split.view(2, masks, -1, 2)
     tables = []
     for side, rows in enumerate(listing.rows):
-        # Rows that a table has not are the lightest, and last in order.
+        # Padding rows are the lightest, so they come last in order.
         own_split, own_order = (t[side, :, :rows].contiguous() for t in (split, order))
         cols, tiles = col_tile[:, 1 - side]
         of_work = work[side, :, :rows].contiguous()
@@ -99,7 +99,7 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
 
 
 def table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:
-    """All blocks row by row. Cut ones are the last of their row, or all of the last row, so that they follow the full ones."""
+    """All blocks row by row. Cut blocks come last in their row, or fill the last row, so they follow the full ones."""
     rows, cols = tile.shape
     ptr = counted(rows + 1, tile.device) * cols
     runs = ptr[1:] - int(cut_col)

@@ -1,4 +1,4 @@
-"""The lookup table: kept blocks row by row, and the work items that programs take."""
+"""The lookup table: kept blocks row by row, and the work items for programs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-WORK_FIELDS = 8  # a work item is 32 bytes, one piece of a cache line
+WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
 SPLIT_FIELDS = 4
 
-# A row is split if it has more blocks than this, more than so many times the mean, and more than this share of all: one program
-# would still work on it when the others are done, unless there are many more heads than most models have. Its splits are of about
-# so many blocks, or of so many times the mean. The results of each cost a pass over 64 KiB.
+# A row is split if it has more blocks than _HEAVY_BLOCKS, more than _HEAVY_RATIO times the mean, and more than _HEAVY_SHARE of all
+# blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
+# split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 
@@ -30,16 +30,16 @@ class Table(NamedTuple):
 
     row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
     row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
-    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for last
+    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, items, 8)  all that a program needs to know of a row, in one piece, heaviest first: the row, then
-                                  row_ptr[r], row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0; or for a split of
-                                  a row that is much heavier than others, the same within the split, then its number
-                                  from 1. Items of masks that have fewer than others name a row past the last.
-    splits:    (masks, splits, 4) rows that are split: the row, its first split from 0, how many; then rows of zeros
+    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, heaviest first: the row, then row_ptr[r],
+                                  row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0. A much heavier row has several
+                                  splits instead: the same fields within the split, then its number from 1. Masks with fewer
+                                  items are padded with items that name a row past the last.
+    splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many; then rows of zeros
 
-    ``col_idx`` and ``tile_idx`` may be longer than the entries that row_ptr names.
+    ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates.
     """
 
     row_ptr: torch.Tensor
@@ -57,8 +57,8 @@ class Table(NamedTuple):
 
 
 def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:
-    """The table of one mask's entries, (entries,) each, in order of rows, segments and columns. segment: 0 full, 1 run tile, 2 bit
-    tile. tile: its number among those of its kind."""
+    """The table of one mask's entries, (entries,) each, ordered by row, segment and column. segment: 0 full, 1 run tile, 2 bit
+    tile. tile: its number among tiles of its kind."""
     bounds = np.append(0, np.cumsum(np.bincount(rows * 3 + segment, minlength=n_rows * 3)))
     ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
     heaviest = np.argsort(-np.diff(ptr), kind="stable")
@@ -73,22 +73,23 @@ def transposed_table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray,
 
 
 def _stable_order(numbers: np.ndarray) -> np.ndarray:
-    """What sorts numbers, (n,) int32 of at least 0; equal ones stay in order. NumPy sorts 16 bits in linear time, and 32 not."""
+    """The permutation that stably sorts numbers, (n,) int32 >= 0. NumPy sorts 16-bit numbers in linear time, but not 32-bit
+    ones."""
     order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
     high = (numbers >> 16).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The work items of rows that are not split. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4)
-    int32, in that order, where each begins, its run tiles begin, its bit tiles begin, it ends."""
+    """The work items of unsplit rows. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4) int32, in that
+    order, the start, start of run tiles, start of bit tiles and end of each."""
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
 
 
 def with_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
 ) -> Table:
-    """The table, on the CPU, with its work items: of whole rows, and of splits of the heavy ones."""
+    """The table, on the CPU, with its work items: whole rows, and splits of the heavy ones."""
     items, splits = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
@@ -122,5 +123,5 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def at_least_two(tiles: np.ndarray) -> np.ndarray:
-    # torch.compile treats lengths 0 and 1 as constants, and would compile anew where a mask of more tiles follows.
+    # torch.compile treats lengths 0 and 1 as constants, and would recompile for a later mask with more tiles.
     return tiles if len(tiles) >= 2 else np.pad(tiles, [(0, 2 - len(tiles))] + [(0, 0)] * (tiles.ndim - 1))

@@ -1,7 +1,7 @@
-"""Mask tiles: which pairs of a partial block are kept. Alike tiles are stored once.
+"""Mask tiles: which pairs of a partial block are kept. Equal tiles are stored once.
 
-A tile whose rows each keep one run of columns is a *run tile*, two numbers a row (causal, windows, documents, prefixes
-and their intersections are all of this kind); any other is a *bit tile*.
+A tile in which each row keeps one run of columns is a *run tile*, two numbers per row (causal, windows, documents, prefixes and
+their intersections); any other is a *bit tile*.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BATCH_PAIRS = 1 << 22
 
 
 def pack_runs(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Two numbers a row in one int32: ``first | stop << 16``; an empty run is 0."""
+    """Two numbers per row in one int32: ``first | stop << 16``; an empty run is 0."""
     first, stop = first.astype(np.int32), stop.astype(np.int32)
     return np.where(stop > first, first | (stop << 16), 0).astype(np.int32)
 
@@ -39,7 +39,7 @@ def unpack_bits(words: np.ndarray, block: int) -> np.ndarray:
 
 
 def runs_to_dense(first: np.ndarray, stop: np.ndarray, block: int) -> np.ndarray:
-    """Runs (n, block, runs), which may overlap, -> (n, block, block) bool."""
+    """Runs (n, block, runs), possibly overlapping -> (n, block, block) bool."""
     column = np.arange(block, dtype=first.dtype)
     kept = np.zeros((*first.shape[:2], block), bool)
     for run in range(first.shape[2]):
@@ -53,7 +53,7 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     data = np.pad(data, ((0, 0), (0, -data.shape[1] % 8))) if data.shape[1] % 8 else data
     words = data.view(np.uint64)
     factors = np.random.default_rng(0).integers(1, 1 << 63, words.shape[1], dtype=np.uint64) * 2 + 1
-    # Sorting one 64-bit sum a row is many times faster than sorting rows; the comparison below keeps it exact.
+    # Sorting one 64-bit sum per row is many times faster than sorting rows; the comparison below keeps it exact.
     _, first, inverse = np.unique(words @ factors, return_index=True, return_inverse=True)
     if not np.array_equal(words[first[inverse]], words):
         _, first, inverse = np.unique(words, axis=0, return_index=True, return_inverse=True)
@@ -64,7 +64,7 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TilePool:
-    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them as they come."""
+    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival."""
 
     def __init__(self, block: int):
         self.block = block
@@ -82,12 +82,12 @@ class TilePool:
         return np.array(numbers, np.int64)[inverse]
 
     def add_bits(self, words: np.ndarray) -> np.ndarray:
-        """Bit tiles (n, block, words) int32 that are neither empty nor full nor made of runs -> tile numbers (n,) int64."""
+        """Bit tiles (n, block, words) int32 that are not empty, full or made of runs -> tile numbers (n,) int64."""
         kept = np.bitwise_count(words.view(np.uint32)).sum((1, 2), dtype=np.int64)
         return np.array([self._add(True, tile, n) for tile, n in zip(words, kept.tolist(), strict=True)], np.int64)
 
     def add_dense(self, kept: np.ndarray) -> np.ndarray:
-        """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those of one run a row become run tiles."""
+        """Tiles (n, block, block) bool -> tile numbers as in ``add_runs``; those with one run per row become run tiles."""
         words = pack_bits(kept)
         unique, inverse = unique_rows(words.reshape(len(words), -1))
         tiles = kept[unique]
@@ -118,6 +118,6 @@ class TilePool:
 
 
 def dense_batches(count: int, block: int) -> Iterator[slice]:
-    """Slices of ``count`` tiles, each of about four million pairs, so that looking at tokens takes bounded memory."""
+    """Slices of ``count`` tiles, about four million pairs each, so evaluating tokens takes bounded memory."""
     step = max(1, _BATCH_PAIRS // block**2)
     return (slice(low, min(low + step, count)) for low in range(0, count, step))

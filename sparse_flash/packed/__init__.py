@@ -1,2 +1,1 @@
-"""Documents packed back to back: their tables, and rows moved between axes of tokens. Knows operators, but not the calls of
-users."""
+"""Documents packed back to back: their tables, and row moves between token axes. Knows operators, but not users' calls."""

@@ -1,4 +1,4 @@
-"""Moves of rows from one axis of tokens to another, differentiable: the gradient is the move back."""
+"""Differentiable row moves from one token axis to another: the gradient is the reverse move."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..dispatch.operators import is_plain_eager
 
 
 def by_kernels(device: torch.device) -> bool:
-    """Whether kernels do the work on packed documents. On a GPU without Triton they do not: there the torch back end runs, which
-    waits for the device anyway."""
+    """Whether kernels do the work on packed documents. On a GPU without Triton they do not: the torch back end runs there, which
+    synchronizes anyway."""
     return device.type == "cuda" and portable.available() is None
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:
     """(rows, heads, head_dim): row r is x[index[r]], or ``fill`` where the index is -1. Differentiable in x.
 
-    x: (n, heads, head_dim). index: (rows,) int32, no row of x twice. reverse: (n,) int32, where each row of x goes, or -1.
-    heads_first: whether the result lies head by head in memory, or row by row.
+    x: (n, heads, head_dim). index: (rows,) int32, without repeated rows of x. reverse: (n,) int32, the destination of each row of
+    x, or -1. heads_first: whether the result's memory order is head by head or row by row.
     """
     return (_TakeRows.apply if is_plain_eager(x) else _take_rows_operator)(x, index, reverse, fill, heads_first)
 

@@ -1,11 +1,11 @@
-"""Packed documents where they lie: the BlockMask of the packed axis, for patterns whose queries each keep one run of keys.
+"""Packed documents in place: the BlockMask of the packed axis, for patterns whose queries each keep one run of keys.
 
 The runs of the queries of one long document are compiled once. Clipped to the keys of its own document and shifted to their place,
-such a run is that of a packed query. A block of queries, which may belong to several documents, then keeps a block of keys whole
-if all of their runs cover it, and gets a run tile of its own otherwise.
+such a run becomes that of a packed query. A block of queries may belong to several documents. It keeps a block of keys fully if all
+of its runs cover it, and otherwise gets a run tile.
 
-Runs must ascend. Then a block of queries of one document has few partial blocks, which bounds the tiles whatever the lengths. On a
-GPU nothing waits for the host, and shapes depend only on the numbers of tokens.
+Runs must ascend: then a block of queries of one document has few partial blocks, which bounds the tiles for any lengths. On a GPU
+nothing synchronizes with the host, and shapes depend only on the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_
 
 
 class InPlacePlan(NamedTuple):
-    """The facts of a call that the host knows: tokens and longest document of queries and keys; queries of the long document before
-    position 0; room for entries and for tiles; whether keys have the documents of the queries."""
+    """What the host knows of a call: tokens and longest document of queries and keys; queries of the long document before position
+    0; capacity for entries and for tiles; whether keys share the documents of the queries."""
 
     q_tokens: int
     k_tokens: int
@@ -41,19 +41,19 @@ class InPlacePlan(NamedTuple):
     before: int
     entries: int
     tiles: int
-    same: int  # 0 or 1, as operators take a plan in integers
+    same: int  # 0 or 1: operators take a plan as integers
 
 
 def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
-    """The mask of the packed axes under which each document attends only to itself, by the pattern; None where the pattern's
-    queries do not each keep one run of keys, ascending from query to query.
+    """The mask of the packed axes under which each document attends only to itself, by the pattern; None unless each query of the
+    pattern keeps one run of keys, ascending from query to query.
 
-    pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
+    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
     same = keys is None
     keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
-    # index() makes symbolic lengths plain numbers: a compiled graph holds the runs of one long document.
+    # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
     if not plan:
@@ -65,7 +65,7 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
     """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
-    # Powers of two, to compile for few lengths.
+    # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
     if runs is None:
@@ -79,15 +79,16 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 
 
 class _LongRuns:
-    """The runs of a document of ``k_blocks`` blocks, with ``before`` blocks of queries before the first key.
+    """The runs of a document of ``k_blocks`` key blocks, with ``before`` blocks of queries before the first key.
 
-    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and splits of a mask that needs none.
+    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and splits of a mask without bit tiles or
+    splits.
     """
 
     def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
         self.before = before
         self._square = before == 0
-        # The most keys that BLOCK consecutive queries span if they start in a given block; they lie in it and the next.
+        # The most keys spanned by BLOCK consecutive queries that start in a given block; they lie in it and the next.
         some = stop > first
         low, high = np.where(some, first, 1 << 30).reshape(-1, BLOCK).min(1), np.where(some, stop, 0).reshape(-1, BLOCK).max(1)
         reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
@@ -97,20 +98,20 @@ class _LongRuns:
         self.constants = [t.to(device) for t in (runs, *zeros, no_splits("cpu"))]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
-        """As many entries as documents of up to ``longest`` blocks of keys can have together.
+        """An upper bound on the entries of all documents of up to ``longest`` key blocks together.
 
-        A block of queries of one document touches as many blocks as its runs span, and one more. The other blocks of
-        queries, of several documents or past the last, touch at most the blocks from their first document's first key to their last
-        one's last. A document meets at most two of them, so that is 2 * (k_blocks + q_blocks) blocks in total.
+        A block of queries of one document touches as many blocks as its runs span, plus one. Any other block of queries, with
+        several documents or past the last, touches at most the blocks from its first document's first key to its last document's
+        last key. A document meets at most two of these, so they touch 2 * (k_blocks + q_blocks) blocks in total.
 
-        All of the latter may be partial. So may the blocks of the two blocks of queries between which a document's queries keep
-        something: 2 * (k_blocks + 2 * q_blocks) in total. In any other block of queries, runs start or stop in the partial ones.
-        Both ascend, so a document has no more of either than blocks of keys and of queries: 2 * (k_blocks + 2 * q_blocks) in total,
-        as no more documents than there are blocks of queries have one for themselves.
+        All of the latter may be partial. So may the blocks of the two query blocks where a document's queries begin and cease to
+        keep something: 2 * (k_blocks + 2 * q_blocks) in total. In any other block of queries, runs start or stop in the partial
+        blocks. Both ascend, so a document has no more of either than it has blocks of keys and of queries:
+        2 * (k_blocks + 2 * q_blocks) in total, as no more documents than query blocks have a query block to themselves.
         """
         each = np.minimum(self._blocks, longest + 1)
         if self._square:
-            # The mean over a document's first blocks of queries, for the worst of its lengths.
+            # The mean over a document's first query blocks, for the worst of its lengths.
             each = np.cumsum(each) / np.arange(1, len(each) + 1)
             each = each[: max(1, longest)]
         return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
@@ -123,10 +124,10 @@ def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
 
 
 def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
-    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, 0 and 0 where it keeps none; or None where a
-    query keeps more than one, or runs do not ascend, or a query that keeps nothing lies between others.
+    """(first, stop) of the one run of keys that each query keeps, (q_len,) int64, both 0 if it keeps nothing. None if a query keeps
+    several runs, runs do not ascend, or a query that keeps nothing lies between others.
 
-    mask: one mask, of whole blocks.
+    mask: a single mask of whole blocks.
     """
     rows, cols, kinds, tiles = mask.entries()
     if (kinds == 2).any():
@@ -158,7 +159,7 @@ def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
-    """constants, plan: as from ``_planned``. Returns the tensors of a BlockMask."""
+    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask."""
     run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
     return run(constants, q_starts, k_starts, InPlacePlan(*plan))
 
@@ -181,7 +182,7 @@ def _(constants, q_starts, k_starts, plan):
 
 
 def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` by kernels."""
+    """``_assemble`` using kernels."""
     from ..kernels.packed.repack import lay_out
     from ..kernels.packed.spans import fill_spans
 
@@ -194,7 +195,7 @@ def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.T
 
 
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` by NumPy: the definition of the kernels' results."""
+    """``_assemble`` using NumPy: the reference for the kernels."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)
@@ -216,7 +217,7 @@ def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Ten
 
 
 def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tuple[np.ndarray, np.ndarray]:
-    """(first, stop) of each packed query on the packed axis of keys, (q_tokens,) int64; 0 and 0 where it keeps nothing."""
+    """(first, stop) of each packed query on the packed key axis, (q_tokens,) int64; both 0 if it keeps nothing."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     document = np.repeat(np.arange(len(q_len)), q_len)

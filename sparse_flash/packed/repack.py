@@ -1,12 +1,12 @@
 """Packed documents on an axis of whole blocks: the place of each token, and the BlockMask of that axis. For patterns that
-``in_place.py`` does not take.
+``in_place.py`` does not support.
 
-Each document starts with a block of its own. So the table of one long document, compiled once, contains the tables of all of them:
-a shorter one keeps the entries of its first rows and columns. Only its last block of keys, if its end cuts it, has tiles of its
-own. Where a document has not as many queries as keys, its queries start as far into their first block as their first position lies
-within one, which makes its rows the last ones before the end of its keys.
+Each document starts in a new block. So the table of one long document, compiled once, contains the tables of all of them: a shorter
+one keeps the entries of its first rows and columns. Only its last block of keys has tiles of its own, if the document ends inside
+it. If a document's numbers of queries and keys differ, its queries start as far into their first block as their first position lies
+within one; its rows are then the last ones before the end of its keys.
 
-On a GPU nothing waits for the host, and shapes depend only on the numbers of tokens and documents.
+On a GPU nothing synchronizes with the host, and shapes depend only on the numbers of tokens and documents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK = 128
 
 
 class Axis(NamedTuple):
-    """token_of_row: (blocks * BLOCK,) int32, the token at each place of the axis of blocks, -1 where none is.
+    """token_of_row: (blocks * BLOCK,) int32, the token at each place of the block axis, or -1 for none.
     row_of_token: (tokens,) int32, the reverse, -1 for a token of no document."""
 
     token_of_row: torch.Tensor
@@ -50,8 +50,8 @@ class Packed(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis.
-    longest: tokens that no document exceeds; tokens beyond that are dropped."""
+    """The documents of queries or of keys. cu_seqlens: (documents + 1,) int32 or int64. tokens: of the packed axis. longest: no
+    document exceeds this; tokens beyond it are dropped."""
 
     cu_seqlens: torch.Tensor
     tokens: int
@@ -59,9 +59,9 @@ class Side(NamedTuple):
 
 
 class RepackPlan(NamedTuple):
-    """The facts of a call that the host knows: tokens, longest document and blocks of queries and keys; block rows of the
-    long document's table before position 0; room for entries; whether keys have the documents of the queries; whether the table
-    has bit tiles."""
+    """What the host knows of a call: tokens, longest document and blocks of queries and keys; block rows of the long document's
+    table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table has bit
+    tiles."""
 
     q_tokens: int
     k_tokens: int
@@ -71,19 +71,19 @@ class RepackPlan(NamedTuple):
     k_blocks: int
     before: int
     entries: int
-    same: int  # 0 or 1, as operators take a plan in integers
+    same: int  # 0 or 1: operators take a plan as integers
     has_bits: int
 
 
 def pack(pattern, queries: Side, keys: Side | None) -> Packed:
-    """The axes of documents, and the mask under which each attends only to itself, by the pattern.
+    """The document axes, and the mask under which each document attends only to itself, by the pattern.
 
-    pattern: a Pattern or its spec text. keys: None where they have the documents of the queries.
+    pattern: a Pattern or its spec text. keys: None if they share the documents of the queries.
     """
     same = keys is None
     keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
-    # index() makes symbolic lengths plain numbers: a compiled graph holds the table of one long document.
+    # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
     sizes = (*queries[1:], *keys[1:], starts[0].shape[0] - 1)
     q_tokens, q_longest, k_tokens, k_longest, documents = map(index, sizes)
     plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, starts[0].device)
@@ -102,8 +102,8 @@ def _split(tensors: list[torch.Tensor]):
 
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask and the splits of a table that has none)."""
-    # Powers of two, to compile for few lengths.
+    """(the fields of a RepackPlan, the tensors of the long document's mask and the splits of an unsplit table)."""
+    # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
     q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
@@ -119,7 +119,7 @@ def power_of_two(number: int) -> int:
 
 
 def _most_blocks(tokens: int, documents: int, skipped: int = 0) -> int:
-    """Blocks enough for any lengths, where up to ``skipped`` places before a document stay empty."""
+    """Enough blocks for any lengths, if up to ``skipped`` places before a document stay empty."""
     return max(1, (tokens + min(documents, tokens) * (BLOCK - 1 + skipped)) // BLOCK)
 
 
@@ -139,11 +139,11 @@ class LongDocument:
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """The mask's tensors on the device, and the splits of a table that has none."""
+        """The mask's tensors on the device, and the splits of an unsplit table."""
         return [*self.mask.to(self._device).tensors(), no_splits(self._device)]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
-        """As many entries as documents of up to ``longest`` blocks of keys can have in so many blocks together."""
+        """An upper bound on the entries in this many blocks of documents of up to ``longest`` key blocks."""
         if self.before:
             return min(q_blocks * self._heaviest[0], k_blocks * self._heaviest[1])
         return int(q_blocks * self._densest[max(0, longest - 1)]) + 1
@@ -160,7 +160,7 @@ def no_splits(device) -> torch.Tensor:
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
-    """tables, plan: as from ``_planned``. Returns what ``_split`` splits."""
+    """tables, plan: from ``_planned``. Returns what ``_split`` splits."""
     run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
     return run(tables, q_starts, k_starts, RepackPlan(*plan))
 
@@ -197,7 +197,7 @@ def _(tables, q_starts, k_starts, plan):
 
 
 def fake_size(known: int, by_kernels: bool) -> int | torch.SymInt:
-    """A length that kernels allocate in full, and that depends on the documents elsewhere."""
+    """A length that kernels allocate in full; without kernels it depends on the documents."""
     return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
 
 
@@ -209,7 +209,7 @@ def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
 
 
 def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
-    """``_pack`` by kernels."""
+    """``_pack`` using kernels."""
     from ..kernels.packed.repack import fill_rows, find_rows, lay_out
 
     mask_index, by_query, by_key, tiles, splits = _long_tables(tables)
@@ -229,7 +229,7 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
 
 
 def _long_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles, the splits of a table that has none)."""
+    """(mask_index, by_query, by_key, tiles, the splits of an unsplit table)."""
     size = len(Table._fields)
     return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
 
@@ -246,7 +246,7 @@ def _with_room(tiles: torch.Tensor, more: int) -> torch.Tensor:
 
 
 def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]:
-    """``_pack`` by NumPy: the definition of the kernels' results."""
+    """``_pack`` using NumPy: the reference for the kernels."""
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     skipped = np.where(q_len > 0, (k_len - q_len) % BLOCK, 0)
@@ -265,7 +265,7 @@ def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]
 
 
 def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, tokens) of each document, clipped so that they neither overlap nor leave the tokens."""
+    """(first token, tokens) of each document, clipped so that documents neither overlap nor exceed the tokens."""
     bounds = np.maximum.accumulate(np.clip(cu_seqlens.cpu().numpy().astype(np.int64), 0, tokens))
     return bounds[:-1], np.minimum(np.diff(bounds), longest)
 
@@ -279,7 +279,7 @@ def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
 
 
 def _documents_entries(long: BlockMask, before, q_first, q_blocks, k_first, k_blocks, k_len) -> tuple[Entries, TilePool]:
-    """The entries of all documents, and the tiles that they use, cut where the last block of keys is."""
+    """The entries of all documents and the tiles they use, clipped in the last block of keys."""
     rows, cols, kinds, tiles = long.entries()
     pieces = [np.zeros((5, 0), np.int64)]
     for d in np.flatnonzero(q_blocks * k_blocks):

@@ -1,2 +1,2 @@
-"""Tools around training: pictures, costs, tuning, compiling ahead, the shadow check. They know tables, back ends and observers,
-and nothing of the calls that users make."""
+"""Tools around training: pictures, costs, tuning, ahead-of-time compilation, the shadow check. They know tables, back ends and
+observers, but not users' calls."""

@@ -1,6 +1,6 @@
 """Pictures of masks: text for a terminal, and PNG or SVG files.
 
-A picture is an array of cells, each the share of its pairs that the mask keeps; 0, 1 and the shares between look different.
+A picture is an array of cells, each the share of its pairs that the mask keeps; 0, 1 and the shares in between look different.
 Cells come from the lookup table, so a picture of a million tokens costs no more than the table.
 """
 
@@ -29,7 +29,7 @@ DEFAULT_LEN = 4096
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
-    """A picture of a mask: text where it is printed or shown by an interactive Python, an image in a notebook.
+    """A picture of a mask: text when printed or shown by an interactive Python, an image in a notebook.
 
     mask: the mask. title: the line above it. level: "tokens", "blocks" or "auto", see ``draw``.
     """
@@ -67,29 +67,29 @@ def draw(
     level: str = "auto",
     title: str | None = None,
 ) -> Drawing:
-    """A picture of a mask, queries downwards and keys to the right; ``print`` it, or look at it in a notebook.
+    """A picture of a mask, queries downwards and keys to the right; ``print`` it, or view it in a notebook.
 
     mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text.
     path: a .png or .svg file to write.
-    q_len, kv_len, block_size: tokens, for which a pattern is compiled; 4096, q_len and 128 by default. A BlockMask has its own.
-    level: "tokens" or "blocks", the finest that a cell may be; "auto" takes tokens where they all fit the picture.
+    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 4096, q_len and 128 by default. A BlockMask has its own.
+    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
     title: the pattern's spec text by default.
 
-    Raises ValueError for another kind of file, for several masks, and for more tokens than can be drawn one by one.
+    Raises ValueError for another file type, for several masks, and for more tokens than can be drawn one by one.
     """
     if path is not None:
         checked_path(path)
     mask, text = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     drawing = Drawing(mask, text if title is None else title, level)
-    cells(mask, 1, 1, level)  # raises now where something is wrong
+    cells(mask, 1, 1, level)  # raises now if something is wrong
     if path is not None:
         drawing.save(path)
     return drawing
 
 
 class Picture(NamedTuple):
-    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row
-    and column may be cut short. level: "tokens" or "blocks", the source of the cells."""
+    """shares: (rows, cols) float64, the share of kept pairs in each cell. unit: tokens on a side of a cell; the last row and column
+    may be cut off. level: "tokens" or "blocks", the source of the cells."""
 
     shares: np.ndarray
     unit: int
@@ -99,8 +99,8 @@ class Picture(NamedTuple):
 def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Picture:
     """The picture of a mask (of one stored mask) in at most height x width square cells.
 
-    level: "tokens" or "blocks", the finest that a cell may be; "auto" takes tokens where blocks would be coarser than the
-    picture and there are few enough.
+    level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if blocks would be coarser than the picture and there are
+    few enough tokens.
     """
     grid = mask.grid
     if mask.masks != 1:
@@ -129,7 +129,7 @@ def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Pict
 
 
 def _parts(rows: int, cols: int, height: int, width: int) -> int:
-    """How many rows and columns a square cell must hold for the whole to fit height x width cells."""
+    """How many rows and columns a square cell must cover for the whole to fit height x width cells."""
     return max(-(-rows // height), -(-cols // width))
 
 
@@ -148,13 +148,13 @@ def can_draw(text: str) -> bool:
 
 
 def picture_size() -> tuple[int, int]:
-    """Characters and lines that a picture may take."""
+    """Characters and lines available for a picture."""
     size = shutil.get_terminal_size((130, 64))
     return max(16, size.columns - 2), max(8, size.lines - 8)
 
 
 def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
-    """Cells as rich Text: with colour two cells a character, one above the other; else two shaded characters a cell."""
+    """Cells as rich Text: with colour two cells per character, one above the other; otherwise two shaded characters per cell."""
     from rich.style import Style
     from rich.text import Text
 
@@ -174,7 +174,7 @@ def terminal(shares: np.ndarray, colour: bool, unicode: bool = True):
 
 
 def legend(colour: bool, unicode: bool = True):
-    """The meaning of the signs of ``terminal``, as rich Text."""
+    """The legend of ``terminal``'s symbols, as rich Text."""
     from rich.text import Text
 
     if not (colour and unicode):
@@ -214,7 +214,7 @@ def _figure(mask: BlockMask, title: str, level: str, most_cells: int = 512):
     figure = Figure(figsize=(6.2, 6.4 + 0.17 * len(lines)), dpi=160, layout="constrained")
     axes = figure.subplots()
     _draw(axes, cells(mask, most_cells, most_cells, level), mask.q_len, mask.kv_len)
-    # On the figure, because the axes are narrow where there are many more queries than keys.
+    # On the figure, because the axes are narrow when there are many more queries than keys.
     figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, family="monospace", parse_math=False)
     axes.set_xlabel("key")
     axes.set_ylabel("query")
@@ -286,7 +286,7 @@ def _draw(axes, picture: Picture, q_len: int, kv_len: int) -> None:
     axes.imshow(_rgb(picture.shares), extent=extent, interpolation="nearest", aspect="auto")
     axes.set_box_aspect(min(max(q_len / kv_len, 0.25), 4))
     if max(rows, cols) <= 64:
-        # Lines between few cells; among many they would hide the picture.
+        # Grid lines only between few cells; among many they would hide the picture.
         axes.vlines(np.arange(cols + 1) * picture.unit, 0, q_len, color="white", linewidth=0.4)
         axes.hlines(np.arange(rows + 1) * picture.unit, 0, kv_len, color="white", linewidth=0.4)
     axes.set_xlim(0, kv_len)
@@ -309,7 +309,7 @@ def _write(figure, path: Path) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.patch.set_facecolor("white")
-    # Without a date and with fixed names of its parts, the same mask always gives the same file.
+    # Without a date and with fixed ids, the same mask always gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "sparse_flash"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path

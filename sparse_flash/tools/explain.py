@@ -1,6 +1,6 @@
 """What a mask costs and what it can see, as numbers from its lookup table.
 
-Nothing here prints, times or looks at a device other than the one the table is on; tables of a million tokens are fine.
+Nothing here prints, times or uses a device other than the table's; tables of a million tokens are fine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..masks.tiles import unpack_bits, unpack_runs
 from .figures import flops_text, share_text, size_text, times
 from .subject import subject
 
-# Reachability multiplies boolean matrices with this many units on a side; longer masks are reduced to coarser units.
+# Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
 # Below this gain dense attention is as fast. Measured on an H200 (docs/performance.md, 2026-11-21, 16 heads x 16,384 tokens): a
-# block that a table names takes 1.06 times as long as one of dense attention forward and 1.07 backward where rows keep 30
-# blocks, 1.13 and 1.39 where they keep 8; masks near this gain have long rows.
+# block from a table takes 1.06 times as long as one of dense attention forward and 1.07 backward if rows keep 30 blocks, 1.13 and
+# 1.39 if they keep 8; masks near this gain have long rows.
 LEAST_GAIN = 1.1
 DEFAULT_LEN = 65536
 _CHUNK = 1 << 14  # partial blocks per batch
@@ -31,8 +31,8 @@ _CHUNK = 1 << 14  # partial blocks per batch
 
 @dataclass(frozen=True)
 class Load:
-    """How the visited blocks spread over the rows (or columns) of blocks. mean, max: blocks a row. share: the heaviest
-    row's part of all visited blocks."""
+    """How the visited blocks spread over the rows (or columns) of blocks. mean, max: blocks per row. share: the heaviest row's
+    share of all visited blocks."""
 
     mean: float
     max: int
@@ -40,7 +40,7 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """max / mean: 1 is even; 0 where nothing is kept."""
+        """max / mean: 1 is even; 0 if nothing is kept."""
         return self.max / self.mean if self.mean else 0.0
 
     @classmethod
@@ -51,13 +51,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which part of the causal pairs information can cross, by depth.
+    """Across which share of the causal pairs information can flow, by depth.
 
-    unit: tokens on a side of a unit; 1 is exact. A larger unit counts as connected if any of its pairs is kept, so the
-    shares are upper bounds.
-    shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that many
-    layers of attention under this mask, each with its residual connection (so a token always keeps its own). Paths may
-    go through later tokens where the mask allows it. The depths double, until nothing more is reached.
+    unit: tokens on a side of a unit; 1 is exact. A larger unit counts as connected if any of its pairs is kept, so the shares are
+    upper bounds.
+    shares: layers -> share of the pairs i >= j such that information can flow from token j to token i through that many layers of
+    attention under this mask, each with its residual connection (so a token always keeps its own). Paths may go through later
+    tokens if the mask allows it. The depths double, until nothing more is reached.
     """
 
     unit: int
@@ -73,12 +73,12 @@ class Reach:
 class Memory:
     """Bytes of one call and of its backward pass, over batch and heads.
 
-    inputs: q, k and v. outputs: out, and lse in float32. table: that of the mask (and, for small blocks, the coarser one that GPUs
-    walk), once for all calls that share it. gradients: those of q, k and v. A call holds inputs, outputs and table; they stay until
-    the backward pass, which also holds the gradient of out and the gradients.
-    work: {back end: (forward, backward)}, what its kernels hold beyond that while they run: sums in float32, and numbers for
-    each query. A back end that does not run such calls is left out; torch holds chunks of scores of bounded size.
-    Tensors that the kernels cannot address in place, such as those of a head_dim that is no multiple of 8, are copied first.
+    inputs: q, k and v. outputs: out, and lse in float32. table: of the mask (and, for small blocks, the coarser one that GPUs
+    walk), once for all calls that share it. gradients: of q, k and v. A call holds inputs, outputs and table; they stay until the
+    backward pass, which also holds the gradient of out and the gradients.
+    work: {back end: (forward, backward)}, what its kernels additionally hold while they run: sums in float32, and values per query.
+    Back ends that do not run such calls are left out; torch holds chunks of scores of bounded size. Tensors that the kernels cannot
+    address in place, such as those with a head_dim that is not a multiple of 8, are copied first.
     """
 
     inputs: int
@@ -96,23 +96,23 @@ class Memory:
         return self.inputs
 
     def forward(self, backend: str) -> int:
-        """The most that is held while the call runs."""
+        """The peak while the call runs."""
         return self.inputs + self.outputs + self.table + self.work[backend][0]
 
     def backward(self, backend: str) -> int:
-        """The most that is held while its backward pass runs."""
+        """The peak while its backward pass runs."""
         return self.inputs + self.outputs + self.table + self.out + self.gradients + self.work[backend][1]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Numbers of one mask; pairs and tokens are of one head. See ``explain``. Printed, it is a table of sentences.
+    """Figures of one mask; pairs and tokens are per head. See ``explain``. Prints as a table of sentences.
 
     pattern: its spec text, "" for a table. call: lengths, heads and dtype in words.
     flops, dense_flops, visited_flops: of one forward pass over batch and heads: 4 x pairs x head_dim (2 x pairs x
     (head_dim + v_head_dim)) for the pairs kept, all pairs, and the pairs of the visited blocks.
-    bytes_moved, dense_bytes_moved: keys and values read once for each visited block, queries read and outputs and lse
-    written once (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
+    bytes_moved, dense_bytes_moved: keys and values read once per visited block, queries read and outputs and lse written once
+    (arXiv:2205.14135, Prop. 4: N d + N^2 d^2 s / M, where a block of queries is what fits in fast memory).
     causal: no query sees a later key, so the fair dense rival is causal attention, with half of the blocks.
     memory: see ``Memory``.
     """
@@ -153,22 +153,22 @@ class Explanation:
 
     @property
     def wasted_share(self) -> float:
-        """The part of the visited pairs that the mask then drops."""
+        """The share of the visited pairs that the mask then drops."""
         return 1 - self.flops / self.visited_flops if self.visited_flops else 0.0
 
     @property
     def speedup(self) -> float:
-        """Predicted speed-up over dense attention: all blocks / visited blocks. Infinite where nothing is kept."""
+        """Predicted speed-up over dense attention: all blocks / visited blocks. Infinite if nothing is kept."""
         return self.blocks / self.kept_blocks if self.kept_blocks else float("inf")
 
     @property
     def rival_speedup(self) -> float:
-        """The same over the fair dense rival: causal attention for a causal mask."""
+        """``speedup`` over the fair dense rival: causal attention for a causal mask."""
         return self.rival_blocks / self.kept_blocks if self.kept_blocks else float("inf")
 
     @property
     def bytes_speedup(self) -> float:
-        """Dense traffic / this mask's traffic: the speed-up where memory, not arithmetic, is the limit."""
+        """Dense traffic / this mask's traffic: the speed-up if memory, not arithmetic, is the limit."""
         return self.dense_bytes_moved / self.bytes_moved
 
     @property
@@ -219,11 +219,11 @@ def explain(
 ) -> Explanation:
     """What a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
-    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. q_len, kv_len, block_size: tokens,
-    for which a pattern is compiled; 65,536, q_len and 128 by default. A BlockMask has its own.
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. q_len, kv_len, block_size: lengths
+    for compiling a pattern, in tokens; 65,536, q_len and 128 by default. A BlockMask has its own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
-    as many as heads of queries. v_head_dim: of v and out, None for head_dim. deterministic: whether the gradients repeat bit for
-    bit, which takes memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
+    as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
+    more memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
     """
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
     if mask.masks != 1:
@@ -291,13 +291,13 @@ def memory(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> Memory:
-    """See ``Memory``; arguments as those of ``explain``."""
+    """See ``Memory``; arguments as in ``explain``."""
     queries, keys = batch * heads * mask.q_len, batch * kv_heads * mask.kv_len
     exact = 8 if dtype == torch.float64 else 4
-    given = mask.coarse or mask  # in which blocks kernels walk it
+    given = mask.coarse or mask  # in the blocks that kernels walk
     work = {}
     if dtype in triton.DTYPES and max(head_dim, v_head_dim) <= triton.MAX_HEAD_DIM:
-        work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) of each query
+        work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) per query
     if (
         dtype in hopper.DTYPES
         and head_dim == v_head_dim
@@ -315,15 +315,15 @@ def memory(
 
 
 def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
-    """dim: head_dim as the kernels pad it."""
+    """dim: head_dim as padded by the kernels."""
     block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
-    # The results and lse of the splits of rows far heavier than others.
+    # The results and lse of the splits of heavy rows.
     split_rows = 0 if dense or not mask.by_query.is_split else mask.by_query.splits.shape[1] * block
     forward = 4 * batch * heads * split_rows * (dim + 1)
-    # dQ is summed in global memory, next to lse, delta and the unit of its integers for each query.
+    # dQ is summed in global memory; next to it are lse, delta and, if deterministic, the integer unit of each query.
     queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
     backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
-    # So are dK and dV, where query heads share them or columns are split.
+    # So are dK and dV, if query heads share them or columns are split.
     if deterministic:
         backward += 4 * 2 * batch * kv_heads
         summed_heads = heads if kv_heads != heads else 0
@@ -333,8 +333,8 @@ def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: in
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
-    """See ``Reach``. The mask must have as many queries as keys. Repeated squaring: cubic in the units, so these are
-    tokens where there are at most ``most_units``, then blocks, then groups of blocks."""
+    """See ``Reach``. The mask must have as many queries as keys. Repeated squaring is cubic in the units, so these are tokens if
+    there are at most ``most_units``, otherwise blocks, then groups of blocks."""
     if mask.q_len != mask.kv_len:
         raise ValueError(f"reachability needs q_len == kv_len, as layers are stacked; got {mask.q_len} and {mask.kv_len}")
     if mask.q_len <= most_units:
@@ -400,7 +400,7 @@ def _is_causal(mask: BlockMask, rows, cols, kind, tile) -> bool:
 
 
 def _last_kept(tiles: np.ndarray, kind: int, size: int) -> np.ndarray:
-    """(tiles, block): the last key that each row of a tile keeps, before any key where it keeps none."""
+    """(tiles, block): the last key that each row of a tile keeps, before any key if it keeps none."""
     last = np.empty(tiles.shape[:2], np.int64)
     for part, kept in _decoded(tiles, kind, size):
         last[part] = np.where(kept.any(2), size - 1 - kept[:, :, ::-1].argmax(2), -2 * size)
@@ -434,7 +434,7 @@ def _alive(tiles: np.ndarray, kind: int, size: int) -> tuple[np.ndarray, np.ndar
 
 
 def _decoded(tiles: np.ndarray, kind: int, size: int, batch: int = 512):
-    """Yield (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
+    """Yields (slice, (n, block, block) bool) over run tiles (kind 1) or bit tiles (kind 2), some at a time."""
     column = np.arange(size)
     for low in range(0, len(tiles), batch):
         part = slice(low, low + batch)
@@ -504,7 +504,7 @@ def _memory_lines(m: Memory):
 
 
 def _by_backend(counts: dict[str, int]) -> str:
-    """Bytes of each back end; of both in one where they read the same."""
+    """Bytes per back end; joint if both read the same."""
     texts = {name: size_text(count) for name, count in counts.items()}
     together = len(set(texts.values())) == 1 < len(texts)
     return next(iter(texts.values())) if together else ", ".join(f"{text} on {name}" for name, text in texts.items())

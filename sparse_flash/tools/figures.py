@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
 
 def size_text(count: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Bytes in the most readable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -17,7 +17,7 @@ def times(ratio: float) -> str:
 
 
 def share_text(share: float) -> str:
-    # 99.99 % must not read as all.
+    # 99.99 % must not display as all.
     return "100%" if share == 1 else f"{min(share, 0.999):.1%}"
 
 

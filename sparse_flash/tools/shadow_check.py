@@ -1,4 +1,4 @@
-"""A shadow check for training runs: sampled rows of attention and of its gradients, recomputed from the definition."""
+"""A shadow check for training runs: recomputes sampled rows of attention and its gradients from the definition."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _log = logging.getLogger("sparse_flash.check")
 
 
 class CheckError(RuntimeError):
-    """A result of attention differs from its definition by more than the bound of a check."""
+    """A result of attention differs from its definition by more than a check's bound."""
 
 
 @dataclass(frozen=True)
 class Report:
     """The errors that a check found in one call of attention. call: the number of the target's call, from 1. shape: of q. errors:
-    by name ("out", "lse", or "dq", "dk", "dv"), the largest error of the sampled rows, relative to their largest number."""
+    by name ("out", "lse", or "dq", "dk", "dv"), the largest error in the sampled rows, relative to their largest element."""
 
     call: int
     shape: tuple[int, ...]
@@ -41,8 +41,8 @@ class Report:
 
 
 class Check:
-    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two for each attention call that was checked
-    and differentiated."""
+    """See ``check``. Calling it calls the target. reports: a list of ``Report``, two per attention call that was checked and
+    differentiated."""
 
     def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
         for name, value in (("every", every), ("rows", rows)):
@@ -98,7 +98,7 @@ class Check:
         arrived: dict[str, torch.Tensor] = {}
 
         def keep(name: str):
-            # None where nothing depends on it.
+            # None if nothing depends on it.
             return lambda gradient: None if gradient is None else incoming.__setitem__(name, gradient.detach())
 
         def arrive(name: str):
@@ -130,7 +130,7 @@ class Check:
 
 
 class _Hook:
-    """A hook of a module. A copy of it, in memory or in a file, does nothing, as a check is no part of a module's state."""
+    """A hook of a module. A copy of it, in memory or in a file, does nothing, as a check is not part of a module's state."""
 
     def __init__(self, act: Callable[[], None] | None = None):
         self.act = act
@@ -144,19 +144,19 @@ class _Hook:
 
 
 def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | None = None, seed: int = 0) -> Check:
-    """Checks attention while a model trains: now and then it recomputes some rows of the results in float64.
+    """Checks attention while a model trains, by recomputing some rows of the results in float64 from time to time.
 
-    target: a module, whose calls are checked from now on, but not those of its copies; or a function, such as one step of
-    training: call the returned object in its place. every: the first call and each ``every``-th one after it are checked, with all
-    their calls of ``attention``. rows: queries sampled in each of these, and as many keys. bound: the largest relative
-    error allowed; None takes 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
+    target: a module, whose calls are checked from now on, except those of its copies; or a function, such as one training step:
+    call the returned object in its place. every: the first call and each ``every``-th one after it are checked, with all their
+    calls of ``attention``. rows: queries sampled per call of ``attention``, and as many keys. bound: the largest relative error
+    allowed; None uses 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
 
-    Sampled queries give out, lse and dq; sampled keys give dk and dv, from lse. A pattern itself says which pairs it keeps, so its
-    table is checked as well; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and
-    kept in ``reports``. Raises CheckError past the bound: from the call for results, from ``backward()`` for gradients.
+    Sampled queries give out, lse and dq; sampled keys give dk and dv, from lse. A pattern itself says which pairs it keeps, so this
+    also checks its table; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and kept in
+    ``reports``. Raises CheckError beyond the bound: from the call for results, from ``backward()`` for gradients.
 
-    A check costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and changes of scores
-    are recomputed as well. Not checked: the effect of sinks on results; the gradients of rel_bias and sinks; calls inside
+    A check costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and score modifications
+    are also recomputed. Not checked: the effect of sinks on results; the gradients of rel_bias and sinks; calls inside
     torch.compile; the gradients of layers with activation checkpointing.
     """
     return Check(target, every, rows, bound, seed)
@@ -202,7 +202,7 @@ class _Sample:
         return errors
 
     def _query(self, b: int, h: int, i: int, q: torch.Tensor | None = None):
-        """(out, lse) of a query; differentiable in q, (head_dim,) float64, its own by default."""
+        """(out, lse) of a query; differentiable in q, (head_dim,) float64, by default the query itself."""
         q = self.q[b, h, i].double() if q is None else q
         keys = self._existing(self.keeps.of_query(b, h, i), b, h, [i], slice(None))
         k, v = (t[b, h // self.group, keys].double() for t in (self.k, self.v))
@@ -221,7 +221,7 @@ class _Sample:
             return torch.autograd.grad(out @ dout[b, h, i].double() + lse * dlse[b, h, i].double(), q)[0]
 
     def _key_gradients(self, b: int, kv_head: int, j: int, dout, dlse) -> tuple[torch.Tensor, torch.Tensor]:
-        """Given lse and out of the queries."""
+        """(dk, dv) of a key, from the queries' lse and out."""
         key, value = (t[b, kv_head, j].double() for t in (self.k, self.v))
         dk, dv = torch.zeros_like(key), torch.zeros_like(value)
         for h in range(kv_head * self.group, (kv_head + 1) * self.group):
@@ -238,12 +238,12 @@ class _Sample:
         return dk, dv
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
-        """(queries, keys), of rows of q and k at these places."""
+        """(queries, keys) scores for rows of q and k at these positions."""
         products = self.scale * q @ k.T
         return products if self.variant is None else scored(self.variant, products, self._pairs(b, h, queries, keys))
 
     def _existing(self, kept: torch.Tensor, b: int, h: int, queries, keys) -> torch.Tensor:
-        """The places that a mask keeps of a row or a column, where both tokens exist."""
+        """The positions that a mask keeps in a row or a column, if both tokens exist."""
         kept = kept.to(self.q.device)
         exist = None if self.variant is None else existing_pairs(self.variant, self._pairs(b, h, queries, keys))
         return (kept if exist is None else kept & exist.flatten()).nonzero()[:, 0]
@@ -252,14 +252,14 @@ class _Sample:
         """The factors by which dropout multiplies the weights of query i, or of key j."""
         if self.variant is None or self.variant.seed is None:
             return torch.ones(self.k.shape[2] if j is None else self.q.shape[2], dtype=torch.float64, device=self.q.device)
-        # It is drawn for 16 queries and 16 keys at a time.
+        # Drawn for 16 queries and 16 keys at a time.
         queries, keys = (slice(None) if place is None else slice(place // 16 * 16, place // 16 * 16 + 16) for place in (i, j))
         kept = kept_by_dropout(self.variant, self._pairs(b, h, queries, keys))
         line = kept[tuple(slice(None) if place is None else place % 16 for place in (i, j))]
         return line.double() / (1 - self.variant.dropout_p)
 
     def _pairs(self, b: int, h: int, queries, keys) -> Pairs:
-        """queries, keys: indices of their places."""
+        """queries, keys: their indices."""
         device, (_, heads, q_len, _), kv_len = self.q.device, self.q.shape, self.k.shape[2]
         query, key = (torch.arange(size, device=device)[which] for size, which in ((q_len, queries), (kv_len, keys)))
         batch, head = (torch.tensor([[place]], device=device) for place in (b, h))
@@ -267,15 +267,15 @@ class _Sample:
 
 
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number wanted; NaN and misplaced infinities are infinitely far."""
-    same = got == wanted  # infinities too
+    """The largest difference, relative to the largest wanted element; NaN and misplaced infinities count as infinite."""
+    same = got == wanted  # including infinities
     difference = torch.where(same, 0.0, (got - wanted).abs()).nan_to_num(float("inf"), float("inf")).max()
     size = torch.where(wanted.isfinite(), wanted.abs(), 0.0).max()
     return float(difference / size) if size > 0 else float(difference)
 
 
 class _Keeps:
-    """Which pairs a mask keeps, a row or a column at a time, (tokens,) bool on the CPU."""
+    """Which pairs a mask keeps, by row or column, (tokens,) bool on the CPU."""
 
     def __init__(self, mask: BlockMask | Pattern | str | None, q_len: int, kv_len: int):
         self.mask = parse(mask) if isinstance(mask, str) else mask

@@ -1,4 +1,4 @@
-"""The subject of pictures and numbers: a mask, or a pattern at some length."""
+"""The subject of pictures and figures: a mask, or a pattern at some length."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..masks.pattern import Pattern
 
 
 def subject(mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int) -> tuple[BlockMask, str]:
-    """(the mask, its spec text or "" where it has none). A pattern is compiled for these lengths. Raises ValueError if
-    they are given with a mask, which has its own."""
+    """(the mask, its spec text or "" if it has none). A pattern is compiled for these lengths. Raises ValueError if they are given
+    with a mask, which has its own."""
     lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):

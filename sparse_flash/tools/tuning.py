@@ -1,8 +1,8 @@
-"""Measures candidate configs of the kernels for one GPU and one class of shapes, and keeps the choices that are faster.
+"""Measures candidate configs of the kernels for one GPU and one class of shapes, and stores the faster choices.
 
-The built-in configs need no tuning; this is for GPUs and shapes that they were not measured on. A candidate is taken if it
-agrees with the built-in config's result and is at least LEAST_GAIN faster in a second, alternating measurement. Candidates of
-a backward kernel are timed by the whole backward pass, because a caller waits for that.
+The built-in configs need no tuning; this is for GPUs and shapes on which they were not measured. A candidate is chosen if it agrees
+with the built-in config's result and is at least LEAST_GAIN faster in a second, alternating measurement. Candidates of a backward
+kernel are timed with the whole backward pass, because that is what a caller waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..masks.compiler import compile_mask
 
 LEAST_GAIN = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Largest relative error of a row, by dtype: a few times the error of another order of summation.
+# Largest relative error of a row, by dtype: a few times the error of another summation order.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
 _LSE_TOLERANCE = 1e-3
 _CONFIRMATIONS = 3
@@ -36,8 +36,8 @@ class GpuLost(RuntimeError):
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """Lengths are tokens. pattern: spec text; dense attention of the same shape is tuned as well. v_head_dim: head_dim of v;
-    that of q and k by default."""
+    """Lengths are tokens. pattern: spec text; dense attention of the same shape is also tuned. v_head_dim: of v; by default that of
+    q and k."""
 
     pattern: str = "causal & local(1024)"
     tokens: int = 16384
@@ -49,14 +49,14 @@ class TuningProblem:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """Those of q and k, and of v."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel under one mask. mask: spec text, or "dense". candidates: the built-in config first. run: the results of a
-    launch with a config, by name. left_out: how many more do not fit this GPU's shared memory."""
+    """One kernel under one mask. mask: spec text, or "dense". candidates: the built-in config first. run: launches with a config
+    and returns the results by name. left_out: how many more do not fit this GPU's shared memory."""
 
     key: tuned.Key
     problem: TuningProblem
@@ -68,8 +68,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Trial:
-    """milliseconds: the median of a launch, or None where the candidate was skipped. reason: why. fits: whether a
-    multiprocessor of this GPU has enough memory for it; if not, Triton reports that before anything runs."""
+    """milliseconds: the median of a launch, or None if the candidate was skipped. reason: why. fits: whether a multiprocessor of
+    this GPU has enough memory for it; if not, Triton reports that before anything runs."""
 
     config: object
     milliseconds: float | None
@@ -79,8 +79,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """trials: as the task's candidates. unreached: candidates for which there was no time. gain: how much faster the chosen
-    config is than the built-in one, 0.02 for 2 %; 0 where that is the one chosen."""
+    """trials: in the order of the task's candidates. unreached: candidates for which there was no time. gain: how much faster the
+    chosen config is than the built-in one, 0.02 for 2 %; 0 if the built-in one was chosen."""
 
     task: Task
     trials: tuple[Trial, ...]
@@ -102,7 +102,7 @@ def unavailable() -> str | None:
 
 
 def tile_sizes(device: torch.device) -> str:
-    """Which table of the portable kernels this GPU uses, and whether it was measured there."""
+    """Which table of the portable kernels this GPU uses, and whether it was measured on this GPU."""
     if reason := portable.available() or configs.refusal(device):
         return f"none: {reason}"
     chip, _ = configs.chip_of(device)
@@ -110,7 +110,7 @@ def tile_sizes(device: torch.device) -> str:
 
 
 def cache_state() -> str | None:
-    """A line about the file with the choices; None where there is no file."""
+    """A line about the file of choices; None if there is no file."""
     path = tuned.cache_file()
     try:
         count = tuned.count(path)
@@ -122,7 +122,7 @@ def cache_state() -> str | None:
 
 
 def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -> list[Task]:
-    """The tasks: the kernels of the back end that ``attention`` would take, under the pattern and dense.
+    """The tasks: the kernels of the back end that ``attention`` would use, under the pattern and dense.
 
     Kernels with a single candidate are left out. Raises ValueError for shapes that no kernel runs.
     """
@@ -152,7 +152,7 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
 
 
 def _may_fit(config, kernel: str, problem: TuningProblem, device: torch.device) -> bool:
-    """Whether a candidate is worth compiling. Hopper's own were chosen by their resources."""
+    """Whether a candidate is worth compiling. Hopper's candidates were already chosen to fit."""
     if not isinstance(config, configs.Config):
         return True
     shared = configs.family_of(device).shared
@@ -208,15 +208,15 @@ def _named(names: str, values) -> dict[str, torch.Tensor]:
 
 
 class Clock:
-    """Times launches on the current GPU. hang_seconds: a launch that takes longer counts as one that never ends."""
+    """Times launches on the current GPU. hang_seconds: a launch that takes longer counts as hung."""
 
     def __init__(self, hang_seconds: float = 60.0):
         self.hang_seconds = hang_seconds
-        # More than any GPU's L2 cache: a launch finds it cold, as after other layers of a model.
+        # More than any GPU's L2 cache: a launch starts with a cold cache, as after other layers of a model.
         self.flushed = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def finish(self) -> None:
-        """Waits for the GPU. Not by synchronize(), which a kernel that never ends would never return from."""
+        """Waits for the GPU. Not by synchronize(), which would never return from a hung kernel."""
         event = torch.cuda.Event()
         event.record()
         end = time.monotonic() + self.hang_seconds
@@ -226,7 +226,7 @@ class Clock:
             time.sleep(1e-4)
 
     def milliseconds(self, launch: Callable[[], object]) -> float:
-        """The median over some tenth of a second of launches; ``launch`` has run before."""
+        """The median over about a tenth of a second of launches; ``launch`` has run before."""
         first = statistics.median(self._times(launch, 3))
         return statistics.median(self._times(launch, int(min(100, max(5, 100 / max(first, 1e-3))))))
 
@@ -244,17 +244,17 @@ class Clock:
 def tune(
     tasks: list[Task], limit: float, clock: Clock | None = None, advance: Callable[[Task, Trial | None], None] = lambda *_: None
 ) -> Iterator[Result]:
-    """The results, each stored at once. limit: seconds in total; the candidate that runs at their end is finished, and the
-    built-in configs are always measured. advance: called after each candidate, with None for one not reached.
+    """The results, each stored at once. limit: seconds in total; a candidate running at that time is finished, and the built-in
+    configs are always measured. advance: called after each candidate, with None for one not reached.
 
-    Raises OSError, before any work, where choices cannot be stored; GpuLost where a candidate leaves the GPU unusable.
+    Raises OSError, before any work, if choices cannot be stored; GpuLost if a candidate leaves the GPU unusable.
     """
     tuned.check_writable()
     clock = clock or Clock()
     end = time.monotonic() + limit
     for index, task in enumerate(tasks):
         now = time.monotonic()
-        # A share of the remaining time, so the last task gets some as well.
+        # A share of the remaining time, so the last task also gets some.
         result = _tuned(task, clock, now + max(0.0, end - now) / (len(tasks) - index), advance)
         _store(result)
         yield result
@@ -262,7 +262,7 @@ def tune(
 
 def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
     builtin = task.candidates[0]
-    # Kept alive: otherwise a candidate could get its memory, with the right values in it, for its result.
+    # Kept alive: otherwise a candidate's result could reuse this memory, with the right values already in it.
     wanted: dict[str, torch.Tensor] = {}
     trials: list[Trial] = []
     for config in task.candidates:
@@ -282,10 +282,10 @@ def _tuned(task: Task, clock: Clock, end: float, advance) -> Result:
 
 
 def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
-    """wanted: the built-in config's results, which its own trial fills in."""
+    """wanted: the built-in config's results, filled in by its own trial."""
     try:
         for tensor in wanted.values():
-            torch.full_like(tensor, float("nan"))  # freed at once: numbers that a candidate does not write are then NaN
+            torch.full_like(tensor, float("nan"))  # freed at once: elements that a candidate does not write are then NaN
         got = task.run(config)
         clock.finish()
         reason = disagreement(got, wanted or got)
@@ -296,7 +296,7 @@ def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
     except GpuLost as error:
         raise GpuLost(f"{describe(config)} for {task.key.kernel}: {error}") from None
     except Exception as error:
-        # Whatever a compiler or driver raises, this candidate is out, and the others may still run.
+        # Whatever a compiler or driver raises, only this candidate is out; the others may still run.
         from ..kernels.launch.launch import OutOfResources
 
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:120]
@@ -308,7 +308,7 @@ def _trial(task: Task, config, wanted: dict, clock: Clock) -> Trial:
 
 
 def _gain(task: Task, config, clock: Clock) -> float:
-    """Measured in turns, because the fastest of many is in part the luckiest, and clocks drift."""
+    """Alternates the two, because the fastest of many is partly the luckiest, and clocks drift."""
     ours, theirs = [], []
     for _ in range(_CONFIRMATIONS):
         theirs.append(clock.milliseconds(lambda: task.run(task.candidates[0])))
@@ -317,7 +317,7 @@ def _gain(task: Task, config, clock: Clock) -> float:
 
 
 def disagreement(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
-    """The difference, if it is more than rounding, or None. It goes row by row: one wrong row among thousands shows."""
+    """The difference, if it is more than rounding, otherwise None. Compares row by row: one wrong row among thousands shows."""
     for name, right in wanted.items():
         mine, right = got[name].float(), right.float()
         if name == "lse":
@@ -325,7 +325,7 @@ def disagreement(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
                 return "lse differs"
             continue
         size = right.norm(dim=-1)
-        # Rows near zero are mostly the rounding of terms that cancelled.
+        # Rows near zero are mostly rounding errors of cancelled terms.
         error = ((mine - right).norm(dim=-1) / (size + 0.1 * size.mean()).clamp(min=1e-30)).max().item()
         if not error <= _TOLERANCE[wanted[name].dtype]:
             return f"{name} differs by {error:.2g} of a row"

@@ -1,7 +1,7 @@
-"""Compiles the kernels of training ahead, so no step waits for a compiler: every kernel of the calls that ``kinds`` lists.
+"""Compiles the kernels of training ahead of time, so no step waits for a compiler: every kernel of the calls that ``kinds`` lists.
 
 A kernel is compiled for a dtype, head dimensions and a table block; for dense attention or a table; and on Hopper GPUs for
-split rows and for grouped heads. Other lengths, masks, batches and numbers of heads compile nothing.
+split rows and grouped heads. Other lengths, masks, batches and numbers of heads compile nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..masks.compiler import compile_mask
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENS = 256
-# In the second, some rows and columns are so much heavier than others that they are split.
+# In the second, some rows and columns are so heavy that they are split.
 _MASKS = {"even rows": "causal & local(100)", "heavy rows": "local(128) | global_tokens(128)"}
 _MASK_TOKENS = {"even rows": _TOKENS, "heavy rows": 32768}
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """One kind of call. mask: of ``_MASKS``, or None for dense attention."""
+    """One kind of call. mask: a key of ``_MASKS``, or None for dense attention."""
 
     dtype: torch.dtype
     head_dim: int
@@ -39,7 +39,7 @@ class CallKind:
 
 @dataclass(frozen=True)
 class Warmed:
-    """kernels: the names of those that were compiled, or found compiled, for ``kinds`` kinds of calls. seconds: in total."""
+    """kernels: the names of those compiled, or found compiled, for ``kinds`` kinds of calls. seconds: in total."""
 
     kinds: int
     kernels: tuple[str, ...]
@@ -70,10 +70,9 @@ def unavailable() -> str | None:
 
 
 def warm(calls: list[CallKind], device: torch.device, backend: str = "auto", workers: int | None = None) -> Warmed:
-    """Compiles the kernels of both passes of these calls, side by side, into Triton's cache on disk.
+    """Compiles the kernels of both passes of these calls, in parallel, into Triton's cache on disk.
 
-    workers: kernels at a time; by default as many as there are cores, 8 at most. Raises ValueError where a back end cannot run
-    a call.
+    workers: kernels at a time; by default the number of cores, at most 8. Raises ValueError if a back end cannot run a call.
     """
     from ..kernels.launch.first_calls import compiling_ahead
 
@@ -85,7 +84,7 @@ def warm(calls: list[CallKind], device: torch.device, backend: str = "auto", wor
 
 
 def _launch(call: CallKind, device: torch.device, backend: str) -> None:
-    """Both passes, for a thread that only compiles: the tensors need not fit the mask."""
+    """Runs both passes, on a thread that only compiles: the tensors need not fit the mask."""
     heads, kv_heads = 2, 1 if call.grouped else 2
     empty = partial(torch.empty, dtype=call.dtype, device=device)
     q = empty(1, heads, _TOKENS, call.head_dim)

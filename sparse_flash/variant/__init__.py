@@ -1,1 +1,1 @@
-"""What a call does besides its mask: lengths, dropout, changes of scores. Knows tensors; no mask, no back end."""
+"""What a call does besides its mask: lengths, dropout, score modifications. Knows tensors, but neither masks nor back ends."""

@@ -1,4 +1,4 @@
-"""What a variant does to attention, in PyTorch operations: the definition that every back end keeps to."""
+"""What a variant does to attention, in PyTorch operations: the reference for every back end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Pairs(NamedTuple):
-    """Where scores stand: int64 tensors of shapes that broadcast to theirs. query, key: tokens. q_len, kv_len: of all."""
+    """The positions of scores, as int64 tensors that broadcast to their shape. query, key: token indices. q_len, kv_len: totals."""
 
     batch: torch.Tensor
     head: torch.Tensor
@@ -41,12 +41,12 @@ class Pairs(NamedTuple):
 
 
 def scored(variant: Variant, products: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-    """The scores of scaled products, in order: soft cap, ALiBi, relative bias, the user's function."""
+    """Scores from scaled products, modified in order: soft cap, ALiBi, relative bias, the user's function."""
     return _own(variant, _biased(variant, _capped(variant, products), pairs), pairs)
 
 
 def differentiated(variant: Variant, products: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, ...]:
-    """(scores, their derivative by the biases, that of the biased products by the products): the last two may be 1."""
+    """(scores, their derivative by the biased products, that of the biased products by the products): the last two may be 1."""
     capped = _capped(variant, products)
     inner = 1 - (capped / variant.softcap) ** 2 if variant.softcap else torch.ones((), device=products.device)
     biased = _biased(variant, capped, pairs)
@@ -82,7 +82,7 @@ def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:
 
 
 def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.Tensor, pairs: Pairs) -> None:
-    """Adds the gradient of the biased products to that of rel_bias."""
+    """Adds the gradient of the biased products to the gradient of rel_bias."""
     place = (pairs.head * gradient.shape[1] + _distance(variant, pairs)).expand(dbiased.shape)
     gradient.view(-1).index_add_(0, place.reshape(-1), dbiased.reshape(-1).to(gradient.dtype))
 
@@ -90,7 +90,7 @@ def add_bias_gradient(gradient: torch.Tensor, variant: Variant, dbiased: torch.T
 def existing(
     starts: torch.Tensor | None, lens: torch.Tensor | None, batch: torch.Tensor, token: torch.Tensor
 ) -> torch.Tensor | None:
-    """Which tokens exist, of the broadcast shape of batch and token; None: all."""
+    """Which tokens exist, in the broadcast shape of batch and token; None: all."""
     exist = None
     if lens is not None:
         exist = token < lens[batch]
@@ -101,31 +101,31 @@ def existing(
 
 
 def existing_pairs(variant: Variant, pairs: Pairs) -> torch.Tensor | None:
-    """Which pairs have both their tokens; None: all."""
+    """Which pairs have both tokens; None: all."""
     queries = existing(variant.q_starts, variant.q_lens, pairs.batch, pairs.query)
     keys = existing(variant.kv_starts, variant.kv_lens, pairs.batch, pairs.key)
     return keys if queries is None else queries if keys is None else queries & keys
 
 
 def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | None) -> torch.Tensor:
-    """x, (batch, heads, tokens, head_dim), with zeros in place of tokens that do not exist, whatever lies there."""
+    """x, (batch, heads, tokens, head_dim), with zeros in place of nonexistent tokens, whatever their contents."""
     if starts is None and lens is None:
         return x
     batch = torch.arange(x.shape[0], device=x.device)[:, None]
     exist = cast(torch.Tensor, existing(starts, lens, batch, torch.arange(x.shape[2], device=x.device)[None]))
-    # In place on a copy: masked_fill's result has another memory order, and the operators' results have that of their arguments.
+    # In place on a copy: masked_fill changes the memory order, and the operators' results must keep that of their arguments.
     return x.clone().masked_fill_(~exist[:, None, :, None], 0.0)
 
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
-    """Which pairs dropout keeps, bool, of the broadcast shape of ``pairs``. Along q_axis queries, and along the last axis keys,
-    are successive, the first a multiple of 16.
+    """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries are consecutive along q_axis, keys along the
+    last axis, each starting at a multiple of 16.
 
-    A batch entry and head has words of its own: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0) under the seed's
-    two words. Philox-2x32-7 under the first of them, at the counter (q ^ the second, k ^ the third), q and k being query and
-    key // 16 * 8 + the same % 8, is for four pairs, of two queries and two keys 8 apart: key // 8 % 2 chooses the word,
-    query // 8 % 2 its half, the lower one for 0. A pair is kept where that is at least dropout_p * 2^16. These four pairs a
-    thread holds of a product of NVIDIA's tensor cores, and of its transpose.
+    Each batch entry and head has its own words: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's
+    two words. Philox-2x32-7, keyed by the first of those words, at the counter (q ^ the second, k ^ the third), where q and k are
+    token // 16 * 8 + token % 8 for query and key, serves four pairs: two queries and two keys, each 8 apart. key // 8 % 2 selects
+    the word, query // 8 % 2 its half, 0 being the lower. A pair is kept where that half is at least dropout_p * 2^16. In a product
+    of NVIDIA's tensor cores, and in its transpose, one thread holds these four pairs.
     """
     seed = cast(torch.Tensor, variant.seed)[0]
     line = pairs.batch * pairs.heads + pairs.head
@@ -135,7 +135,7 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
-    # (word, half, .., 8 queries at a time, .., 8 keys at a time): each goes before its 8.
+    # (word, half, .., 8 queries at a time, .., 8 keys at a time): move word and half in front of their 8.
     kept = kept.unflatten(-1, (-1, 8)).unflatten(q_axis - 1, (-1, 8)).movedim((1, 0), (q_axis - 3, -2))
     kept = kept.flatten(-3).flatten(q_axis - 2, q_axis)
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
@@ -153,7 +153,7 @@ def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # An int64 product wraps, and its bits are those of the unsigned one.
+        # An int64 product wraps, but its bits match the unsigned product.
         low, high = c0 * _PHILOX_4X32_FACTORS[0], c2 * _PHILOX_4X32_FACTORS[1]
         c0, c1, c2, c3 = (high >> 32) & _WORD ^ c1 ^ k0, high & _WORD, (low >> 32) & _WORD ^ c3 ^ k1, low & _WORD
         k0, k1 = (k0 + _PHILOX_STEPS[0]) & _WORD, (k1 + _PHILOX_STEPS[1]) & _WORD
@@ -173,9 +173,9 @@ def philox_2x32(counter: tuple[torch.Tensor, ...], key: torch.Tensor) -> tuple[t
 def with_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, variant: Variant | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) after one more logit a head, (heads,), has joined each query's softmax; differentiable in all three.
+    """(out, lse) after one more logit per head, (heads,), has joined each query's softmax; differentiable in all three.
 
-    A query that keeps nothing has out 0 and its sink as lse; one that does not exist has lse -inf as before.
+    A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
     """
     sinks = sinks.to(lse.dtype)[:, None]
     out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)

@@ -1,4 +1,5 @@
-"""What a call of attention does besides its mask (lengths, dropout, changed scores): one value, from the call to the kernels."""
+"""What a call of attention does besides its mask (lengths, dropout, score modifications): one value, passed from the call to the
+kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
-# In the order in which they cross an operator's border.
+# In the order in which they cross an operator's boundary.
 _TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
 _ONE_NUMBER = "a number, the same for all heads"
-_DROPOUT_STEPS = 1 << 16  # what a draw of 16 bits can be compared with
+_DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
 _OfTensors: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor
@@ -25,16 +26,15 @@ _score_functions: dict[str, ScoreFunction] = {}
 class ScoreFunction:
     """A user's own function of scores, once for PyTorch and once for Triton.
 
-    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations, each result depending on its own
-    score alone. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the
-    tuple of tensors that the call was given. Its derivative is taken by ``torch.func``.
-    triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos
-    int32 tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for back ends of PyTorch
-    operations alone.
-    derivative: under ``@triton.jit``, of the same arguments: the derivative of the result by score, finite everywhere.
+    torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; each result depends only on its own
+    score. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of
+    tensors passed to the call. ``torch.func`` computes its derivative.
+    triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
+    tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for PyTorch-only back ends.
+    derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
 
-    Make it once, not in each call: each object is compiled anew. Query i has position i + kv_len - q_len, key j position j.
-    A result of -inf drops the pair; blocks are skipped by the mask alone.
+    Create it once, not in each call: each object is compiled separately. Query i has position i + kv_len - q_len, key j position j.
+    A result of -inf drops the pair; only the mask skips blocks.
     """
 
     torch: _OfTensors
@@ -49,7 +49,7 @@ class ScoreFunction:
                 raise TypeError(f"ScoreFunction needs a function as {name}; got {type(value).__name__}")
         if (self.triton is None) != (self.derivative is None):
             raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
-        # Operators know it by name: PyTorch's take tensors, numbers and text.
+        # Operators refer to it by name: PyTorch's take tensors, numbers and text.
         name = f"{self.torch.__module__}.{self.torch.__qualname__}"
         same = sum(known.partition("#")[0] == name for known in _score_functions)
         object.__setattr__(self, "name", f"{name}#{same}" if same else name)
@@ -58,12 +58,12 @@ class ScoreFunction:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """What a call does besides its mask. Its values are checked where ``checked_variant`` makes it.
+    """What a call does besides its mask. ``checked_variant`` creates it and checks its values.
 
-    seed: (1,) int64, of dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
-    q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; those tokens exist that are not before the start and before the length.
+    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
+    q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
-    learned: the gradient of rel_bias is wanted. softcap: 0 without. score_mod, score_params: the user's own function and its
+    learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
     tensors.
     """
 
@@ -91,7 +91,7 @@ class Variant:
         return bool(self.softcap) or any(t is not None for t in (self.alibi_slopes, self.rel_bias, self.score_mod))
 
     def features(self) -> tuple[str, ...]:
-        """The arguments of ``attention`` that a back end must carry for this call."""
+        """The arguments of ``attention`` that a back end must support for this call."""
         used = [name for name in _TENSORS[1:] if getattr(self, name) is not None]
         used += ["dropout_p"] if self.seed is not None else []
         used += ["softcap"] if self.softcap else []
@@ -102,7 +102,7 @@ class Variant:
         return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
 
     def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
-        """As an operator takes it: ``tensors()``, the names of what there is, dropout_p, softcap."""
+        """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         names += [LEARNED] if self.learned else []
         if self.score_mod is not None:
@@ -146,9 +146,9 @@ def checked_variant(
     score_params: tuple[torch.Tensor, ...] = (),
     **lengths: torch.Tensor | None,
 ) -> Variant | None:
-    """The variant of a call, its arguments checked; None for plain attention. lengths: those of ``LENGTHS``.
+    """The variant of a call, its arguments checked; None for plain attention. lengths: those named in ``LENGTHS``.
 
-    Raises ValueError or TypeError. Draws the seed of dropout from PyTorch's generator, on q's device: nothing waits for it.
+    Raises ValueError or TypeError. Draws the dropout seed from PyTorch's generator, on q's device, without synchronizing.
     """
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -224,7 +224,8 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 or int64 lengths in int32; those past its ends become its ends, as both are past all tokens. Waits for nothing."""
+    """int32 or int64 lengths as int32. Values beyond int32's range clamp to its ends, as both lie past all tokens. Does not
+    synchronize."""
     if lengths.dtype == torch.int64:
         ends = torch.iinfo(torch.int32)
         lengths = lengths.clamp(ends.min, ends.max)
@@ -232,8 +233,8 @@ def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_device(name: str, value: torch.Tensor, q: torch.Tensor, constant: str | None = None) -> None:
-    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: the way out for one that asks for a gradient
-    where there is none."""
+    """Raises TypeError or ValueError unless value is a tensor on q's device. constant: the fix to suggest for a tensor that
+    requires a gradient where none is computed."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor on q's device; got {type(value).__name__}")
     if value.device != q.device:

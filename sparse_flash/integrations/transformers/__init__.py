@@ -1,16 +1,16 @@
-"""Hugging Face Transformers: a model whose attention goes through Transformers' attention interface, under a mask.
+"""Hugging Face Transformers: runs a model's attention under a mask, through Transformers' attention interface.
 
     from sparse_flash.integrations.transformers import use_sparse_flash
 
     use_sparse_flash(model, "causal & (local(1024) | sinks(4))")
 
-The model's projections, rotary positions, key-value cache and ``generate()`` stay its own, and so do its cross-attention, its
-encoder where it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
+The model keeps its projections, rotary positions, key-value cache and ``generate()``, as well as its cross-attention, its encoder
+if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
-(Llama 4), packed sequences, padding. A pair is kept where both keep it. Padding is best on either side of a sequence; a pattern
-counts padded positions, also for global tokens and sinks. Restrictions that are no pattern (a 4-D attention_mask, padding between
-tokens, a model's own functions) are kept pair by pair, which takes a pass over all pairs on the host. Position biases, attention
+(Llama 4), packed sequences, padding. A pair is kept if both keep it. Padding belongs at either end of a sequence; a pattern counts
+padded positions, also for global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between
+tokens, a model's own functions) are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention
 weights, and keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
@@ -40,13 +40,13 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
         f"transformers 5.8 or newer is needed; got {transformers.__version__}: pip install 'transformers[torch]>=5.8'"
     )
 
-NAME = "block_sparse"  # not "sparse_flash": where a name holds "flash", Transformers looks for a FlashAttention kernel
+NAME = "block_sparse"  # not "sparse_flash": if a name contains "flash", Transformers looks for a FlashAttention kernel
 OWN = "own"
 _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
 
-# Keywords of transformers 5.23 that reach attention and do not change its result here: the mask replaces them (is_causal,
+# Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal,
 # position_ids), use_sparse_flash sets them (deterministic), or other parts of a model read them.
 _WITHOUT_EFFECT = {
     "cache_position",
@@ -66,7 +66,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Settings(NamedTuple):
-    """What one attention layer uses: see ``use_sparse_flash``. moves: whether the mask depends on more than distances."""
+    """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances."""
 
     mask: Pattern | str | BlockMask | None
     backend: str = "auto"
@@ -83,20 +83,20 @@ def use_sparse_flash(
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
-    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. Where it has several parts
-    (encoder and decoder; text and images), only the self-attention of its text decoder is switched.
+    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. If it has several parts (encoder
+    and decoder; text and images), only the self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None for dense
-    attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence has a mask for each layer,
-    and a mapping from layer numbers masks for some layers; the others keep the model's own. A mask that must not look ahead says
-    so: "causal & ...".
+    attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence gives a mask per layer. A
+    mapping from layer numbers gives masks for some layers; the others keep the model's own. A mask that must not look ahead has to
+    say so: "causal & ...".
     backend, deterministic: as for ``sparse_flash.attention``.
 
-    The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so
-    zeros between ones in attention_mask, and packed sequences given by position_ids, fail when it runs (on a GPU as a device-side
-    assertion). Packed sequences in layers of chunks count as single ones there.
+    The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
+    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and for packed sequences given
+    by position_ids. In layers with chunks, compiled code treats packed sequences as single ones.
 
-    The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and
-    for masks that do not fit them; the model then stays unchanged.
+    The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and for
+    masks that do not fit them; the model is then unchanged.
     """
     check_deterministic(deterministic)
     part = tower(model)
@@ -113,7 +113,7 @@ def use_sparse_flash(
 
 
 def _refuse_weights(module, args, kwargs) -> None:
-    """Not all models tell attention that its weights are wanted; those would silently return none."""
+    """Not all models tell attention that weights are requested; those would silently return none."""
     wanted = kwargs.get("output_attentions")
     wanted = getattr(module.config, "output_attentions", False) if wanted is None else wanted
     if wanted and _implementation(module) == NAME:
@@ -124,14 +124,14 @@ def _refuse_weights(module, args, kwargs) -> None:
 
 
 def _switch(model, part, layers) -> None:
-    """Makes the modules read the implementation's name from their configs, and leaves all other modules as they were."""
+    """Makes the modules read the implementation's name from their configs, and leaves all other modules unchanged."""
     switched = part if hasattr(part, "set_attn_implementation") else model
     before = _implementation(switched)
     others = [(module, _implementation(module)) for module in others_of(model, layers)]
     switched.set_attn_implementation(NAME)
     unswitched = next((layer for layer in layers if _implementation(layer) != NAME), None)
     left = [(module, was) for module, was in others if _implementation(module) == NAME != was]
-    # The name in the config calls FlashAttention's kernels as well.
+    # The name in the config also selects FlashAttention's kernels.
     stuck = next((module for module, was in left if "flash" in (was or "flash")), None)
     if unswitched is not None or stuck is not None:
         switched.set_attn_implementation(before)
@@ -170,8 +170,8 @@ def _checked(mask):
         return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
     if isinstance(mask, Pattern):
         try:
-            return mask.to_spec()  # text, which compiled code takes on every PyTorch
-        except ValueError:  # of a pattern that is not registered
+            return mask.to_spec()  # text, which compiled code accepts on every PyTorch
+        except ValueError:  # of an unregistered pattern
             return mask
     if mask is None or isinstance(mask, BlockMask):
         return mask
@@ -179,7 +179,8 @@ def _checked(mask):
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
-    """What Transformers calls: query (batch, heads, tokens, head_dim); returns (batch, tokens, heads, head_dim), None."""
+    """The function that Transformers calls: query (batch, heads, tokens, head_dim); returns (batch, tokens, heads, head_dim),
+    None."""
     settings = getattr(module, _SETTINGS, None)
     if settings is None:
         return _as_before(module, query, key, value, attention_mask, **kwargs)
@@ -189,12 +190,12 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, softcap=None, **_) -> bool:
-    """Whether the call needs no values, which compiled code cannot read."""
+    """Whether the call reads no values, which compiled code cannot do."""
     if own is None:
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
         return False
-    # Reading kv_offset binds the graph to its value.
+    # Reading kv_offset specializes the graph on its value.
     if _moves(settings, own) and own.kv_offset:
         return False
     decoded = own.starts is None and not dropout and softcap is None and takes(query, key)
@@ -202,8 +203,7 @@ def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, soft
 
 
 def _is_prompt(own) -> bool:
-    """Whether compiled code may be bound to the end of the queries in a static cache: there is one prompt, but there are many
-    tokens."""
+    """Whether compiled code may specialize on the end of the queries in a static cache: there is one prompt, but many tokens."""
     return own.end is not None and own.q_length > MAX_QUERIES
 
 
@@ -228,7 +228,7 @@ def _masked(
     **kwargs,
 ):
     """s_aux: (heads,) sink logits."""
-    # Off is None, or False where it is a switch.
+    # An option that is off is None, or False for a switch.
     unknown = sorted(
         name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
     )
@@ -260,7 +260,7 @@ def _masked(
     mask = own.joined(mask, query.device)
     lengths = {}
     if own.starts is not None:
-        earlier = own.end - own.q_length  # the last query is at the last key
+        earlier = own.end - own.q_length  # the last query aligns with the last key
         lengths = {
             "kv_starts": own.starts,
             "kv_lens": own.stops,
@@ -295,7 +295,7 @@ _outside_of_graphs = torch.compiler.disable(_masked)
 
 
 def _as_before(module, query, key, value, attention_mask, **kwargs):
-    """The attention of a module that is left as it was."""
+    """The attention of a module left unchanged."""
     before = getattr(module, _BEFORE, None)
     if before is None:
         raise ValueError(

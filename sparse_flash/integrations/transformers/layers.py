@@ -1,4 +1,4 @@
-"""Which modules of a model are its self-attention, and whether they take the attention interface of Transformers."""
+"""Finds a model's self-attention modules, and whether they use Transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import CodeType
 import torch
 
 _REFUSED_KEYWORDS = {"position_bias"}
-_NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods name the interface too
+_NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
 
 
 def tower(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model whose self-attention is switched: its text decoder if it has several parts, else all of it."""
+    """The part of a model whose self-attention is switched: its text decoder if it has several parts, otherwise all of it."""
     decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
     return decoder if any(map(_takes_interface, decoder.modules())) else model
 
 
 def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """The self-attention modules of a tower by the numbers of their layers. Raises ValueError where some cannot be switched."""
+    """A tower's self-attention modules by layer number. Raises ValueError if some cannot be switched."""
     taking = [(name, module) for name, module in model.named_modules() if _takes_interface(module)]
     others = [module for module in model.modules() if _attends(module) and not any(map(_takes_interface, module.modules()))]
     if others:
@@ -29,7 +29,7 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
             "interface; call sparse_flash.attention in its code instead"
         )
     found = [module for name, module in taking if not _is_cross_attention(name, module)]
-    # Where some layers are causal, the others are an encoder's, or attend to one.
+    # If some layers are causal, the others belong to an encoder, or attend to one.
     found = [module for module in found if getattr(module, "is_causal", False)] or found
     if not found:
         raise ValueError(
@@ -56,7 +56,7 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def others_of(model: torch.nn.Module, layers) -> list[torch.nn.Module]:
-    """The modules that call the interface and are none of ``layers``."""
+    """The modules that call the interface and are not in ``layers``."""
     chosen = set(map(id, layers))
     return [module for module in model.modules() if _takes_interface(module) and id(module) not in chosen]
 
@@ -80,7 +80,7 @@ def _takes_interface(module: torch.nn.Module) -> bool:
 
 @cache
 def _names(kind: type) -> frozenset[str]:
-    """The names in the methods of a class: globals, attributes, and keywords that they pass."""
+    """The names used in a class's methods: globals, attributes, and keywords that they pass."""
     found: set[str] = set()
     for owner in kind.__mro__:
         if owner.__module__ in _NOT_OF_MODELS or owner.__module__.startswith("torch."):

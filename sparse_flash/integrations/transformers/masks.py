@@ -1,7 +1,7 @@
-"""A model's own mask, read from the functions from which Transformers makes masks.
+"""A model's own mask, read from the functions with which Transformers creates masks.
 
-Transformers asks for one mask for all layers of a kind (those with a window, those without), and hands it to attention. Here
-it gets a ``ModelMask``, which holds spec text in place of a tensor of pairs.
+Transformers requests one mask for all layers of a kind (those with a window, those without), and passes it to attention. Here it
+gets a ``ModelMask``, which holds spec text instead of a tensor of pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
 from ...patterns import block_diagonal, full, sinks
 
 _BLOCK = 128
-# Pairs of a mask that is no pattern, over all batch entries: a byte each, and a pass over them on the host.
+# Pairs of a mask that is not a pattern, over all batch entries: a byte each, scanned on the host.
 _MOST_PAIRS = 1 << 28
 
 _NO_TENSOR = (
@@ -32,19 +32,19 @@ _NO_TENSOR = (
 
 
 class ModelMask(FlexBlockMask):
-    """A model's own mask of (q_length, kv_length) pairs, made once in each forward pass for the layers of one kind.
+    """A model's own mask of (q_length, kv_length) pairs, created once per forward pass for the layers of one kind.
 
-    base: "causal" or "full". limits: further restrictions, as spec texts or Patterns of absolute positions; each a tuple of
-    one, or of one for each batch entry. dense: a further restriction as a bool tensor, broadcastable to (batch, heads, q_length,
-    kv_length); None for none.
-    kv_offset: the position of the first key. end: how many keys there are up to that of the last query, or None where
-    only ``end_tensor``, without dimensions, knows; that is None where no key comes after.
-    starts, stops: (batch,) int32, which of the keys exist; None for all up to ``end``.
-    refusal: why attention cannot follow it, or None. arguments: those of Transformers for the mask.
+    base: "causal" or "full". limits: further restrictions, as spec texts or Patterns on absolute positions; each a tuple of one, or
+    of one per batch entry. dense: a further restriction as a bool tensor, broadcastable to (batch, heads, q_length, kv_length);
+    None for none.
+    kv_offset: the position of the first key. end: the number of keys up to the last query's, or None if only ``end_tensor``, 0-d,
+    knows; that is None if no key comes after.
+    starts, stops: (batch,) int32, which keys exist; None for all up to ``end``.
+    refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
 
-    A subclass of FlexAttention's mask for Transformers' sake: ``generate()`` makes the masks of static caches before it calls the
-    model, which accepts only tensors and these as ready-made masks. An ordinary class with ordinary fields, which torch.compile can
-    make and read.
+    It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
+    accepts only tensors and that class as prebuilt masks. An ordinary class with ordinary fields, which torch.compile can create
+    and read.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ModelMask(FlexBlockMask):
         return f"ModelMask(base={self.base!r}, limits={self.limits}, q_length={self.q_length}, kv_length={self.kv_length})"
 
     def made_for(self, implementation: str):
-        """The same mask in the form of another attention implementation of Transformers."""
+        """The same mask in the form for another attention implementation of Transformers."""
         if implementation not in self._made:
             make = AttentionMaskInterface()[implementation]
             made = make(**self.arguments)
@@ -142,7 +142,7 @@ class ModelMask(FlexBlockMask):
 
 
 def model_mask(**arguments) -> ModelMask:
-    """The function that Transformers calls for a mask."""
+    """The function that Transformers calls to create a mask."""
     q_length, kv_length, kv_offset = (arguments[name] for name in ("q_length", "kv_length", "kv_offset"))
     mask = ModelMask(q_length, kv_length, kv_offset=kv_offset, arguments=arguments)
     _set_end(mask, arguments["q_offset"])
@@ -175,7 +175,7 @@ def model_mask(**arguments) -> ModelMask:
 
 
 def _set_end(mask: ModelMask, q_offset) -> None:
-    """q_offset: the position of the first query, an int, or a tensor where the cache's length is one."""
+    """q_offset: the position of the first query, an int, or a tensor if the cache's length is one."""
     if isinstance(q_offset, torch.Tensor):
         mask.end_tensor = q_offset + (mask.q_length - mask.kv_offset)
         if not torch.compiler.is_compiling():
@@ -189,19 +189,19 @@ def _set_end(mask: ModelMask, q_offset) -> None:
 
 
 def _check_place(mask: ModelMask) -> None:
-    """Where every token sees every other, keys past those of the queries are not the future but extra ones, as in prefix tuning."""
+    """If every token sees every other, keys past the queries' are not the future but extra ones, as in prefix tuning."""
     if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
         mask.refusal = f"{mask.q_length} queries of a model that sees both ways have {mask.kv_length} keys, and no place among them"
 
 
 def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
-    """Which keys exist, from (batch, tokens): one run for each sequence, or else key by key."""
+    """Sets which keys exist, from (batch, tokens): as one run per sequence, otherwise key by key."""
     count = exist.sum(1, keepdim=True)
     first = exist.int().argmax(1, keepdim=True)
     token = torch.arange(exist.shape[1], device=exist.device)
     run = (token >= first) & (token < first + count)
     if torch.compiler.is_compiling():
-        # Compiled code cannot read values, but can fail when it runs.
+        # Compiled code cannot read values, but can fail at run time.
         assert_in_graph((exist == run).all(), f"attention_mask has zeros between its ones; {_UNCOMPILED}")
     elif check and not torch.equal(exist, run):
         mask.dense = exist[:, None, None, mask.kv_offset :]
@@ -215,12 +215,12 @@ _UNCOMPILED = "sparse_flash carries that in a model that is not compiled"
 
 
 def _assert_single(arguments, q_length) -> None:
-    """Makes compiled code fail on packed sequences, where some token does not see the one before it."""
+    """Makes compiled code fail on packed sequences, where some token does not see the previous one."""
     if arguments["mask_function"].__name__ != "and_mask" or q_length != arguments["kv_length"] or q_length < 2:
         return
     size = arguments.get("local_size")
     if size is not None and size == getattr(arguments.get("config"), "attention_chunk_size", None):
-        return  # nor does it where a chunk begins
+        return  # with chunks, the first token of one does not see the previous token either
     device = arguments.get("device", "cpu")
     token = torch.arange(1, q_length, device=device)
     batch = torch.arange(arguments["batch_size"], device=device)[:, None]
@@ -230,7 +230,7 @@ def _assert_single(arguments, q_length) -> None:
 
 def _said(arguments) -> tuple[str, str | None]:
     """(base, limit) of a mask within torch.compile, which cannot inspect functions: from the arguments that Transformers passes
-    with them.
+    along.
 
     Packed sequences cannot be distinguished from single ones there: see ``_assert_single``.
     """
@@ -287,7 +287,7 @@ class _Reading:
         elif name == "packed_sequence_mask_function":
             self.packed(held["packed_sequence_mask"])
         elif name == "remap_positions_for_packed_sequence":
-            # The distance of two tokens of one sequence does not change, and another restriction separates sequences.
+            # The distance of two tokens of one sequence does not change; another restriction separates sequences.
             before = len(self.limits)
             self.function(held["mask_function"])
             self.unknown |= any(not str(limit[0]).startswith("local") for limit in self.limits[before:])
@@ -312,7 +312,7 @@ class _Reading:
 
 
 def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
-    """The mask of a layer that gets none: causal where the layer is, with the last query at the last key."""
+    """The mask of a layer that receives none: causal if the layer is, with the last query aligned to the last key."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     q_length, kv_length = query.shape[2], key.shape[2]
     limits = () if sliding_window is None else ((f"local({sliding_window})",),)
@@ -320,7 +320,7 @@ def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
 
 
 def given(mask: torch.Tensor, query, key) -> ModelMask:
-    """The mask of pairs with which the model was called, True or 0 where a pair is kept; converted once for each tensor."""
+    """The mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor."""
     known = getattr(mask, "_sparse_flash", None)
     if known is not None and known[0] == mask._version:
         return known[1]
@@ -342,7 +342,7 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
     elif mask.dtype != torch.bool:
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
     own = ModelMask(q_length, kv_length, dense=kept, end=kv_length)
-    mask._sparse_flash = mask._version, own  # type: ignore[attr-defined]  # ours, kept with the tensor
+    mask._sparse_flash = mask._version, own  # type: ignore[attr-defined]  # cached on the tensor
     return own
 
 
@@ -353,12 +353,12 @@ def depends_on_position(mask) -> bool:
 
 
 def _keeps_all(limit: str | Pattern, kv_length: int) -> bool:
-    """Whether it is a window that covers all keys."""
+    """Whether the limit is a window that covers all keys."""
     return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
 
 
 def joined(mask, limits: tuple, offset: int = 0):
-    """The intersection of a mask and its restrictions, whose positions count from offset; text where all of them are text."""
+    """The intersection of a mask and its restrictions, whose positions count from offset; text if all of them are text."""
     if torch.compiler.is_compiling() or not offset:
         if not limits:
             return mask
@@ -389,8 +389,7 @@ class _Moved(Pattern):
 
 
 def moved(pattern: Pattern, offset: int) -> Pattern:
-    """The pattern for keys whose first one has position ``offset``; equal for as many offsets as possible, because tables are
-    cached."""
+    """The pattern for keys whose first one has position ``offset``; equal for as many offsets as possible, as tables are cached."""
     if isinstance(pattern, (And, Or)):
         return type(pattern).of(*(moved(one, offset) for one in pattern.operands))
     if isinstance(pattern, Not):
@@ -406,7 +405,7 @@ def moved(pattern: Pattern, offset: int) -> Pattern:
 
 @remembered(maxsize=64)
 def _of_entries(patterns: tuple, q_length: int, kv_length: int, device) -> BlockMask:
-    """A mask for each batch entry."""
+    """A mask with one pattern per batch entry."""
     every = [full() if pattern is None else pattern for pattern in patterns]
     masks = BlockMask.per_head(every, q_length, kv_length, _BLOCK)
     return with_coarse(replace(masks, mask_index=masks.mask_index.view(-1, 1), coarse=None)).to(device)

@@ -1,11 +1,11 @@
-"""A kernel's tile and launch options, and how a head dimension is padded."""
+"""A kernel's tile and launch options, and how head dimensions are padded."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Config:
-    """tile_m, tile_n: queries and keys of one step. num_warps, num_stages: Triton's launch options."""
+    """tile_m, tile_n: queries and keys per step. num_warps, num_stages: Triton's launch options."""
 
     tile_m: int
     tile_n: int
@@ -18,7 +18,7 @@ class Config:
 
 
 def smaller(config: Config) -> Config | None:
-    """What takes less shared memory: a stage less, then the longer side of the tile halved; None for the smallest."""
+    """A config that takes less shared memory: one stage less, then half the longer side of the tile; None for the smallest."""
     if config.num_stages > 1:
         return replace(config, num_stages=config.num_stages - 1)
     tile_m, tile_n = config.tile_m, config.tile_n
@@ -29,5 +29,5 @@ def smaller(config: Config) -> Config | None:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two, at least 16, that a head dimension is padded to inside a kernel."""
+    """The power of two, at least 16, to which kernels pad a head dimension."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,4 +1,4 @@
-"""What differs between the Triton releases that these kernels run on (3.6 to 3.9), behind one set of names."""
+"""One set of names for what differs between the Triton releases that these kernels run on (3.6 to 3.9)."""
 
 import triton
 from triton._C.libtriton import ir
@@ -20,34 +20,34 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @_core.builtin
 def async_add(tensor, coord, source, _semantic=None):
-    """Starts adding a tile in shared memory to global memory, each element by an atomic addition of the copy engine."""
+    """Starts a TMA reduction that adds a tile in shared memory to global memory, atomically per element."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor.handle, coord, source.handle)
 
 
 @_core.builtin
 def view(buffer, dtype, shape, layout, _semantic=None):
-    """The bytes of a buffer in shared memory as another dtype, shape and layout."""
+    """The bytes of a shared-memory buffer as another dtype, shape and layout."""
     method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
 def of_tensor(tile, tensor):
-    """A tile in shared memory with the four dimensions of the tensor that the copy engine fills it from."""
+    """A tile in shared memory with the four dimensions of the tensor that TMA loads it from."""
     return view(tile, tensor.dtype, [1, 1, tile.shape[0], tile.shape[1]], tensor.layout)
 
 
 @gluon.jit
 def fresh_zero(near):
-    """0, but to the compiler a number of its own each time. An address with it is worked out where it is used: left to
-    itself, the compiler works out all addresses of a loop before it, and spills them. near: any int32 scalar."""
+    """0, but to the compiler a new value each time. An address that includes it is computed where it is used; otherwise the
+    compiler computes all addresses of a loop before it, and spills them. near: any int32 scalar."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [near], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def record(cls):
-    """Class decorator: the annotated fields, each a value or a record, as one argument of a kernel function. Its constructor takes
-    them in order or by name."""
+    """Class decorator: makes the annotated fields, each a value or a record, one argument of a kernel function. Its constructor
+    takes them in order or by name."""
 
     def __init__(self, *values, **named):
         fields = cls.__annotations__

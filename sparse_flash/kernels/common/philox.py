@@ -1,4 +1,4 @@
-"""The random numbers of dropout, drawn anew wherever they are needed. Source: Salmon et al., "Parallel random numbers: as easy as
+"""The random numbers of dropout, regenerated wherever they are needed. Source: Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3" (SC 2011)."""
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def stream_of_line(seed, line):
-    """What tells a line's draws from others', three scalars. line: batch * heads + head. seed: where it lies."""
+    """Three scalars that distinguish a line's draws from others'. line: batch * heads + head. seed: pointer."""
     word = line.to(tl.uint32)
     key, q_mask, k_mask, _ = _philox_4x32(tl.load(seed).to(tl.uint64), word, word * 0, word * 0, word * 0)
     return key, q_mask, k_mask
@@ -15,25 +15,25 @@ def stream_of_line(seed, line):
 
 @triton.jit
 def words_of_pairs(stream, query, token, first_query, first_key):
-    """The words that pairs of a tile are drawn from: of query // 8 % 2 = 0 the lower half counts, else the upper one.
+    """The words from which pairs of a tile draw: the lower half counts for query // 8 % 2 = 0, otherwise the upper one.
 
-    query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: as above.
+    query, token: uint32, within the tile, of shapes that broadcast to it. first_query, first_key: the tile's first tokens.
 
-    Written for each pair by itself, so that nothing changes layout. The four pairs of a draw lie in one thread, and the
-    compiler, which knows in which bits of the tokens they differ, draws once for them.
+    Written per pair, so nothing changes layout. The four pairs of a draw lie in one thread, and the compiler, which knows in which
+    bits their tokens differ, draws once for them.
     """
     key, q_mask, k_mask = stream
     q_group = _group(query) ^ (first_query.to(tl.uint32) // 2) ^ q_mask
     k_group = _group(token) ^ (first_key.to(tl.uint32) // 2) ^ k_mask
-    # Queries come first: the first round's product is of them alone.
+    # Queries come first: the first round's product depends only on them.
     even, odd = _philox_2x32(key, q_group, k_group)
     return tl.where(token // 8 % 2 == 0, even, odd)
 
 
 @triton.jit
 def _group(token):
-    """token // 16 * 8 + token % 8. Of the last bits one alone, as an odd token's are else not seen to be those of the token 8
-    before."""
+    """token // 16 * 8 + token % 8. The last bit is taken separately; otherwise the compiler does not see that an odd token shares
+    its group with the token 8 before."""
     return token // 16 * 8 + (token & 6) + (token & 1)
 
 
@@ -49,7 +49,7 @@ def _philox_2x32(key, c0, c1):
 
 @triton.jit
 def _philox_4x32(seed, c0, c1, c2, c3):
-    """Philox-4x32-10, as ``tl.philox``, which multiplies twice for the halves of each product."""
+    """Philox-4x32-10. Unlike ``tl.philox``, it multiplies once for both halves of each product."""
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57

@@ -1,5 +1,5 @@
-"""The current GPU and stream as numbers, which the host looks up at every launch; PyTorch's public calls make an object of a
-stream, and take 3 us longer. None in a PyTorch without CUDA."""
+"""The current GPU and stream as numbers, which the host looks up at every launch; PyTorch's public calls create a stream object,
+and take 3 us longer. None in a PyTorch without CUDA."""
 
 import torch
 

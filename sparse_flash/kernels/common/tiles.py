@@ -1,7 +1,7 @@
-"""What the forward and backward kernels share: loading tiles, reading the lookup table, and masks.
+"""What the forward and backward kernels share: tile loads, lookup table reads, and masks.
 
-Kernels walk *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of it that one
-iteration computes. The kind of a walk is fixed at compile time: the loop over full blocks holds no mask code at all.
+Kernels walk *steps*. A table entry is a block of TABLE_BLOCK x TABLE_BLOCK pairs; a step is the part of it that one iteration
+computes. The kind of a walk is fixed at compile time: the loop over full blocks contains no mask code at all.
 """
 
 from typing import Any, NamedTuple
@@ -13,23 +13,23 @@ from .compat import is_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below every score and finite, so that a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
+# Below every score and finite, so a row that has kept nothing yet needs no guard: exp2(-inf - FLOOR) is 0, not NaN.
 FLOOR = tl.constexpr(-3.0e38)
 
-# Kinds of walks, in the order of a table's row. A dense walk has no tiles: its ragged end is a walk of kind RUNS.
+# Kinds of walks, in the order of a table's row. A dense walk has no tiles: it treats its ragged end as kind RUNS.
 FULL = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 BITS = tl.constexpr(2)
-# Entries of any of those kinds, some of whose tokens do not exist and may hold anything. One walk for all of them, as a copy
-# of the body costs the others registers.
+# Entries of any of those kinds with some nonexistent tokens, which may hold anything. One walk serves all of them, as another copy
+# of the body would cost the other walks registers.
 CUT = tl.constexpr(3)
 
 
 class WalkedTable(NamedTuple):
     """The entries that a kernel walks, row after row. A dense walk (SPARSE False) has none: its entries are its steps.
 
-    index: the block of each entry along the walked axis. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs of an entry
-    along either side.
+    index: the block of each entry along the walked axis. tile_idx, tile_runs, tile_bits: its mask tile. BLOCK: pairs on either side
+    of an entry.
     """
 
     index: Any
@@ -41,8 +41,8 @@ class WalkedTable(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """Where the rows of a table begin, of the masks that it holds. mask_index: the mask of each head. order: rows by weight, None
-    where a kernel has no use for it. count: rows of a mask."""
+    """Where the rows of a table's masks begin. mask_index: the mask of each head. order: rows by weight, None if a kernel does not
+    use it. count: rows of a mask."""
 
     mask_index: Any
     batch_stride: Any
@@ -55,7 +55,7 @@ class TableRows(NamedTuple):
 
 class InBlock(NamedTuple):
     """Pairs of a step as int32 positions within their block: one of query and key is (n, 1), the other (1, n). queries_left,
-    keys_left: tokens from the block's start to the end of each axis, which only a dense walk asks for."""
+    keys_left: tokens from the block's start to the end of each axis; only a dense walk needs them."""
 
     query: Any
     key: Any
@@ -64,10 +64,10 @@ class InBlock(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles by itself. Triton would turn a descriptor
-    into loads of single numbers there, as it does not know that rows are unbroken and begin on 16 bytes.
+    """A (batch, heads, tokens, head_dim) tensor on a chip that cannot address tiles in hardware. There Triton would turn a
+    descriptor into loads of single elements, as it does not know that rows are contiguous and 16-byte aligned.
 
-    Strides are in pieces of 16 bytes. pieces: those of a row, or None where a tile is as wide as the tensor.
+    Strides are in units of 16 bytes. pieces: 16-byte units per row, or None if a tile is as wide as the tensor.
     """
 
     base: Any
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Of a (TILE, DIM) tile, and which of them lie in the tensor."""
+    """Pointers to a (TILE, DIM) tile, and which of them lie in the tensor."""
     PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
     row, column = tl.arange(0, TILE), tl.arange(0, DIM)
     first = tl.cast(first_row, tl.int64) * rows.token_stride
@@ -96,7 +96,7 @@ def _pointers(rows, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexp
 def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
     """Rows first_row .. first_row + TILE - 1 of one head as a (TILE, DIM) tile; 0 outside the tensor.
 
-    tensor: descriptor of a (batch, heads, tokens, head_dim) tensor, whose addresses and bounds the hardware works out; or
+    tensor: descriptor of a (batch, heads, tokens, head_dim) tensor, for which the hardware computes addresses and bounds; or
     ``Rows``.
     """
     if is_rows(tensor):
@@ -109,7 +109,7 @@ def load_tile(tensor, batch, head, first_row, TILE: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl.constexpr):
-    """The reverse of ``load_tile``; what lies outside the tensor is not stored."""
+    """The reverse of ``load_tile``; elements outside the tensor are not stored."""
     if is_rows(tensor):
         pointers, exists = _pointers(tensor, batch, head, first_row, TILE, DIM)
         tl.store(pointers, tile.to(tensor.base.dtype.element_ty), mask=exists)
@@ -119,13 +119,13 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 @triton.jit
 def mask_of(rows, batch, head):
-    """The number of a head's mask among those of a table."""
+    """The number of a head's mask among a table's masks."""
     return tl.load(rows.mask_index + batch * rows.batch_stride + head * rows.head_stride)
 
 
 @triton.jit
 def ordered_tile(rows, mask, slot, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The table row that a program's slot stands for, heaviest first, and the first token of its tile within it."""
+    """The table row for a program's slot, heaviest first, and the first token of its tile within it."""
     TILES: tl.constexpr = BLOCK // TILE
     row = tl.load(rows.order + mask * rows.count + slot // TILES)
     return row, row * BLOCK + slot % TILES * TILE
@@ -133,7 +133,7 @@ def ordered_tile(rows, mask, slot, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_bounds(rows, mask, row):
-    """Where the full, run and bit entries of a row begin, and where the last end."""
+    """Where the full, run and bit entries of a row begin, and where the last ones end."""
     line = mask * rows.count + row
     begin = tl.load(rows.ptr + line + mask)
     runs = tl.load(rows.split + line * 2)
@@ -144,7 +144,7 @@ def row_bounds(rows, mask, row):
 
 @triton.jit
 def dense_bounds(length, TILE: tl.constexpr):
-    """The same for a dense walk over ``length`` tokens, in steps: whole tiles, then the ragged end."""
+    """``row_bounds`` for a dense walk over ``length`` tokens, in steps: whole tiles, then the ragged end."""
     whole = length // TILE
     steps = (length + TILE - 1) // TILE
     return whole * 0, whole, steps, steps
@@ -152,7 +152,7 @@ def dense_bounds(length, TILE: tl.constexpr):
 
 @triton.jit
 def step_position(table, step, end, TILE: tl.constexpr):
-    """The first token of a step along the walked axis; any number past the end."""
+    """The first token of a step along the walked axis; arbitrary past the end."""
     if table.SPARSE:
         STEPS: tl.constexpr = table.BLOCK // TILE
         block = tl.load(table.index + step // STEPS, mask=step < end, other=0)
@@ -164,7 +164,7 @@ def step_position(table, step, end, TILE: tl.constexpr):
 
 @triton.jit
 def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
-    """Which pairs of a step of an entry are kept, of the broadcast shape of the two fields of pairs, ``InBlock``."""
+    """Which pairs of an entry's step are kept, in the broadcast shape of the fields of ``pairs``, an ``InBlock``."""
     if not table.SPARSE:
         kept = (pairs.query < pairs.queries_left) & (pairs.key < pairs.keys_left)
     else:
@@ -181,7 +181,7 @@ def kept_pairs(table, entry, pairs, KIND: tl.constexpr):
 
 @triton.jit
 def of_kept_pairs(values, otherwise, kind, table, entry, pairs):
-    """values, and ``otherwise`` where a step of a cut entry, of any kind, does not keep a pair."""
+    """values, or ``otherwise`` where a cut entry of any kind does not keep a pair of the step."""
     if table.SPARSE:
         if kind == RUNS:
             values = tl.where(kept_pairs(table, entry, pairs, RUNS), values, otherwise)

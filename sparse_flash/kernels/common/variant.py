@@ -1,5 +1,5 @@
-"""A variant as the portable kernels take it: one tuple of pointers and numbers, None where there is nothing, and the switches
-that they are compiled for."""
+"""A variant in the form that the portable kernels take: one tuple of pointers and numbers, None for absent fields, and the
+compile-time switches."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from .config import Config
 class KernelVariant(NamedTuple):
     """Which fields are None is fixed at compile time.
 
-    seed: int64, with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
+    seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
     float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE.
     """
 
@@ -33,13 +33,13 @@ class KernelVariant(NamedTuple):
 
 
 NO_VARIANT = KernelVariant()
-# SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own
-# function of scores and its derivative.
+# SCORED: scores are more than scaled products. REACH: the largest distance of rel_bias. SCORE, DERIVATIVE: the user's own score
+# function and its derivative.
 NO_SWITCHES = {"SCORED": False, "REACH": 0, "SCORE": None, "DERIVATIVE": None}
 
 
 def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tuple[KernelVariant, dict, tuple]:
-    """(what a kernel gets, its switches, what Triton compiles differently for)."""
+    """(the kernel's argument, its switches, what Triton specializes on)."""
     if variant is None:
         return NO_VARIANT, NO_SWITCHES, ()
     given = KernelVariant(
@@ -66,8 +66,8 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
 
 
 def within_memory(config: Config, given: KernelVariant, switches: dict, dim: int) -> Config:
-    """The config of dQ for this variant. dim: padded. A bias beside a user's function takes 262 KB for 128 queries at head_dim 128,
-    more than any chip has: half the queries take 164 to 172, and of as many warps spill half of what four do."""
+    """The config of dQ for this variant. dim: padded. A bias with a user's function takes 262 KB for 128 queries at head_dim 128,
+    more than any chip has. Half the queries take 164 to 172 KB, and with the same warps spill half as much as with four."""
     biased = given.rel_bias is not None and switches["SCORE"] is not None
     if biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
         return replace(config, tile_m=config.tile_m // 2)
@@ -75,12 +75,12 @@ def within_memory(config: Config, given: KernelVariant, switches: dict, dim: int
 
 
 def launch_options(config: Config, given: KernelVariant, switches: dict, rows: int) -> dict[str, int]:
-    """Triton's options for a kernel of this variant; for plain attention, those of the config. rows: of a step's products.
+    """Triton's options for a kernel of this variant; the config's for plain attention. rows: of a step's products.
 
-    By what compiling for sm_90 (triton 3.6) says. Eight warps are worth it only for 128 rows, where they halve what each thread
-    holds: with dropout or the gradient of a bias, four spill 130 to 800 bytes of 128 x 64 at head_dim 64. Of 64 rows, eight
-    warps each compute all that four would: a step of dK and dV then takes twice the instructions, and spills cost less.
-    A stage less for biases beside a user's function, which Triton loads ahead through shared memory: see
+    According to compilation for sm_90 (triton 3.6). Eight warps pay off only for 128 rows, where they halve what each thread holds:
+    with dropout or the gradient of a bias, four warps spill 130 to 800 bytes for 128 x 64 at head_dim 64. For 64 rows, each of
+    eight warps computes everything that each of four would: a step of dK and dV then takes twice the instructions, and spills cost
+    less. One stage less for a bias with a user's function, as Triton prefetches the bias through shared memory: see
     ``portable.scores._biased``.
     """
     crowded = rows >= 128 and (given.seed is not None or given.rel_bias_gradient is not None)

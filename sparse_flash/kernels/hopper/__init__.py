@@ -1,1 +1,1 @@
-"""Kernels for compute capability 9.0, in Gluon. Knows nothing of the portable kernels."""
+"""Gluon kernels for compute capability 9.0. Knows nothing of the portable kernels."""

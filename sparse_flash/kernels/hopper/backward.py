@@ -1,12 +1,12 @@
-"""The backward pass for Hopper: one pass over key tiles that computes dK and dV, and adds to dQ as it goes.
+"""The backward pass for Hopper: one pass over key tiles computes dK and dV, and accumulates dQ along the way.
 
-Persistent programs: a scheduler warp, a loading warp, eight warps that compute, and one that hands results to the copy
-engine, which adds tiles of dQ to an fp32 array in global memory. Scores lie transposed, keys along rows: they are the left
-operand of dV without a way through shared memory. The scores of the next step, or of the next tile's first, are computed
-beside the other products of this one, to give the tensor cores work while the exponentials run.
+Persistent programs: a scheduler warp, a loading warp, eight computing warps, and a sending warp that hands results to TMA, which
+adds tiles of dQ to an fp32 array in global memory. Scores are transposed, with keys along rows: this makes them the left operand of
+dV without a pass through shared memory. The scores of the next step, or of the next tile's first step, are computed during this
+step's other products, to keep the tensor cores busy while the exponentials run.
 
-Tiles are added to dQ in the order in which they come, and a floating-point sum depends on its order. For gradients that repeat
-bit for bit, tiles are added as integers, in units of a power of two for each query: see ``bound_kernel``.
+Tiles are added to dQ in order of arrival, and a floating-point sum depends on its order. For bitwise repeatable gradients, tiles
+are added as integers, in units of a power of two per query: see ``bound_kernel``.
 
 Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
 """
@@ -40,9 +40,9 @@ from .ring import Ring, ring_beside, ring_of
 from .scheduler import TILE as KEYS
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 
-ROWS = 64  # queries of a program of the kernel before
+ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
 
-# Nothing about lengths, heads or masks compiles anew.
+# New lengths, heads or masks never recompile.
 NOT_SPECIALIZED = [
     "mask_batch_stride",
     "mask_head_stride",
@@ -71,7 +71,7 @@ class BackwardInputs:
 
 @record
 class Gradients:
-    """Where gradients go. Rows of dQ, and of dK and dV where ADDED, hold sums in register order."""
+    """Where gradients go. Rows of dQ, and with ADDED of dK and dV, hold sums in register order."""
 
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
@@ -80,8 +80,8 @@ class Gradients:
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
     kv_lines: gl.tensor
-    ADDED: gl.constexpr  # whether several tiles make one of dK and dV
-    FIXED: gl.constexpr  # whether gradients do not depend on the order in which tiles are added
+    ADDED: gl.constexpr  # whether several tiles contribute to one dK and dV
+    FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
 
 @record
@@ -96,23 +96,23 @@ class BackwardArguments:
     score_scale: gl.tensor
     dropout: Dropout
     scheduler: Scheduler
-    k: Ring  # a stage for each tile
+    k: Ring  # one stage per tile
     v: Ring
-    q: Ring  # a stage for each step
+    q: Ring  # one stage per step
     dout: Ring  # one stage less; released with q
-    lse: gl.shared_memory_descriptor  # comes with q
-    unit: gl.shared_memory_descriptor  # comes with q
-    delta: gl.shared_memory_descriptor  # comes with dout
+    lse: gl.shared_memory_descriptor  # loaded with q
+    unit: gl.shared_memory_descriptor  # loaded with q
+    delta: gl.shared_memory_descriptor  # loaded with dout
     dscores: gl.shared_memory_descriptor
-    dq: Ring  # one stage, through which dQ of each step leaves, and dK and dV of each tile
+    dq: Ring  # one stage, through which every step sends dQ, and every tile dK and dV
     DIM: gl.constexpr
-    QUERIES: gl.constexpr  # of a step
+    QUERIES: gl.constexpr  # per step
     RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
 
 
 @gluon.jit
 def _first_query(p, tile, step, stop, exists):
-    """The first query of a step for the computing warps, whose dense walk counts from where it starts: see
+    """The first query of a step, for the computing warps. A dense walk counts from where it starts: see
     ``Scheduler.first_step``."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
@@ -127,7 +127,7 @@ def _first_query(p, tile, step, stop, exists):
 
 @gluon.jit
 def _load_keys(ring, turn, tensor, batch, kv_head, first_key):
-    """Keys or values of a tile."""
+    """Loads keys or values of a tile."""
     ring.acquire(turn)
     ring.expect(turn, KEYS * ring.data.shape[2] * 2)
     ring.load(turn, tensor, [batch, kv_head, first_key, 0])
@@ -155,8 +155,7 @@ def _load_dout(p, step, batch, head, line, position):
 
 @gluon.jit
 def _load(p):
-    """The loading warp: for each tile its keys and values, and queries and their gradients of each step, in the order that
-    they are used."""
+    """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
@@ -168,9 +167,9 @@ def _load(p):
         position = tile.position
         line = tile.line * p.grads.padded_q_len
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        # A column that keeps nothing takes one step of nothing.
+        # A column that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            # The table is read one step ahead, so that no load waits for it.
+            # The table is read one step ahead, so no load waits for it.
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
             upcoming = p.table.position(entry, tile.end, p.QUERIES)
             _load_queries(p, step, batch, head, line, position)
@@ -181,15 +180,15 @@ def _load(p):
             step += 1
         turn += 1
         tile = p.scheduler.tile(turn)
-    # After its last tile a program computes the first scores of one more, and drops them.
+    # After its last tile a program computes the first scores of one more, and discards them.
     _load_keys(p.k, turn, p.inputs.k, 0, 0, 0)
     _load_queries(p, step, 0, 0, 0, 0)
 
 
 @gluon.jit
 def _send(p):
-    """The warp that sends results on: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or
-    adds them. It also releases what the step has used: the computing warps would have to wait for each other to do so."""
+    """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
+    releases what the step has used, as the computing warps would have to wait for each other to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
     grads = p.grads
     step = 0
@@ -204,7 +203,7 @@ def _send(p):
         for _ in range(steps):
             position = p.table.position(entry, tile.end, p.QUERIES)
             p.dq.wait(sent)
-            # Who hands over dQ has done all products of the step.
+            # The warps that hand over dQ have finished all products of the step.
             p.q.release(step)
             p.v.release(turn, pred=step == last)
             rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
@@ -222,14 +221,14 @@ def _send(p):
 
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
-    """Stores dK and dV of a tile, or adds them, from the places of its keys and of dQ."""
+    """Stores dK and dV of a tile, or adds them, from the buffers of its keys and of dQ."""
     HALF: gl.constexpr = KEYS * p.DIM // 512
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
     place = p.k.stage(turn)
     if grads.ADDED:
-        # In a fixed order they are summed by the kernel after, over query heads.
+        # With FIXED, finish_kernel sums them later over query heads.
         head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
         line = head_line * grads.padded_kv_len + tile.first
         low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
@@ -259,7 +258,7 @@ def _send_keys(p, tile, turn, sent):
 
 @gluon.jit
 def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
-    """What the mask tile of a step keeps of its queries; words of zeros if there is no tile."""
+    """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
     mask_tile = gl.load(table.tile_idx + step // STEPS, mask=exists, other=0)
@@ -276,7 +275,7 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
-    """Weights of a step, keys along rows, with 0 where its mask tile keeps nothing."""
+    """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
     if KIND == RUNS:
         rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + tile.first % p.table.BLOCK
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
@@ -287,8 +286,8 @@ def _masked(p, tile, weights, words, KIND: gl.constexpr):
 
 @gluon.jit
 def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
-    """A tile of a gradient as rows of 256 numbers in the order that threads hold them: each thread writes whole pieces of 16
-    bytes, beside its neighbours'. ``finish_kernel`` puts them back."""
+    """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
+    adjacent to its neighbours'. ``finish_kernel`` restores the order."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = 8 // WARPS_DOWN
@@ -305,14 +304,14 @@ def _rounded(numbers):
 def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
-    state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, beside which the scores of the
-    next tile's first are computed.
+    state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, during which the scores of the next
+    tile's first step are computed.
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
-    SENT: gl.constexpr = 2 if p.grads.ADDED else 1  # times that a tile's end goes through the place of dQ
+    SENT: gl.constexpr = 2 if p.grads.ADDED else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     for entry in range(begin, end):
@@ -330,11 +329,11 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
         if KIND != FULL:
             weights = _masked(p, tile, weights, words, KIND)
         if p.RAGGED:
-            # Keys that do not exist have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN, finite ones
-            # meet rows of zeros. No weight of a key that exists is more than 1.
+            # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
+            # rows of zeros. No existing key has a weight above 1.
             weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
         if p.dropout.ENABLED:
-            # A sign marks dropped pairs: neither words nor truth values have to be kept beside the sums.
+            # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
             weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         delta = p.delta.index(p.dout.place(step)).load(column)
@@ -343,7 +342,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
         else:
             operand = gl.convert_layout(weights.to(dtype), operand_layout)
         started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
-        # Over at once: it keeps what follows behind the product's start; the compiler would put it before.
+        # Returns at once: it keeps what follows after the product's start; the compiler would move it before.
         p.dout.wait(step)
         if p.dropout.ENABLED:
             dscores = score_gradients(weights, dweights, delta[None, :])
@@ -383,10 +382,10 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
 
 @gluon.jit
 def _compute(p):
-    """The computing warps: each half of them holds 64 keys."""
+    """The computing warps: each half holds 64 keys."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
-    # Two warp groups share dQ: each takes half its queries, or where those are 64, half its columns.
+    # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, 8 // DOWN], [16, p.DIM * DOWN // 8, 16])
     zeros = gl.zeros([KEYS, p.QUERIES], gl.float32, layout=score_layout)
@@ -407,7 +406,7 @@ def _compute(p):
         stream = p.dropout.stream(tile.line)
         p.v.wait(turn)
         if p.table.SPARSE:
-            # A column that keeps nothing takes one step of nothing.
+            # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
             state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, zeros, dq_zeros, RUNS)
@@ -421,7 +420,7 @@ def _compute(p):
 
 @gluon.jit
 def _hand_over(p, turn, step, dk, dv):
-    """Hands dK and dV of a tile to the sending warp, through the place of its keys, and that of dQ once its last tile has left."""
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once its last tile has left."""
     dtype: gl.constexpr = p.k.data.dtype
     place = p.k.stage(turn)
     if p.grads.ADDED:
@@ -440,7 +439,7 @@ def _hand_over(p, turn, step, dk, dv):
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """dK or dV in fp32, in register order: half by way of dQ's place and half by ``place``."""
+    """Hands over dK or dV in fp32, in register order: half through dQ's buffer and half through ``place``."""
     HALF: gl.constexpr = KEYS * p.DIM // 512
     low, high = _in_register_order(grad, 8).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
     p.dq.acquire(sent)
@@ -523,7 +522,7 @@ def attention_backward_kernel(
     )
     heads_of = Heads(heads, group)
     scheduler = new_scheduler(k, table, heads_of, heads_together, items, tiles, queue, q_len, STEP=QUERIES, BY_KEY=True)
-    # The copy engine, which reports to the barriers, must see that they are ready.
+    # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = BackwardArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
@@ -562,12 +561,12 @@ def attention_backward_kernel(
 
 @triton.jit(do_not_specialize=["kv_heads"])
 def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
-    """The largest number of K and the largest length of a row of V, for each key head, into (2, heads) zeros.
+    """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
-    They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to
-    0 and divides only at the end. So each tile's share of dQ, and their sum, is less than 2^31 times some power of two, and
-    integers sum to the same in any order. That unit is 2^-30 of the bound: some 2^-18 of dQ over 16,384 keys of random
-    directions, where 16-bit weights round to 2^-9.
+    They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
+    and divides only at the end. So each tile's share of dQ, and their sum, is less than 2^31 times some power of two, and integers
+    sum to the same in any order. That unit is 2^-30 of the bound: some 2^-18 of dQ over 16,384 keys of random directions, while
+    16-bit weights round to 2^-9.
     """
     batch = tl.program_id(1) // kv_heads
     head = tl.program_id(1) % kv_heads
@@ -599,9 +598,9 @@ def prepare_kernel(
     FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf where the query keeps nothing, and
-    delta = rowsum(dOut * Out) - dLse, with dropout times the share that it keeps, by which gradients are divided at the end; and
-    zeros that dQ is added to. Where FIXED, also the power of two that its dQ is counted in."""
+    """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
+    delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
+    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
@@ -625,10 +624,10 @@ def prepare_kernel(
         bounds = bounds_ptr + tl.program_id(1) // group
         length = tl.sqrt_rn(tl.sum(dout * dout, 1))
         most = (length * tl.load(bounds + kv_heads) + tl.abs(delta)) * tl.load(bounds)
-        # A number below 2^(e + 1) is at most 2^30 units of 2^(e - 29); rounding has the other half of the integers' range.
+        # A number below 2^(e + 1) is at most 2^30 units of 2^(e - 29); the other half of the integer range absorbs rounding.
         exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 127, -97)
         unit = ((29 - exponent + 127) << 23).to(tl.float32, bitcast=True)
-        # Without a bound the unit is NaN, as a sum would be.
+        # Without a bound the unit is NaN, as a float sum would be.
         tl.store(rows_ptr + 2 * lines + padded, tl.where(most < float("inf"), unit, float("nan")))
     tl.store(
         dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.int32).to(dq_ptr.dtype.element_ty)
@@ -639,9 +638,9 @@ def prepare_kernel(
 def finish_kernel(
     grad_tensor, sums_ptr, unit_ptr, heads, group, padded_len, factor, DIM: tl.constexpr, TILE: tl.constexpr, FIXED: tl.constexpr
 ):
-    """A gradient from its sums, which lie in register order: times a factor, in the dtype and memory order of its tensor.
-    TILE: rows of the tiles that were added. group: how many sums, one after the other, make one gradient. FIXED: they are
-    integers, in units of a power of two for each row."""
+    """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
+    rows of the added tiles. group: how many consecutive sums make one gradient. FIXED: sums are integers, in units of a power of
+    two per row."""
     DOWN: tl.constexpr = TILE // 16
     ACROSS: tl.constexpr = 8 // DOWN
     first = tl.program_id(0) * TILE
@@ -658,11 +657,11 @@ def finish_kernel(
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
-    """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, dQ is summed in an order that differs from run to
-    run, and so are dK and dV where query heads share them or heavy columns are split.
+    """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
+    does that of dK and dV if query heads share them or heavy columns are split.
 
-    The others: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
-    variant: of dropout, or None.
+    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    variant: dropout only, or None.
     """
     room = _room(q, k, mask, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
@@ -675,7 +674,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
-    """The same by launches that were made before, or None; any tensors."""
+    """``attention_backward`` by replayed launches, or None if there are none; any tensors."""
     known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, variant, deterministic))
     if known is None:
         return None
@@ -708,9 +707,9 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
 
 
 class _Room(NamedTuple):
-    """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks: no block reaches into the next
-    head's rows. dq_sums: numbers. rows: of lse, delta and, where sums are integers, units. kv_sums: of dK and dV, where several
-    tiles make one; else 0."""
+    """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks: no block extends into the next head's
+    rows. dq_sums: element count. rows: of lse, delta and, if sums are integers, units. kv_sums: of dK and dV, if several tiles
+    contribute to one; otherwise 0."""
 
     padded_q: int
     padded_kv: int
@@ -726,7 +725,7 @@ def _room(q, k, mask, deterministic: bool) -> _Room:
     block_size = mask.block_size if mask else KEYS.value
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     lines = batch * heads * padded_q
-    # Where several tiles make one of dK and dV, those are summed in fp32 as well: as they come, or one after the other.
+    # If several tiles contribute to one dK and dV, these are also summed in fp32: in order of arrival, or one after the other.
     added = heads > kv_heads or (mask is not None and mask.by_key.is_split and not deterministic)
     kv_lines = batch * (heads if deterministic else kv_heads) * padded_kv
     return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim if added else 0)
@@ -796,7 +795,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         q_len,
         room.padded_q,
         room.padded_kv,
-        # As many as there are heads of keys, or of queries where each has sums of its own.
+        # As many as key heads, or as query heads if each has its own sums.
         room.kv_sums // (2 * dim) or batch * kv_heads * room.padded_kv,
         items,
         tiles,

@@ -1,4 +1,4 @@
-"""Shapes of the Hopper kernels' rings: frozen data, apart from the code that they drive."""
+"""Shapes of the Hopper kernels' rings: static data, separate from the code that uses it."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from ..launch.tuned import choose, key_of, remembered
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of 128 keys, and of their values, that shared memory holds; 2 to 4. registers: of a thread of the second
-    warp group; the first gets the rest."""
+    """stages: tiles of 128 keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
+    first gets the rest."""
 
     stages: int
     registers: int = 240
@@ -22,8 +22,8 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: of a step, 64 or 128. dout_stages: tiles of their gradients that shared memory holds, 2 to 4; it holds one
-    tile of queries more, as scores are computed a step ahead."""
+    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 2 to 4; there is one more tile of
+    queries, as scores are computed a step ahead."""
 
     queries: int
     dout_stages: int
@@ -36,10 +36,10 @@ class BackwardConfig:
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
-# With dropout, whose draws need registers that steps of 128 queries take.
+# Dropout's draws need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 
-# Other configs that fit into shared memory, for ``sparse-flash tune``; at 128 there are none.
+# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128 there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
 _OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
 
@@ -65,8 +65,8 @@ def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of shared memory of a program, and of stack of a thread, into which registers are spilled: the most of dense and
-    table-driven kernels of bf16 on triton 3.6 and 3.9. The tests hold the compiler to them."""
+    """Bytes of shared memory per program, and of stack per thread, into which registers spill: the maximum over dense and
+    table-driven kernels of bf16 on triton 3.6 and 3.9. Tests enforce these limits."""
 
     shared: int
     stack: int

@@ -7,7 +7,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common.streams import raw_stream
 from ..launch.memory import zeros_of_stream
 
-# Bytes of keys and values that stay in the L2 cache while programs walk them; the rest of the cache is for other data.
+# Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
 L2_BYTES = 16 << 20
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -17,7 +17,7 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 
 def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) -> TensorDescriptor:
     """A descriptor for tiles of ``block_shape``."""
-    # Not through its constructor, whose checks the back end has made already.
+    # Bypasses the constructor, whose checks the back end has already made.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
     descriptor.shape = list(tensor.shape)
@@ -30,13 +30,13 @@ def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) 
 
 
 def heads_together(row_bytes: int, rows: int) -> int:
-    """How many heads' walked operands the L2 cache holds: two tensors of ``rows`` rows each."""
+    """How many heads fit the L2 cache with their walked operands: two tensors of ``rows`` rows each."""
     return max(1, L2_BYTES // (2 * rows * row_bytes))
 
 
 def tile_queue(device: torch.device) -> torch.Tensor:
-    """(2,) int32 zeros, which a launch leaves as zeros: see ``scheduler``. A launch in a graph, which may be replayed beside
-    anything, has its own."""
+    """(2,) int32 zeros, which a launch resets to zeros: see ``scheduler``. A launch captured in a graph, whose replays may overlap
+    with anything, has its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     return zeros_of_stream("queue", 2, device, raw_stream(device.index))

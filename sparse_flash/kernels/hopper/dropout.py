@@ -1,7 +1,7 @@
-"""Dropout of a tile where it lies, in the registers of a wgmma accumulator: see ``variant.definition.kept_by_dropout``.
+"""Dropout of a tile in place, in the registers of a wgmma accumulator: see ``variant.definition.kept_by_dropout``.
 
-Words are those of ``common/philox``. As with ``masks``, each choice is one piece of assembly: comparisons written in Gluon
-would all be made before the numbers are there, and kept as truth values.
+The words are those of ``common/philox``. As in ``masks``, each selection is one piece of inline assembly: comparisons written in
+Gluon would all be made before the values exist, and kept as predicates.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from ..common.gluon import record
 from ..common.philox import stream_of_line, words_of_pairs
 
-# $1: a number, $2: the word of its pair, $3: the shift that moves the pair's half to the top, $4: the threshold that it must reach.
+# $1: a number, $2: the word of its pair, $3: the shift that moves the pair's half to the top, $4: the threshold to reach.
 _IS_DROPPED = gl.constexpr("{ .reg .pred p; .reg .b32 t; shl.b32 t, $2, $3; setp.lt.u32 p, t, $4; ")
 
 
@@ -22,7 +22,7 @@ class Dropout:
 
     @gluon.jit
     def stream(self, line):
-        """Three scalars that set a line's draws apart from others'; any without dropout. line: batch * heads + head."""
+        """Three scalars that distinguish a line's draws from others'; arbitrary without dropout. line: batch * heads + head."""
         stream = (line, line, line)
         if self.ENABLED:
             stream = stream_of_line(self.seed, line)
@@ -30,13 +30,13 @@ class Dropout:
 
     @gluon.jit
     def zero_dropped(self, weights, stream, first_query, first_key):
-        """(queries, keys) weights, with 0 where dropout drops the pair."""
+        """(queries, keys) weights, set to 0 where dropout drops the pair."""
         choose: gl.constexpr = _IS_DROPPED + "selp.f32 $0, 0f00000000, $1, p; }"
         return self._chosen(choose, weights, stream, first_query, first_key, False)
 
     @gluon.jit
     def negate_dropped(self, weights, stream, first_query, first_key):
-        """(keys, queries) weights, none below 0, with a sign that says whether dropout drops the pair."""
+        """(keys, queries) nonnegative weights, with the sign set where dropout drops the pair."""
         choose: gl.constexpr = _IS_DROPPED + ".reg .f32 n; neg.f32 n, $1; selp.f32 $0, n, $1, p; }"
         return self._chosen(choose, weights, stream, first_query, first_key, True)
 
@@ -60,7 +60,7 @@ class Dropout:
 @gluon.jit
 def kept_operand(weights, dtype: gl.constexpr):
     """Weights from ``negate_dropped`` in 16 bits, with 0 for dropped pairs."""
-    # Rounding sets negative numbers to 0 for nothing.
+    # Rounding with relu sets negative numbers to 0 for free.
     bfloat: gl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
     half: gl.constexpr = "cvt.rn.relu.f16x2.f32 $0, $2, $1;"
     if dtype == gl.bfloat16:
@@ -73,7 +73,7 @@ def kept_operand(weights, dtype: gl.constexpr):
 @gluon.jit
 def score_gradients(weights, dweights, delta):
     """dS for weights from ``negate_dropped``: weights * ((dweights if kept else 0) - delta)."""
-    # In assembly: written in Gluon, parts of it would be computed early, where the signs are made, and kept in registers.
+    # In assembly: in Gluon, parts would be computed early, where the signs are made, and kept in registers.
     derive: gl.constexpr = (
         "{ .reg .f32 a, k; abs.f32 a, $1; neg.f32 a, a; mul.f32 a, a, $3; max.f32 k, $1, 0f00000000; fma.rn.f32 $0, k, $2, a; }"
     )

@@ -1,9 +1,9 @@
-"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and two warp groups that compute.
+"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and two computing warp groups.
 
-The scheduler warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled
-by the copy engine. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of
-another runs on the ordinary units: within a tile, the scores of the next step are computed beside the weighted values of
-this one; across tiles, the first scores of the next tile beside the last values of this one: a short row leaves no gap.
+The scheduler warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled by
+TMA. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of another runs on the
+ordinary units. Within a tile, the scores of the next step overlap with this step's weighted values; across tiles, the next tile's
+first scores overlap with this tile's last values, so a short row leaves no gap.
 
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
@@ -34,10 +34,10 @@ from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .ring import Ring, ring_of
 from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
 
-HALF = gl.constexpr(64)  # queries of a warp group
-COMBINED = tl.constexpr(32)  # queries of a program that combines splits
+HALF = gl.constexpr(64)  # queries per warp group
+COMBINED = tl.constexpr(32)  # queries per program that combines splits
 
-# Nothing about lengths, heads or masks compiles anew.
+# New lengths, heads or masks never recompile.
 NOT_SPECIALIZED = [
     "mask_batch_stride",
     "mask_head_stride",
@@ -54,17 +54,17 @@ NOT_SPECIALIZED = [
 
 @record
 class SplitOutputs:
-    """Where splits of rows leave their results, each tile of each head apart, until ``combine_kernel``."""
+    """Where splits of rows store their results, separately for each tile of each head, until ``combine_kernel``."""
 
     out: gl.tensor
     lse: gl.tensor
-    tiles: gl.tensor  # of a head
+    tiles: gl.tensor  # per head
     ANY: gl.constexpr
 
 
 @record
 class ForwardArguments:
-    """What the warps share. A stage of q has a piece for each warp group, through which its output leaves too."""
+    """What the warps share. A stage of q has a piece per warp group, which also serves to store its output."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
@@ -79,8 +79,8 @@ class ForwardArguments:
     score_scale: gl.tensor
     dropout: Dropout
     scheduler: Scheduler
-    q: Ring  # a stage for each tile
-    k: Ring  # a stage for each step
+    q: Ring  # one stage per tile
+    k: Ring  # one stage per step
     v: Ring
     DIM: gl.constexpr
 
@@ -95,7 +95,7 @@ def _load_queries(p, turn, batch, head, first_query):
 
 @gluon.jit
 def _load_step(ring, step, tensor, batch, kv_head, position):
-    """Keys or values of a step."""
+    """Loads keys or values of a step."""
     ring.acquire(step)
     ring.expect(step, TILE * ring.data.shape[2] * 2)
     ring.load(step, tensor, [batch, kv_head, position, 0])
@@ -103,7 +103,7 @@ def _load_step(ring, step, tensor, batch, kv_head, position):
 
 @gluon.jit
 def _load(p):
-    """The loading warp: for each tile its queries, then keys and values of each step, in the order that they are used."""
+    """The loading warp: each tile's queries, then keys and values of each step, in order of use."""
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
@@ -113,9 +113,9 @@ def _load(p):
         _load_queries(p, turn, batch, head, tile.first)
         position = tile.position
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        # A row that keeps nothing takes one step of nothing.
+        # A row that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            # The table is read one step ahead, so that no load of keys waits for it.
+            # The table is read one step ahead, so no key load waits for it.
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
             upcoming = p.table.position(entry, tile.end, TILE)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
@@ -124,7 +124,7 @@ def _load(p):
             step += 1
         turn += 1
         tile = p.scheduler.tile(turn)
-    # After its last tile a program computes the first scores of one more, and drops them.
+    # After its last tile a program computes the first scores of one more, and discards them.
     _load_queries(p, turn, 0, 0, 0)
     _load_step(p.k, step, p.k_tensor, 0, 0, 0)
 
@@ -158,8 +158,8 @@ def _softmax(scores, running_max, running_sum, score_scale):
 
 @gluon.jit
 def _kept(p, weights, layout: gl.constexpr):
-    """Weights in the form in which they wait for their product. Where they cross from loop to loop this is int32, each of two
-    16-bit numbers: the compiler would take pairs of such numbers apart and put them together again in every step."""
+    """Weights in the form in which they wait for their product. Between loops that is int32, each of two 16-bit numbers: otherwise
+    the compiler would unpack and repack such pairs in every step."""
     dtype: gl.constexpr = p.q_tensor.dtype
     if not p.table.SPARSE:
         kept = gl.convert_layout(weights.to(dtype), layout)
@@ -186,9 +186,9 @@ def _operand(p, kept, layout: gl.constexpr):
 
 @gluon.jit
 def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
-    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each turn issues the
-    scores of its own step and the weighted values of the step before. Runs and bits have one walk: each copy of it takes the
-    compiler a second."""
+    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
+    its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
+    compilation."""
     accumulator, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
     out_layout: gl.constexpr = accumulator.type.layout
@@ -223,7 +223,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
 
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
-    """A warp group: half the queries of each tile."""
+    """A computing warp group: half the queries of each tile."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -250,19 +250,19 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.dropout.ENABLED:
             weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
         if turn > 0:
-            # The tile before is stored by now: its queries' stage is free.
+            # The previous tile is stored by now: its queries' stage is free.
             store_wait(0)
             p.q.release(turn - 1)
         accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
         state = (accumulator, _kept(p, weights, operand_layout), running_max, running_sum)
-        # The first step, done above, is of a partial block where the row has one.
+        # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE:
             state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, zeros, HALF_INDEX, False)
         accumulator, kept, running_max, running_sum = state
 
-        # The last values of this tile, beside the first scores of the next.
+        # The last values of this tile overlap with the first scores of the next.
         values = p.v.stage(step)
         p.v.wait(step)
         started_values = warpgroup_mma(_operand(p, kept, operand_layout), values, accumulator, is_async=True)
@@ -294,13 +294,13 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
-    """Stores a tile's lse and starts the copy of its output, through the stage of its queries; those of a split go to where
-    ``combine_kernel`` finds them."""
+    """Stores a tile's lse and starts the copy of its output, through the stage of its queries; the output of a split goes to where
+    ``combine_kernel`` expects it."""
     out_layout: gl.constexpr = result.type.layout
     rows = gl.arange(0, HALF, layout=lse.type.layout)
     first_row = tile.first + HALF_INDEX * HALF
     if p.splits.ANY:
-        # No branch: with a product under way, the compiler would run them all one by one. A split's rows go past the end.
+        # No branch: with a product in flight, it would make the compiler serialize all products. A split's rows go past the end.
         line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * TILE + HALF_INDEX * HALF
         down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
         across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
@@ -364,8 +364,8 @@ def attention_forward_kernel(
     SPLIT: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):
-    # Tiles have two dimensions, as products take them. Triton 3.9 follows each byte of every view, and views in the walks take
-    # it seconds.
+    # Tiles have two dimensions, as products need them. Triton 3.9 tracks each byte of every view, and views inside the walks cost
+    # seconds of compilation.
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q = ring_of(gl.allocate_shared_memory(q_tensor.dtype, [4, HALF, DIM], flat), 2, PIECES=2, CONSUMERS=2)
     k = ring_of(gl.allocate_shared_memory(k_tensor.dtype, [STAGES, TILE, DIM], flat), STAGES, CONSUMERS=2)
@@ -384,7 +384,7 @@ def attention_forward_kernel(
     )
     heads_of = Heads(heads, group)
     scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, STEP=TILE, BY_KEY=False)
-    # The copy engine, which reports to the barriers, must see that they are ready.
+    # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
         q_tensor=q_tensor,
@@ -428,8 +428,8 @@ def combine_kernel(
     DIM: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
-    """The output of rows that were split: the splits' outputs, each weighed by its share of the softmax's sum. A program combines
-    ``COMBINED`` queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
+    """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
+    queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
     STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
     TILES: tl.constexpr = TABLE_BLOCK // 128
     batch = tl.program_id(1) // heads
@@ -438,7 +438,7 @@ def combine_kernel(
     entry = split_rows + (mask * listed + tl.program_id(0) // STEPS) * 4
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     start = tl.program_id(0) % STEPS * COMBINED
-    # There are as many lines as splits; the last name none.
+    # There are as many lines as splits; the last ones are unused.
     if count > 0:
         rows = tl.arange(0, COMBINED)
         place = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + start // 128
@@ -467,8 +467,8 @@ def combine_kernel(
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """out like q, lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16, unbroken rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
-    variant: of dropout, or None. beside: see ``launch``.
+    q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    variant: dropout only, or None. beside: see ``launch``.
     """
     splits, dropout_p = _splits(mask), variant.dropout_p if variant else None
     tensors = _tensors(q, k, v, variant, splits)
@@ -482,7 +482,7 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
 
 
 def repeated_forward(q, k, v, mask, scale, variant=None):
-    """The same by launches that were made before, or None; any q, k and v."""
+    """``attention_forward`` by replayed launches, or None if there are none; any q, k and v."""
     known = known_call(mask, _key(q, k, v, scale, variant))
     if known is None:
         return None
@@ -506,7 +506,7 @@ def _tensors(q, k, v, variant, splits: int) -> tuple[torch.Tensor, ...]:
 
 
 def _splits(mask) -> int:
-    """How many tiles of 128 queries of a head are splits of rows."""
+    """How many tiles of 128 queries per head are splits of rows."""
     split = mask is not None and mask.by_query.is_split
     return mask.by_query.splits.shape[1] * (mask.block_size // TILE.value) if split else 0
 

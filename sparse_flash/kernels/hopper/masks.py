@@ -1,21 +1,21 @@
-"""Element masks of partial blocks, applied to a tile of scores where it lies: in the registers of a wgmma accumulator.
+"""Element masks of partial blocks, applied to a tile of scores in place, in the registers of a wgmma accumulator.
 
-Each choice between a score and its replacement is one piece of assembly. Written in Gluon, comparisons do not wait for the
-scores; all of a tile's are made before the product is there, and 64 truth values a thread are packed and unpacked again.
+Each selection between a score and its replacement is one piece of inline assembly. Comparisons written in Gluon do not wait for the
+scores: all of a tile's are made before the product is ready, and 64 predicates per thread are packed and unpacked again.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# The numbers in place of pairs that a mask drops: -inf and 0, as the assembler writes them.
+# The values of pairs that a mask drops: -inf and 0, in PTX notation.
 LOWEST = gl.constexpr("0fFF800000")
 ZERO = gl.constexpr("0f00000000")
 
 
 @gluon.jit
 def where_run(scores, first, stop, position, otherwise: gl.constexpr):
-    """scores where first <= position < stop, else ``otherwise``: three int32 tensors, broadcast against scores."""
-    # One comparison for two: below first, the difference wraps to a large unsigned number.
+    """scores where first <= position < stop, otherwise ``otherwise``: three int32 tensors, broadcast against scores."""
+    # One comparison instead of two: below first, the difference wraps to a large unsigned number.
     choose: gl.constexpr = "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, " + otherwise + ", p; }"
     return gl.inline_asm_elementwise(
         choose, "=f,f,r,r", [scores, position - first, stop - first], dtype=gl.float32, is_pure=True, pack=1
@@ -32,7 +32,7 @@ def _where_bit(scores, words, bit, otherwise: gl.constexpr):
 
 @gluon.jit
 def _word_layout(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """Row and column numbers of a tile's 32-bit words, where the threads that hold its scores in ``layout`` want them."""
+    """Row and column indices of a tile's 32-bit words, for the threads that hold its scores in ``layout``."""
     parts = gl.zeros([ROWS, COLS], gl.int32, layout=layout).reshape([ROWS, COLS // 32, 32])
     of_words: gl.constexpr = gl.SliceLayout(2, parts.type.layout)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_words))
@@ -49,7 +49,7 @@ def row_bits(words, ROWS: gl.constexpr, COLS: gl.constexpr, STRIDE: gl.constexpr
 
 @gluon.jit
 def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """The same bits from runs[r], its first key in the low half and the one after its last in the high; position: of column 0."""
+    """The same words from runs[r], its first key in the low half and its end in the high half; position: of column 0."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     run = gl.load(runs + rows)
     return _run_bits((run & 0xFFFF)[:, None], (run >> 16)[:, None], columns[None, :] * 32 + position)
@@ -57,14 +57,14 @@ def row_run(runs, position, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.c
 
 @gluon.jit
 def all_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """The same bits where all rows keep columns 0 .. stop - 1."""
+    """The same words if all rows keep columns 0 .. stop - 1."""
     rows, columns = _word_layout(ROWS, COLS, layout)
     return _run_bits((rows * 0)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
 
 
 @gluon.jit
 def _run_bits(first, stop, position):
-    # A shift of 32 or more leaves 0, in assembly.
+    # In PTX, a shift of 32 or more gives 0.
     make: gl.constexpr = "{ .reg .b32 a, b; shl.b32 a, -1, $1; shl.b32 b, -1, $2; not.b32 b, b; and.b32 $0, a, b; }"
     low = gl.maximum(first - position, 0)
     high = gl.maximum(stop - position, 0)
@@ -78,7 +78,7 @@ def where_bits(scores, words, otherwise: gl.constexpr):
     COLS: gl.constexpr = scores.shape[1]
     parts = scores.reshape([ROWS, COLS // 32, 32])
     bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, parts.type.layout)))
-    # Bits 1 and 2 of a column's number are those of a thread, by which it shifts each word once; the rest are known.
+    # Bits 1 and 2 of a column's index come from the thread, which shifts each word by them once; the rest are constants.
     shifted = words[:, :, None] >> (bit & 6)[None, None, :]
     kept = _where_bit(parts, shifted, (1 << (bit & 25))[None, None, :], otherwise)
     return gl.convert_layout(kept.reshape([ROWS, COLS]), scores.type.layout)

@@ -1,12 +1,11 @@
-"""Which tile each of the persistent programs computes next, and what the table says of it.
+"""Which tile each persistent program computes next, and what the table holds about it.
 
-Programs take tiles from a queue, heaviest first: a counter in global memory. The scheduler warp takes them, reads the table,
-and hands a ``TileInfo`` of each to the other warps through a ring in shared memory, one tile ahead, so that nobody waits for
-the table.
+Programs take tiles from a queue, a counter in global memory, heaviest first. The scheduler warp takes them, reads the table, and
+passes a ``TileInfo`` for each to the other warps through a ring in shared memory, one tile ahead, so nobody waits for the table.
 
-The ring has two slots, each released with the tile's queries (forward) or keys (backward). Every reader has read by then: the
-loading warp before it asked for the tile's data, which the computing warps waited for; these before they released the tile's
-queries (forward), or handed its dK and dV to the sending warp, which releases its keys (backward).
+The ring has two slots, each released with the tile's queries (forward) or keys (backward). By then every warp has read the slot.
+The loading warp reads it before it requests the tile's data, which the computing warps wait for. The computing warps read it before
+they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward).
 """
 
 from triton.experimental import gluon
@@ -23,11 +22,11 @@ WORK_FIELDS = gl.constexpr(8)
 @record
 class Heads:
     queries: gl.tensor  # how many
-    group: gl.tensor  # of those that share a head of keys
+    group: gl.tensor  # how many of them share a key head
 
     @gluon.jit
     def of_line(self, line):
-        """(batch, head) of a query head counted over the batch."""
+        """(batch, head) of a query head numbered across the batch."""
         return line // self.queries, line % self.queries
 
 
@@ -50,7 +49,7 @@ class TableArguments:
     def mask_of(self, batch, head):
         """Which of the stored masks a head uses."""
         mask = batch * 0
-        # One mask for all is the first, and the first tile waits for one read less.
+        # A single mask is number 0, which saves the first tile a read.
         if (self.mask_batch_stride != 0) | (self.mask_head_stride != 0):
             mask = gl.load(self.mask_index + batch * self.mask_batch_stride + head * self.mask_head_stride)
         return mask
@@ -69,26 +68,26 @@ class TableArguments:
 
 @record
 class TileInfo:
-    """A tile, by whom the other warps learn of it. Steps are counted from the table's start."""
+    """A tile, as described to the other warps. Steps are counted from the table's start."""
 
     first: gl.tensor  # query (forward) or key (backward); -1 after the last tile
-    line: gl.tensor  # query head, counted over the batch
-    begin: gl.tensor  # where its full steps begin,
-    runs: gl.tensor  # its run steps,
-    bits: gl.tensor  # and its bit steps,
-    end: gl.tensor  # and where the last end
+    line: gl.tensor  # query head, numbered across the batch
+    begin: gl.tensor  # start of its full steps
+    runs: gl.tensor  # start of its run steps
+    bits: gl.tensor  # start of its bit steps
+    end: gl.tensor  # end of its bit steps
     position: gl.tensor  # the first token of its first step
-    split: gl.tensor  # if it is a split of a row, its number from 1, else 0
+    split: gl.tensor  # its number from 1 if it is a split of a row, otherwise 0
 
 
-# Numbers of a TileInfo that shared memory holds. Columns are never split into tiles that know their number.
+# Fields of a TileInfo in shared memory. Columns are never split into tiles that know their number.
 FORWARD_FIELDS = gl.constexpr(8)
 BACKWARD_FIELDS = gl.constexpr(7)
 
 
 @record
 class Scheduler:
-    slots: Ring  # of TileInfo, a piece for each field
+    slots: Ring  # of TileInfo, a piece per field
     table: TableArguments
     heads: Heads
     heads_together: gl.tensor
@@ -101,13 +100,13 @@ class Scheduler:
 
     @gluon.jit
     def tile(self, turn):
-        """Waits for the program's next tile. turn: the count of those before."""
+        """Waits for the program's next tile. turn: the number of previous tiles."""
         self.slots.wait(turn)
         return self.known_tile(turn)
 
     @gluon.jit
     def known_tile(self, turn):
-        """The same, without waiting again."""
+        """``tile``, without waiting again."""
         split = turn * 0
         if not self.BY_KEY:
             split = self._read(turn, 7)
@@ -129,7 +128,7 @@ class Scheduler:
 
     @gluon.jit
     def hand_over(self, turn, number):
-        """Hands a tile to the other warps. number: in the queue."""
+        """Hands a tile to the other warps. number: its index in the queue."""
         tile = self.lookup(number)
         self._write(turn, (tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split))
 
@@ -146,9 +145,9 @@ class Scheduler:
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
-        """Where a walk starts; it goes up to the end, and on from begin. Partial blocks come first: their masks take time, beside
-        the start of the tile. A dense walk by key starts beside its keys: if all programs added to the same tile of dQ at
-        once, they would wait for each other."""
+        """Where a walk starts; it goes up to the end, then on from begin. Partial blocks come first, so that computing their masks
+        overlaps with the start of the tile. A dense walk by key starts next to its keys: programs that all added to the same tile
+        of dQ at once would wait for each other."""
         if self.table.SPARSE or not self.BY_KEY:
             step = gl.where(end > runs, runs, begin)
         else:
@@ -157,8 +156,8 @@ class Scheduler:
 
     @gluon.jit
     def lookup(self, number):
-        """The TileInfo of a number in the queue. For each group of heads whose keys and values fit the L2 cache together, items
-        come one after the other, and of an item all heads of the group."""
+        """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
+        a group, items follow each other, each with all heads of the group."""
         table = self.table
         TILES: gl.constexpr = table.BLOCK // TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
@@ -179,7 +178,7 @@ class Scheduler:
             first = slot * TILE
             begin = slot * 0
             end = (self.length + self.STEP - 1) // self.STEP
-            # By query a ragged last step is masked like one of run entries; by key the tokens past the end are zeros.
+            # By query, a ragged last step is masked like a run entry; by key, tokens past the end are zeros.
             runs = end if self.BY_KEY else self.length // self.STEP
             bits = end
         begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
@@ -206,11 +205,11 @@ def schedule(scheduler):
     while number < scheduler.tiles:
         scheduler.hand_over(turn, number)
         turn += 1
-        # Not before the tile two turns back is released, so that no tile waits here while other programs are idle.
+        # Only after the tile two turns back is released, so that no tile waits here while other programs are idle.
         scheduler.slots.acquire(turn)
         number = gl.num_programs(0) + gl.atomic_add(scheduler.queue, 1, sem="relaxed")
     scheduler.hand_over_end(turn)
-    # The last program to leave the queue makes it ready for the next launch.
+    # The last program to leave the queue resets it for the next launch.
     if gl.atomic_add(scheduler.queue + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(scheduler.queue, 0)
         gl.store(scheduler.queue + 1, 0)

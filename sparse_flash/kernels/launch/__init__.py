@@ -1,2 +1,2 @@
-"""How kernels are launched: the first time, again, and by which tuned config. Knows arguments and compiled code, not what a kernel
+"""How kernels are launched: first launches, replays, and tuned configs. Knows arguments and compiled code, but not what a kernel
 computes."""

@@ -1,5 +1,5 @@
-"""What is done around compiling a kernel: it is said on a terminal, it happens once on a machine however many processes need
-it, and kernels that will be needed together are compiled side by side."""
+"""Handles kernel compilation: announces it on a terminal, does it once per machine however many processes need it, and compiles
+kernels that will be needed together in parallel."""
 
 import gc
 import hashlib
@@ -21,16 +21,16 @@ from triton.runtime.errors import OutOfResources
 
 from ..common.compat import AsyncCompileMode
 
-_PATIENCE = 1.0  # seconds; what takes less came from Triton's cache on disk, and is not worth a line
+_PATIENCE = 1.0  # seconds; anything faster came from Triton's cache on disk, and is not worth a line
 
 
 class Ahead(NamedTuple):
-    """What a thread that only compiles has asked for: kernels by their names, as Triton's ``warmup`` gives them."""
+    """What a compile-only thread has requested: kernels by name, as returned by Triton's ``warmup``."""
 
     kernels: list[tuple[str, object]]
 
     def names(self) -> list[str]:
-        """Of the kernels, each once."""
+        """The kernels' names, without repeats."""
         return [name for _, name in {id(kernel): name for name, kernel in self.kernels}.items()]
 
 
@@ -38,25 +38,24 @@ _ahead: ContextVar[Ahead | None] = ContextVar("sparse_flash_ahead", default=None
 
 
 def compiles_only() -> bool:
-    """Whether launches of this thread compile and launch nothing."""
+    """Whether launches of this thread only compile."""
     return _ahead.get() is not None
 
 
 def compile_only(name: str, kernel) -> None:
-    """Notes a kernel that this thread has asked for. kernel: what Triton's ``warmup`` gives."""
+    """Records a kernel that this thread has requested. kernel: the result of Triton's ``warmup``."""
     _ahead.get().kernels.append((name, kernel))
 
 
 @contextmanager
 def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[Ahead]:
-    """Launches of this thread compile their kernels and launch nothing; all are compiled and loaded when the block ends. Gives
-    what was asked for. workers: kernels compiled at a time; by default as many as there are cores, 8 at most. Raises what the
-    compiler raises."""
+    """Inside, launches of this thread only compile their kernels; all are compiled and loaded when the block ends. Yields what was
+    requested. workers: kernels compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
     asked = Ahead([])
     workers = workers or min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         compilers = _Forking(pool, workers)
-        with AsyncCompileMode(compilers, ignore_errors=True):  # which, in Triton 3.6, would stay active after an error
+        with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
             token = _ahead.set(asked)
             try:
                 yield asked
@@ -68,8 +67,8 @@ def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterato
 
 
 class _Forking:
-    """What Triton asks to compile, in forked processes, as most of a compilation holds Python's lock; what they leave in Triton's
-    cache on disk is then read by a thread of this one."""
+    """Runs Triton's compilations in forked processes, as most of a compilation holds the GIL; a thread of this process then reads
+    the results from Triton's cache on disk."""
 
     def __init__(self, pool: ThreadPoolExecutor, workers: int):
         self.pool, self.workers, self.futures = pool, workers, []
@@ -84,13 +83,13 @@ class _Forking:
 
 
 def _forked(call) -> int:
-    """A process that makes the call and ends. It takes no locks of other threads but those that forks know of; where it hangs all
-    the same, ``_after`` ends it."""
+    """Forks a process that makes the call and exits. It takes no locks of other threads except those that handle forks; if it hangs
+    anyway, ``_after`` kills it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a program of several threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking a multithreaded program
         child = os.fork()
     if child == 0:
-        gc.disable()  # 7 % of a compilation
+        gc.disable()  # saves 7 % of a compilation
         try:
             call()
         finally:
@@ -102,7 +101,7 @@ _LONGEST = 120.0  # seconds that a process may take
 
 
 def _after(child: int | None, call):
-    """What ``call`` gives, made when the process has ended."""
+    """The result of ``call``, made after the process has ended."""
     ends = time.monotonic() + _LONGEST
     while child is not None and os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > ends:
@@ -114,15 +113,15 @@ def _after(child: int | None, call):
 
 
 def _load(kernel, device: torch.device) -> None:
-    """Triton 3.6 compiles a launcher of C for a kernel when it is loaded."""
+    """Loads a kernel, for which Triton 3.6 compiles a C launcher."""
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
-    # What takes more shared memory than there is, a launcher replaces when it runs: see ``run_within_memory``.
+    # A kernel that needs too much shared memory is replaced at run time: see ``run_within_memory``.
     with torch.cuda.device(device), suppress(OutOfResources):
         kernel.run  # noqa: B018 (a property that loads)
 
 
 def together(device: torch.device, *calls: Callable[[], object]) -> None:
-    """Compiles what these calls launch, side by side. What cannot be compiled fails later, where it is called."""
+    """Compiles what these calls launch, in parallel. Compilation errors surface later, at the real call."""
     with suppress(Exception), compiling_ahead(device):
         for call in calls:
             call()
@@ -130,14 +129,14 @@ def together(device: torch.device, *calls: Callable[[], object]) -> None:
 
 @contextmanager
 def first_call(what: str, key: tuple) -> Iterator[None]:
-    """Around the first launch of a kernel in this process. what: words for the terminal. key: all that it is compiled for."""
+    """Wraps the first launch of a kernel in this process. what: text for the terminal. key: everything that it is compiled for."""
     with _said(what), _one_process(key):
         yield
 
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Says on a terminal what is compiled, if it takes long enough to be waited for."""
+    """Reports on a terminal what is being compiled, if it takes noticeably long."""
     if not sys.stderr.isatty():
         yield
         return
@@ -156,14 +155,14 @@ def _say(what: str) -> None:
 
 @contextmanager
 def _one_process(key: tuple) -> Iterator[None]:
-    """Waits for another process that compiles the same into the same cache, whose result Triton then reads. Where files cannot be
-    locked, each process compiles for itself."""
+    """Waits for another process that compiles the same kernel into the same cache, from which Triton then reads the result. If
+    files cannot be locked, each process compiles for itself."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     with ExitStack() as locked:
-        with suppress(ImportError, OSError):  # ImportError: Windows
+        with suppress(ImportError, OSError):  # ImportError on Windows
             import fcntl
 
             os.makedirs(knobs.cache.dir, exist_ok=True)
             file = locked.enter_context(open(os.path.join(knobs.cache.dir, f"sparse_flash-{name}.lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, as it is when the process ends
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, which also happens when the process ends
         yield

@@ -1,4 +1,4 @@
-"""What the launchers share: descriptors of tensors, the arguments that a table becomes, and the launch itself."""
+"""What the launchers share: tensor descriptors, table arguments, and the launch itself."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,17 +16,17 @@ from .first_calls import compile_only, compiles_only, first_call, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
 
-# Triton compiles anew for integers that are 1 or multiples of 16. Few gain by it, and a new number of heads or of keys
-# shall not wait for a compiler. q_len does: rows of lse and delta that start on 16 bytes make dK and dV up to 16 % faster.
+# Triton specializes on integers that are 1 or multiples of 16. Few benefit, and a new number of heads or keys should not wait for a
+# compilation. q_len does benefit: 16-byte aligned rows of lse and delta make dK and dV up to 16 % faster.
 NOT_SPECIALIZED = ["heads", "group", "kv_len", "q_blocks", "kv_blocks", "mask_batch_stride", "mask_head_stride"]
 
 
 @cache
 def addresses_tiles(device: torch.device) -> bool:
-    """Whether the chip works out the addresses of tiles by itself, and Triton makes good use of it; its interpreter does.
+    """Whether the chip can address tiles in hardware, and Triton makes good use of it; its interpreter does.
 
-    Compute capability 12.0 could. But Triton 3.9 does not load such tiles ahead of its products, and spills 800 to 1,100 bytes in
-    the backward kernels at head_dim 128, which with pointers spill 0 to 100.
+    Compute capability 12.0 could. But Triton 3.9 does not prefetch such tiles ahead of its products, and spills 800 to 1,100 bytes
+    in the backward kernels at head_dim 128, which spill 0 to 100 with pointers.
     """
     if device.type != "cuda":
         return True
@@ -34,10 +34,10 @@ def addresses_tiles(device: torch.device) -> bool:
 
 
 def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | Rows:
-    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or what stands for it."""
+    """A descriptor of a (batch, heads, tokens, head_dim) tensor for tiles of (rows, dim), or its substitute ``Rows``."""
     if not addresses_tiles(tensor.device):
         return rows_of(tensor, dim)
-    # Not through its constructor, whose checks the back end has made already: a call makes up to sixteen of these.
+    # Bypasses the constructor, whose checks the back end has already made: a call creates up to sixteen of these.
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = tensor
     descriptor.shape = list(tensor.shape)
@@ -47,7 +47,7 @@ def described(tensor: torch.Tensor, rows: int, dim: int) -> TensorDescriptor | R
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
-    """See ``Rows``. dim: of a tile."""
+    """``Rows`` of a tensor. dim: of a tile."""
     piece = 16 // tensor.element_size()
     *strides, _ = tensor.stride()
     tokens, head_dim = tensor.shape[2:]
@@ -55,12 +55,12 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
 
 
 def rows_specialized(rows: Rows) -> tuple:
-    """What Triton compiles ``Rows`` for. It specializes integers of a tuple, whatever the kernel says of its own."""
+    """What Triton specializes ``Rows`` on. It specializes a tuple's integers whatever the kernel declares."""
     return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in rows[1:])
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
-    """The mask's arguments of a kernel that walks ``table``; a dense kernel has no use for them, and gets placeholders."""
+    """The mask arguments of a kernel that walks ``table``; a dense kernel does not use them, and gets placeholders."""
     if mask is None:
         return (placeholder,) * 8 + (0, 0)
     index = mask.mask_index
@@ -70,30 +70,30 @@ def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:
 
 
 def walk_arguments(mask, table, q: torch.Tensor, k: torch.Tensor, placeholder: torch.Tensor) -> tuple:
-    """What every portable kernel takes of its table and its shapes. table: of the mask, or None with it."""
+    """The table and shape arguments of every portable kernel. table: the mask's, or None if the mask is."""
     (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     rows = 0 if table is None else table.row_order.shape[1]
     return (*table_arguments(mask, table, placeholder), heads, heads // kv_heads, q_len, kv_len, rows)
 
 
 def length_specialized(q_len: int) -> tuple[bool, bool]:
-    """What of q_len the portable kernels are compiled for: see NOT_SPECIALIZED."""
+    """What the portable kernels specialize q_len on: see NOT_SPECIALIZED."""
     return q_len % 16 == 0, q_len == 1
 
 
 def row_count(table, length: int, tile: int, block_size: int | None) -> int:
-    """How many programs along the rows of a table, or of ``length`` tokens."""
+    """The number of programs along a table's rows, or along ``length`` tokens."""
     return triton.cdiv(length, tile) if table is None else table.row_order.shape[1] * (block_size // tile)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; for the interpreter, on a CPU, a few."""
+    """The multiprocessor count of a GPU; a few for the interpreter, on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
-    """(count or more,) int32 zeros, which the launch must leave as zeros."""
+    """(count or more,) int32 zeros, which the launch must reset to zeros."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
@@ -102,7 +102,7 @@ def arrival_counters(count: int, device: torch.device) -> torch.Tensor:
     return zeros_of_stream("arrivals", max(count, 1024), device, raw_stream(device.index))
 
 
-# Products and sums are fused, one rounding in place of two, as all was measured and tested; Triton 3.10 has another default.
+# Fuses multiply-adds, with one rounding instead of two, as in all measurements and tests; Triton 3.10 has another default.
 FUSED = {"enable_fp_fusion": True}
 
 
@@ -115,15 +115,15 @@ def launch(
     specialized: tuple = (),
     beside: Callable | None = None,
 ):
-    """``kernel[grid](*arguments, **constants, **options)``; where the like was launched before, without Triton's search for
-    the compiled code, which takes the host as long as all else. Returns the compiled kernel, or None under the interpreter and
-    where this thread only compiles.
+    """``kernel[grid](*arguments, **constants, **options)``. Repeated launches skip Triton's search for the compiled code, which
+    costs as much host time as everything else. Returns the compiled kernel, or None under the interpreter and on a thread that only
+    compiles.
 
-    arguments: all but the compile-time ones, which come last in the kernel's signature and in ``constants``; the last of them may
-    be ``KernelVariant``. specialized: what else Triton compiles differently for. beside: launches that will follow, which are
+    arguments: all except compile-time ones, which come last in the kernel's signature and in ``constants``; the last argument may
+    be ``KernelVariant``. specialized: what else Triton specializes on. beside: makes the launches that will follow, which are
     compiled along with this one.
     """
-    # A tensor or its descriptor, whose dtype the other types follow from.
+    # A tensor or its descriptor; the other dtypes follow from its dtype.
     first = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     pointers = [a.data_ptr() for a in arguments if isinstance(a, torch.Tensor)]
     if isinstance(arguments[-1], KernelVariant):
@@ -157,11 +157,11 @@ def launch(
 
 
 def run_within_memory(run: Callable[[Config], None], config: Config, key: Callable[[], tuple]) -> None:
-    """run(config), or with the next ``smaller`` one whose shared memory this GPU has.
+    """Calls run(config), or with the next ``smaller`` config that fits this GPU's shared memory.
 
-    The built-in configs fit with all that the package adds to scores; but a user's score_mod may load anything, and Triton loads
-    it ahead through shared memory. It says how much that is once the kernel is compiled, before anything has run. key: all that
-    the kernel is compiled for, but for the config; what fits is known from then on.
+    The built-in configs fit with everything that the package adds to scores. But a user's score_mod may load anything, which Triton
+    prefetches through shared memory; how much that takes is known after compilation, before anything has run. key: everything that
+    the kernel is compiled for, except the config; what fits is remembered.
     """
     wanted = config
     if within_memory:
@@ -182,7 +182,7 @@ def run_within_memory(run: Callable[[Config], None], config: Config, key: Callab
 
 
 def _described(kernel, constants: dict) -> str:
-    """In words: attention forward for Hopper, head_dim 128."""
+    """A description such as "attention forward for Hopper, head_dim 128"."""
     name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
     family = " for Hopper" if ".hopper." in kernel.fn.__module__ else ""
     head_dim = f", head_dim {constants['DIM']}" if "DIM" in constants else ""
@@ -190,8 +190,8 @@ def _described(kernel, constants: dict) -> str:
 
 
 class Recording:
-    """The launches of one call, which are remembered when it is made for the second time: see ``replay.remember``, also for
-    what the arguments are. ``known_call`` under the same key then gives them."""
+    """Records the launches of one call, to be remembered when the call is made the second time; see ``replay.remember``, also for
+    the arguments. ``known_call`` with the same key then returns them."""
 
     def __init__(self, mask, key: tuple, tensors: tuple[torch.Tensor, ...], rooms: tuple[torch.Tensor, ...] = (), facts=None):
         self.call = mask, key, tensors, rooms
@@ -210,9 +210,9 @@ class Recording:
 
 
 def launch_or_repeat(kernel, mask, key: tuple, tensors: tuple[torch.Tensor, ...], prepared) -> None:
-    """``launch``, or where it was made before under this key, the same on other tensors.
+    """``launch``, or if this key was launched before, a replay of that on other tensors.
 
-    key: all that the arguments depend on, but for the mask and addresses. tensors: all that take part and are not the mask's.
+    key: everything that the arguments depend on, except the mask and addresses. tensors: all that take part, except the mask's.
     prepared: () -> (grid, arguments, constants, options).
     """
     key = (kernel.fn, *key)

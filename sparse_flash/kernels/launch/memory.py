@@ -1,5 +1,5 @@
-"""What launchers remember between calls, choices of tuned configs apart (``tuned.remembered``, which ``clear`` empties too). Each
-memory says its bound, and what makes an entry out of date. ``clear`` empties all but what captured graphs write to."""
+"""What launchers remember between calls, except choices of tuned configs (``tuned.remembered``, which ``clear`` also empties). Each
+memory states its bound and what makes an entry stale. ``clear`` empties everything except what captured graphs write to."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,22 +11,23 @@ from . import tuned
 
 _MOST = 512  # launches under one mask, or dense; some KB each
 
-# Launches of dense calls that can be made again, by all that their arguments depend on: see ``replay.remember``. At most _MOST;
-# then all are dropped. Keys hold how many times tuned configs were read, so that a new choice is found.
+# Replayable launches of dense calls, keyed by everything that their arguments depend on: see ``replay.remember``. At _MOST entries,
+# all are dropped. Keys include how many times tuned configs were read, so a new choice takes effect.
 _dense: dict[tuple, Any] = {}
-# The same of masks is kept by each mask, as long as it lives, under this name.
+# Each mask keeps its own launches while it lives, under this name.
 _LAUNCHES = "_launches"
 _masks: WeakSet = WeakSet()
 
-# Compiled kernels by all that Triton compiles them for: see ``launch``. As many as there are variants in use; never out of date.
+# Compiled kernels, keyed by everything that Triton compiles them for: see ``launch``. One per variant in use; never stale.
 launched: dict[tuple, Any] = {}
 
-# Configs that fit a GPU's memory where the first choice does not: see ``run_within_memory``. As many as there are such variants.
+# Configs that fit a GPU's memory when the first choice does not: see ``run_within_memory``. One per such variant.
 within_memory: dict[tuple, Any] = {}
 
-# Zeros that launches count arrivals in or take tiles from, and leave as zeros: one for each use and stream, for good.
+# Zeros in which launches count arrivals or from which they take tiles, and which they reset: one for each use and stream,
+# permanent.
 _zeros: dict[tuple, torch.Tensor] = {}
-# A launch that is captured in a graph has its own part of these for good: never dropped.
+# A launch captured in a graph permanently owns a part of these: never dropped.
 _zeros_of_graphs: dict[torch.device, torch.Tensor] = {}
 _taken_by_graphs: dict[torch.device, int] = {}
 _MOST_OF_GRAPHS = 1 << 16
@@ -51,7 +52,7 @@ def keep_launch(mask, key: tuple, launch) -> None:
 
 
 def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> torch.Tensor:
-    """(count or more,) int32 zeros for launches on this stream, where they do not overlap. use: "arrivals", "queue"."""
+    """(count or more,) int32 zeros for launches on this stream, which do not overlap. use: "arrivals", "queue"."""
     key = use, device, stream
     if key not in _zeros or _zeros[key].shape[0] < count:
         _zeros[key] = lasting_zeros(count, device)
@@ -59,23 +60,23 @@ def zeros_of_stream(use: str, count: int, device: torch.device, stream: int) -> 
 
 
 def zeros_of_a_graph(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros for a launch that is captured now, which may be replayed beside anything: zeroed before the capture
-    where there is room, so that no replay has to."""
+    """(count,) int32 zeros for a launch being captured, whose replays may overlap with anything: zeroed before the capture if there
+    is room, so no replay has to do it."""
     taken = _taken_by_graphs.get(device, 0)
     if device not in _zeros_of_graphs or taken + count > _MOST_OF_GRAPHS:
         return torch.zeros(count, dtype=torch.int32, device=device)
-    _taken_by_graphs[device] = taken + -(-count // 4) * 4  # the next begins on 16 bytes
+    _taken_by_graphs[device] = taken + -(-count // 4) * 4  # keeps the next one 16-byte aligned
     return _zeros_of_graphs[device][taken : taken + count]
 
 
 def make_room_for_graphs(device: torch.device) -> None:
-    """Before a capture, during which it could not be made."""
+    """Allocates zeros before a capture, as it is impossible during one."""
     if device not in _zeros_of_graphs:
         _zeros_of_graphs[device] = lasting_zeros(_MOST_OF_GRAPHS, device)
 
 
 def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
-    """(count,) int32 zeros that stay: made in a thread of its own, which torch.compile's pool of CUDA graphs does not reach."""
+    """(count,) int32 zeros that stay: allocated in a separate thread, out of reach of torch.compile's CUDA graph pool."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
@@ -89,8 +90,8 @@ def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
 
 
 def clear() -> None:
-    """Forgets launches, compiled kernels, choices of configs, and the zeros of streams. The next call makes them anew; kernels come
-    from Triton's own cache."""
+    """Drops launches, compiled kernels, config choices, and the zeros of streams. The next call recreates them; kernels come from
+    Triton's own cache."""
     for mask in list(_masks):
         mask.__dict__.pop(_LAUNCHES, None)
     _masks.clear()

@@ -1,9 +1,9 @@
-"""Launches made again on other tensors. A short call takes the host longer than the GPU, and most of that goes to working out
-arguments that are those of the call before.
+"""Replays launches on other tensors. A short call takes longer on the host than on the GPU, mostly to compute the same arguments as
+in the call before.
 
-A launch is handed to CUDA's driver with the parameters of the launch before, of which only addresses are new. The driver's
-interface is public and stable; what a kernel's parameters are is read off the PTX that Triton compiled, and must be what its
-signature says, or every launch goes Triton's own way: ``refusal`` says why, in one sentence.
+A replay passes the previous launch's parameters to the CUDA driver with only addresses updated. The driver's interface is public
+and stable. A kernel's parameters are parsed from the PTX that Triton compiled and must match its signature; otherwise every launch
+uses Triton's own launcher, and ``refusal`` gives the reason in one sentence.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ from .memory import keep_launch, launches_of
 
 
 def known_call(mask, key: tuple) -> "ReplayedCall | None":
-    """The launches that were remembered for this mask under this key."""
+    """The launches remembered for this mask under this key."""
     return None if compiles_only() else launches_of(mask).get(key)
 
 
 def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, facts) -> None:
-    """Remembers the launches of a call that is made for the second time, where that can be: many masks are used once.
+    """Remembers the launches of a call when it is made the second time, if possible: many masks are used only once.
 
-    tensors: those that differ from call to call, the bases of all descriptors among them. rooms: those of them that descriptors
-    and pointers to their parts stand for. launches: (compiled, grid, all arguments, compile-time ones too) of each kernel.
-    facts: what the caller wants to know next time.
+    tensors: those that differ between calls, including the bases of all descriptors. rooms: those that descriptors and pointers
+    reference in part. launches: (compiled, grid, all arguments including compile-time ones) of each kernel. facts: what the caller
+    wants back next time.
     """
     if key not in launches_of(mask):
         keep_launch(mask, key, None)
@@ -50,12 +50,12 @@ def remember(mask, key: tuple, tensors: tuple, rooms: tuple, launches: list, fac
 
 @cache
 def _say(reason: str) -> None:
-    """Once for each reason."""
+    """Warns once per reason."""
     warnings.warn(f"sparse_flash launches kernels by Triton's own launcher, which takes the host longer: {reason}", stacklevel=2)
 
 
 def refusal(compiled: CompiledKernel) -> str | None:
-    """Why this kernel's launches cannot be made again below Triton's launcher, or None."""
+    """Why this kernel's launches cannot be replayed below Triton's launcher, or None."""
     meta = compiled.metadata
     if "ptx" not in compiled.asm:
         return f"the kernel was compiled for {meta.target.backend}, and only launches through CUDA's driver are repeated"
@@ -75,19 +75,19 @@ _PARAMETER = re.compile(
 _SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "fp64": "d"}
-_SCRATCH = ("*i8", "*i8")  # global and of the profiler; null where a kernel asks for none
+_SCRATCH = ("*i8", "*i8")  # global and profiler scratch; null if a kernel requests none
 
 
 def parameter_sizes(ptx: str) -> list[int]:
-    """Bytes of each parameter of the kernel, in order."""
+    """The size in bytes of each kernel parameter, in order."""
     start = ptx.index("(", ptx.index(".entry"))
     return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(ptx[start : ptx.index(")", start)])]
 
 
 def parameter_types(of_arguments: dict, sizes: list[int]) -> list[str] | None:
-    """The type of each parameter: Triton's names, and "map" for a tensor map; None where they are not of these sizes.
+    """The type of each parameter: Triton's names, and "map" for a tensor map; None if the sizes do not match.
 
-    of_arguments: the signature that a kernel was compiled for.
+    of_arguments: the signature that the kernel was compiled for.
     """
     plain = [kind for kind in _flat_types(tuple(of_arguments.values())) if kind != "constexpr"]
     types = [part for kind in plain for part in _parts(kind)]
@@ -101,7 +101,8 @@ def _flat_types(of_arguments) -> Iterator[str]:
 
 
 def _parts(kind: str) -> list[str]:
-    """What one argument becomes: a descriptor, for chips that address tiles by themselves, a map, shape and strides."""
+    """The parameters that one argument becomes: a descriptor, on chips that address tiles in hardware, becomes a map, shape and
+    strides."""
     if not kind.startswith("tensordesc"):
         return [kind]
     rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
@@ -113,14 +114,14 @@ def _size(kind: str) -> int:
 
 
 def _hooked() -> bool:
-    """Whether a profiler has to see launches."""
+    """Whether a profiler needs to see launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of the driver's interface."""
+    """The driver's CUlaunchConfig."""
 
     _fields_ = [
         *((f"{name}{axis}", ctypes.c_uint) for name in ("grid", "block") for axis in "xyz"),
@@ -132,7 +133,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class ReplayedCall:
-    """The launches of one call, made again by ``again`` on other tensors. Threads may share it."""
+    """The launches of one call, replayed on other tensors by ``again``. Threads may share it."""
 
     def __init__(self, replays: list["Replay"], tensors: tuple[torch.Tensor, ...], facts):
         self.facts = facts
@@ -143,8 +144,8 @@ class ReplayedCall:
         self.lock = threading.Lock()
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """False, with nothing launched, where these tensors need another kernel, another GPU is the current one, or a profiler
-        has to see the launches."""
+        """Returns False, without launching, if these tensors need another kernel, another GPU is current, or a profiler needs to
+        see the launches."""
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
@@ -175,7 +176,7 @@ class Replay:
 
     def __init__(self, compiled: CompiledKernel, grid: tuple[int, int], arguments: list, tensors: tuple, rooms: tuple = ()):
         meta = compiled.metadata
-        self.compiled = compiled  # which unloads its code when nobody holds it
+        self.compiled = compiled  # unloads its code when unreferenced
         self.function = ctypes.c_void_p(compiled.function)
         self.config = _LaunchConfig(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, None, 0)
         self.config_reference = ctypes.byref(self.config)
@@ -183,15 +184,15 @@ class Replay:
         values = list(_values(compiled.src.signature.values(), arguments, iter(meta.tensordesc_meta or ())))
         types = parameter_types(compiled.src.signature, parameter_sizes(compiled.asm["ptx"]))
         values += [None] * len(_SCRATCH)
-        # 8 bytes for each; where a parameter is a tensor map, the driver is pointed at the map itself.
+        # 8 bytes per parameter; for a tensor map, the driver gets a pointer to the map itself.
         self.storage = (ctypes.c_uint64 * len(values))()
         start = ctypes.addressof(self.storage)
         self.parameters = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
-        # By tensor: (parameter, its tensor map or None, bytes from the tensor's address). A mask's tables stay where they are.
+        # Per tensor: (parameter, its tensor map or None, byte offset from the tensor's address). A mask's tables never move.
         self.places: list[list] = [[] for _ in tensors]
         for index, (kind, value) in enumerate(zip(types, values, strict=True)):
             if isinstance(value, torch.Tensor) or kind == "map":
-                # Kept are addresses, never a tensor: a remembered launch outlives the call that it was made for.
+                # Stores addresses, never tensors: a remembered launch outlives the call that it was made for.
                 base, tensor_map = value if kind == "map" else (value, None)
                 for number, offset in _found(base, tensors, rooms):
                     self.places[number].append((index, tensor_map, offset))
@@ -206,7 +207,7 @@ class Replay:
             self.parameters[index] = tensor_map.at(address)
 
     def move(self, changed: list[tuple[int, int]]) -> None:
-        """changed: the numbers of tensors, and where they now are."""
+        """changed: the numbers of tensors, and their new addresses."""
         for number, pointer in changed:
             for index, tensor_map, offset in self.places[number]:
                 self._point(index, tensor_map, pointer + offset)
@@ -218,7 +219,7 @@ class Replay:
 
 
 def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[int, int]]:
-    """Which of the tensors this is, or is a part of if they are rooms, and how many bytes from their start."""
+    """Which tensors this is, or is a part of if they are rooms, and the byte offset from their start."""
     for number, tensor in enumerate(tensors):
         if tensor is base:
             yield number, 0
@@ -229,7 +230,7 @@ def _found(base: torch.Tensor, tensors: tuple, rooms: tuple) -> Iterator[tuple[i
 
 
 def _values(kinds, arguments, metas) -> Iterator:
-    """The value of each parameter, but for scratch memory; for a tensor map the tensor and the map."""
+    """The value of each parameter, except scratch memory; for a tensor map the tensor and the map."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from _values(kind, argument, metas)
@@ -240,12 +241,12 @@ def _values(kinds, arguments, metas) -> Iterator:
             yield argument
 
 
-# Triton's numbers of element types on the device are not the driver's for these three.
+# For these three element types, Triton's numbers on the device differ from the driver's.
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 class _Map:
-    """Tensor maps of a tensor at any address. (CUDA's driver interface, cuTensorMapEncodeTiled.)"""
+    """Tensor maps of a tensor at any address. (The driver's cuTensorMapEncodeTiled.)"""
 
     def __init__(self, descriptor, meta: dict):
         rank, size = len(descriptor.shape), meta["elem_size"]
@@ -261,11 +262,11 @@ class _Map:
         self.swizzle = meta["swizzle"]
         steps = [size, *strides]
         self.is_short = sum((length - 1) * step for length, step in zip(shape, steps, strict=True)) + 1 < 128 * 1024
-        # The allocator hands out the same addresses again and again.
+        # The allocator reuses the same addresses.
         self.encoded = lru_cache(maxsize=64)(self._encoded)
 
     def at(self, address: int) -> int:
-        """The address of the map of a tensor at this address."""
+        """The address of the map for a tensor at this address."""
         return self.encoded(address)[1]
 
     def _encoded(self, address: int) -> tuple:
@@ -290,7 +291,7 @@ class _Map:
                 fill_with_zeros,
             )
         )
-        if self.is_short and _driver_version() <= 13010:  # a fault of these drivers, mended as CUTLASS and Triton 3.9 do
+        if self.is_short and _driver_version() <= 13010:  # a driver bug; same workaround as in CUTLASS and Triton 3.9
             second = ctypes.c_uint64.from_address(place + 8)
             second.value &= ~(1 << 21)
         return memory, place
@@ -316,8 +317,8 @@ def _driver_version() -> int:
 
 
 def enter_context(device: int | None) -> None:
-    """Gives a thread that has not used the GPU yet, as autograd's may be, PyTorch's context: Triton asks for tensor maps before it
-    does so. device: its index; None, a CPU's, has none."""
+    """Gives a thread that has not used the GPU yet, such as autograd's, PyTorch's context: Triton encodes tensor maps before it
+    sets one. device: its index; None for a CPU, which has no context."""
     if device is None or torch.version.hip or hasattr(_this_thread, "entered") or not _driver():
         return
     context = ctypes.c_void_p()

@@ -1,12 +1,12 @@
-"""Configs that ``sparse-flash tune`` chose on this machine: one small JSON file, read once a process.
+"""Configs that ``sparse-flash tune`` chose on this machine: one small JSON file, read once per process.
 
     {"format": 1, "choices": [{"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "backend": "triton",
       "kernel": "forward", "dtype": "bfloat16", "head_dim": 128, "block_size": 128, "v_head_dim": 128,
       "config": {"tile_m": 64, ...}, "instead_of": {"tile_m": 128, ...}, "measured": {"milliseconds": 1.9, ...}}]}
 
-The first nine fields are the key; all must match, and v_head_dim is head_dim where a file does not say. A choice holds while the
-built-in config is the one that it was measured against, and while it is still among the candidates: newer kernels drop it in
-silence. ``measured`` is for readers.
+The first nine fields are the key; all must match, and v_head_dim defaults to head_dim. A choice holds as long as the built-in
+config is the one it was measured against, and it is still among the candidates: newer kernels silently drop it. ``measured`` is for
+readers.
 """
 
 import json
@@ -26,7 +26,7 @@ ANY = TypeVar("ANY")
 
 
 class Key(NamedTuple):
-    """What a choice holds for. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the table's;
+    """What a choice applies to. dtype: without "torch.". head_dim: of q and k, v_head_dim: of v, padded. block_size: the table's;
     None for dense."""
 
     gpu: str
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 def cache_file() -> Path:
-    """tuned.json in the folder that SPARSE_FLASH_CACHE names, else in sparse_flash in the user's cache folder."""
+    """tuned.json in the folder named by SPARSE_FLASH_CACHE, otherwise in sparse_flash in the user's cache folder."""
     folder = os.environ.get("SPARSE_FLASH_CACHE")
     if not folder:
         folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "sparse_flash")
@@ -49,7 +49,7 @@ def cache_file() -> Path:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """None where there is none to tune for."""
+    """None if there is no GPU to tune for."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
@@ -62,8 +62,7 @@ def key_of(
     device: torch.device,
     v_head_dim: int | None = None,
 ) -> Key | None:
-    """The key of a launch on this device; None where there is no GPU. head_dim, v_head_dim: padded; the
-    second is the first by default."""
+    """The key of a launch on this device; None without a GPU. head_dim, v_head_dim: padded; v_head_dim defaults to head_dim."""
     gpu = gpu_name(device)
     if gpu is None:
         return None
@@ -75,7 +74,7 @@ def key_of(
 
 
 def choose(candidates: Sequence[ANY], key: Key | None) -> ANY:
-    """The candidate that was chosen for this key, else the first: the built-in config."""
+    """The candidate chosen for this key, otherwise the first: the built-in config."""
     choice = None if key is None else _choices(cache_file()).get(key)
     if choice is None or choice["instead_of"] != asdict(candidates[0]):
         return candidates[0]
@@ -86,8 +85,7 @@ _remembering: list[Callable] = []
 
 
 def remembered(function: Callable[..., ANY]) -> Callable[..., ANY]:
-    """lru_cache of 256 results, emptied where the file is written or read again: launchers ask at every call, and get a plain
-    lookup."""
+    """lru_cache of 256 results, emptied when the file is written or reread: launchers ask in every call, and get a plain lookup."""
     cached = lru_cache(maxsize=256)(function)
     _remembering.append(cached)
     return cached
@@ -97,12 +95,12 @@ _times_forgotten = 0
 
 
 def times_read() -> int:
-    """Another number once configs may be others: what remembers launches asks for it."""
+    """A number that changes when configs may have changed: memories of launches check it."""
     return _times_forgotten
 
 
 def forget() -> None:
-    """The next lookup reads the file again."""
+    """Makes the next lookup reread the file."""
     global _times_forgotten
     _times_forgotten += 1
     for cached in _remembering:
@@ -111,7 +109,7 @@ def forget() -> None:
 
 @remembered
 def _choices(path: Path) -> dict[Key, dict]:
-    """A file that cannot be read costs speed at most, so it is a warning, given once, and no error."""
+    """A file that cannot be read costs at most speed, so it causes a warning, issued once, rather than an error."""
     try:
         return _read(path)
     except FileNotFoundError:
@@ -127,7 +125,7 @@ def _choices(path: Path) -> dict[Key, dict]:
 
 
 def _read(path: Path) -> dict[Key, dict]:
-    """Raises OSError, ValueError, KeyError or TypeError for a file that is not as described above."""
+    """Raises OSError, ValueError, KeyError or TypeError for a file not in the format described above."""
     data = json.loads(path.read_text(encoding="utf-8"))
     if data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
@@ -141,12 +139,12 @@ def _read(path: Path) -> dict[Key, dict]:
 
 
 def count(path: Path) -> int:
-    """How many choices a file holds. Raises OSError, ValueError, KeyError or TypeError where ``choose`` would warn."""
+    """The number of choices in a file. Raises OSError, ValueError, KeyError or TypeError where ``choose`` would warn."""
     return len(_read(path))
 
 
 def check_writable() -> None:
-    """Raises OSError where the file's folder cannot be made or written to."""
+    """Raises OSError if the file's folder cannot be created or written to."""
     folder = cache_file().parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -154,12 +152,12 @@ def check_writable() -> None:
 
 
 def store(key: Key, config, instead_of, measured: dict) -> None:
-    """Keeps a choice; one of the built-in config, ``config == instead_of``, removes what was kept for this key.
+    """Stores a choice; choosing the built-in config, ``config == instead_of``, removes the stored choice for this key.
 
-    Raises OSError where the file cannot be written. It is replaced whole, so that other processes never read half of it.
+    Raises OSError if the file cannot be written. It is replaced atomically, so other processes never read half of it.
     """
     path = cache_file()
-    forget()  # another process may have written meanwhile
+    forget()  # another process may have written in the meantime
     choices = dict(_choices(path))
     before = choices.pop(key, None)
     if config != instead_of:

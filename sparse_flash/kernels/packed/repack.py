@@ -1,12 +1,12 @@
-"""Packed documents: moves of rows between the packed axis and one of whole blocks, and the table of that axis, assembled from
-the table of one long document.
+"""Packed documents: row moves between the packed axis and an axis of whole blocks, and the table of the latter, assembled from the
+table of one long document.
 
     1. lay_out      where each document starts and ends on both axes                        one program
-    2. find_rows    which entries of the long document's table each block row keeps         a program a block row
-    3. fill_rows    copies them to their place, behind those of the rows above              a program a block row
+    2. find_rows    which entries of the long document's table each block row keeps         one program per block row
+    3. fill_rows    copies them to their place, behind those of the rows above              one program per block row
 
-A block row keeps the entries of its row of the long document's table whose columns lie inside the document: as columns ascend
-within full, run and bit entries, these are one piece of each, found by bisection.
+A block row keeps the entries of its row in the long document's table whose columns lie inside the document. Columns ascend within
+full, run and bit entries, so these form one range of each kind, found by bisection.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..launch.launch import launch
 
-# Fields of a document: token and length of its queries and keys, and the first block of each. A last column holds the ends.
+# Fields of a document: first token and length of its queries and keys, and the first block of each. A last column holds the ends.
 Q_START = tl.constexpr(0)
 Q_LEN = tl.constexpr(1)
 K_START = tl.constexpr(2)
@@ -26,8 +26,8 @@ _Q_FIRST = tl.constexpr(4)
 _K_FIRST = tl.constexpr(5)
 DOCUMENT_FIELDS = 6
 
-# Fields of a block row: where its full, run and bit entries begin in the long document's table and how many there are, how
-# many full ones stay full, its document, and how many entries it has.
+# Fields of a block row: where its full, run and bit entries begin in the long document's table and how many there are, how many
+# full entries stay full, its document, and its total number of entries.
 _BEGIN = tl.constexpr(0)
 _COUNT = tl.constexpr(3)
 _WHOLE = tl.constexpr(6)
@@ -40,7 +40,7 @@ ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
 class NewTable(NamedTuple):
-    """The table of one mask that a kernel writes, except its entries: see ``masks.table.Table``. rows: how many it has."""
+    """One mask's table, except its entries, for a kernel to write: see ``masks.table.Table``. rows: their number."""
 
     row_ptr: Any
     row_split: Any
@@ -50,7 +50,7 @@ class NewTable(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """Where the full entries of a row begin, its run entries and its bit entries, and where those end."""
+    """Where the full, run and bit entries of a row begin, and where the last ones end."""
 
     begin: Any
     runs: Any
@@ -65,8 +65,8 @@ def _larger(a, b):
 
 @triton.jit
 def _bounds(cu_seqlens, document, documents, reached, tokens, longest):
-    """(first token, tokens, the end that the chunk reached) of documents. Ends that fall or lie past the tokens, which cannot
-    be reported without waiting for the device, are moved so that documents neither overlap nor leave the tokens."""
+    """(first token, tokens, the end that the chunk reached) of documents. Ends that decrease or exceed the tokens cannot be
+    reported without synchronizing, so they are clamped: documents neither overlap nor exceed the tokens."""
     some = document < documents
     start = tl.load(cu_seqlens + document, mask=some, other=0).to(tl.int64)
     stop = tl.load(cu_seqlens + document + 1, mask=some, other=0).to(tl.int64)
@@ -89,7 +89,7 @@ def lay_out_kernel(
     CHUNK: tl.constexpr,
     SAME: tl.constexpr,
 ):
-    """layout: (DOCUMENT_FIELDS, documents + 1) int32. SAME: keys have the documents of the queries."""
+    """layout: (DOCUMENT_FIELDS, documents + 1) int32. SAME: keys share the documents of the queries."""
     q_reached = documents * 0
     k_reached = documents * 0
     q_blocks = documents * 0
@@ -102,7 +102,7 @@ def lay_out_kernel(
         k_start, k_len = q_start, q_len
         if not SAME:
             k_start, k_len, k_reached = _bounds(k_cu_seqlens, document, documents, k_reached, k_tokens, k_longest)
-        # Queries start where their position falls in a block.
+        # Queries start where their position falls within a block.
         q_height = tl.where(q_len > 0, (((k_len - q_len) & (BLOCK - 1)) + q_len + BLOCK - 1) // BLOCK, 0)
         k_height = (k_len + BLOCK - 1) // BLOCK
         tl.store(out + Q_START * (documents + 1), q_start, mask=some)
@@ -119,7 +119,7 @@ def lay_out_kernel(
 
 @triton.jit
 def first_not_below(index, begin, end, value):
-    """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index ascends there."""
+    """For each lane the first of begin .. end - 1 whose index is at least ``value``, or end; the index must ascend there."""
     while tl.max(end - begin, 0) > 0:
         unsettled = begin < end
         middle = (begin + end) // 2
@@ -131,7 +131,7 @@ def first_not_below(index, begin, end, value):
 
 @triton.jit
 def _document_of(firsts, documents, row):
-    """The last document whose blocks start at ``row`` or before it: the one that has this block, where any has."""
+    """The last document whose blocks start at or before ``row``: the owner of this block, if it has one."""
     lane = tl.arange(0, 2)
     return tl.max(first_not_below(firsts, lane * 0, lane * 0 + documents, row + 1), 0) - 1
 
@@ -165,7 +165,7 @@ def find_rows_kernel(
 ):
     """records: (ROW_FIELDS, rows) int32. before: block rows of the long document's table above position 0.
 
-    QUERIES: whether rows are those of queries, or those of keys in the transposed table.
+    QUERIES: whether rows are query blocks, or key blocks in the transposed table.
     """
     row = tl.program_id(0)
     stride = documents + 1
@@ -173,7 +173,7 @@ def find_rows_kernel(
     inside = row < tl.load(firsts + documents)
     document = tl.maximum(_document_of(firsts, documents, row), 0)
     q_first, q_blocks, k_first, k_blocks, k_len = _blocks_of(layout, documents, document)
-    # Queries and keys of a document end in the same block.
+    # A document's queries and keys end in the same block.
     q_line = before + k_blocks - q_blocks
     if QUERIES:
         local = row - q_first
@@ -223,7 +223,7 @@ def find_rows_kernel(
 
 @triton.jit
 def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
-    """(entries of the block rows above this one, block rows that are heavier, or as heavy and above it)."""
+    """(entries of the block rows above this one, block rows that are heavier, or equally heavy and above it)."""
     begin = row * 0
     rank = row * 0
     for first in range(0, rows, CHUNK):
@@ -236,7 +236,8 @@ def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_row(table, row, rank, bounds):
-    """Writes all that a table of one mask says of a row, except its entries. table: ``NewTable``. rank: see ``place_of``."""
+    """Writes everything that a table of one mask holds about a row, except its entries. table: ``NewTable``. rank: see
+    ``place_of``."""
     tl.store(table.row_ptr + row, bounds.begin)
     tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
     tl.store(table.row_split + row * 2, bounds.runs)
@@ -296,10 +297,10 @@ def fill_rows_kernel(
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """The entries of a block row, its bounds, its place in the order, and the tile of the entry that its document's end cuts.
+    """Writes the entries of a block row, its bounds, its rank, and the tile of the entry that its document's end cuts.
 
-    ROWS: how many rows to look at together. run_tiles, bit_tiles: how many the long document's table has; the cut tiles of query
-    block r are those numbers + r.
+    ROWS: rows processed at a time. run_tiles, bit_tiles: tile counts of the long document's table; the cut tiles of query block r
+    are those numbers + r.
     """
     row = tl.program_id(0)
     total = tl.load(records + _TOTAL * rows + row)
@@ -323,7 +324,7 @@ def fill_rows_kernel(
     else:
         shift = q_first - (before + k_blocks - q_blocks)
         cut_from = tl.where((cut_width > 0) & (row - k_first == k_blocks - 1), 0, 0x7FFFFFFF)
-    # Full entries that the end cuts become run entries, among which they are sorted.
+    # Full entries that the end cuts become run entries and are sorted among them.
     cut_begin, cut_end = full_begin + whole, full_begin + fulls
     run_end = run_begin + runs
     for first in range(0, fulls, CHUNK):
@@ -395,7 +396,7 @@ def take_rows_kernel(
     DIM: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """One program for ROWS rows of a head; heads of the same rows follow each other."""
+    """One program for ROWS rows of a head; the programs of all heads for the same rows are adjacent."""
     head = tl.program_id(0) % heads
     row = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
     taken = tl.load(index + row, mask=row < rows, other=-1)
@@ -421,7 +422,7 @@ def lay_out(q_cu_seqlens, k_cu_seqlens, q_tokens: int, k_tokens: int, q_longest:
 
 
 def find_rows(layout, table, rows: int, before: int, block: int, maps, queries: bool, same: bool):
-    """(ROW_FIELDS, rows) int32; and fills ``maps``, (token_of_row, row_of_token)."""
+    """Returns (ROW_FIELDS, rows) int32 and fills ``maps``, (token_of_row, row_of_token)."""
     records = torch.empty((ROW_FIELDS, rows), dtype=torch.int32, device=layout.device)
     arguments = [layout, table.row_ptr, table.row_split, table.col_idx, records, *maps, layout.shape[1] - 1, rows, before]
     constants = {"BLOCK": block, "QUERIES": queries, "SAME": same}
@@ -430,7 +431,7 @@ def find_rows(layout, table, rows: int, before: int, block: int, maps, queries: 
 
 
 def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
-    """Room for row_ptr, row_split, row_order, col_idx, tile_idx and work of one mask."""
+    """Allocates row_ptr, row_split, row_order, col_idx, tile_idx and work of one mask."""
     shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,), (1, rows, 8)
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
@@ -438,8 +439,8 @@ def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
 def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: int, block: int, queries: bool):
     """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of one mask; ``queries`` also writes the cut tiles.
 
-    tiles: tile_runs and tile_bits of ``table``. new_tiles: room for one more of each for each block of queries. entries: room
-    for so many.
+    tiles: tile_runs and tile_bits of ``table``. new_tiles: with room for one more of each per block of queries. entries: the
+    capacity.
     """
     rows, device = records.shape[1], layout.device
     row_ptr, row_split, row_order, col_idx, tile_idx, work = empty_table(rows, entries, device)
@@ -451,8 +452,8 @@ def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: in
 
 
 def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: torch.Tensor) -> None:
-    """target[r] = source[index[r]], or ``fill`` where the index is -1. source, target: (rows, heads, head_dim); the target's
-    last dimension unbroken. index: int32."""
+    """target[r] = source[index[r]], or ``fill`` where the index is -1. source, target: (rows, heads, head_dim); the target's last
+    dimension is contiguous. index: int32."""
     rows, heads, dim = target.shape
     strides = (*source.stride(), *target.stride()[:2])
     arguments = [source, target, index, rows, heads, dim, *strides]

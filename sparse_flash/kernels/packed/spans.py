@@ -1,12 +1,12 @@
-"""The table of packed documents where they lie, for patterns whose queries each keep one run of keys.
+"""The table of packed documents in place, for patterns whose queries each keep one run of keys.
 
-    1. lay_out       where each document starts and ends, see ``packed.py``                       one program
-    2. find_spans    the run of each query; the key blocks that a query block touches and fills    a program a query block
-    3. count_spans   how many query blocks touch and fill a key block                              a program a key block
-    4. fill_spans    both tables, and the tiles of blocks that are not full                        a program a block of either
+    1. lay_out       where each document starts and ends, see ``repack.py``                      one program
+    2. find_spans    the run of each query; the key blocks that a query block touches and fills  one program per query block
+    3. count_spans   how many query blocks touch and fill a key block                            one program per key block
+    4. fill_spans    both tables, and the tiles of blocks that are not full                      one program per block of either
 
-The key blocks that a query block touches are taken as one piece, in which the full ones are one piece again: a tile's number is
-then that of the query block's first one and a difference of columns, which both tables can work out.
+The key blocks that a query block touches are treated as one range, and the full ones as a range within it. A tile's number is then
+that of the query block's first tile plus a column difference, which both tables can compute.
 """
 
 import torch
@@ -28,8 +28,8 @@ from .repack import (
     store_row,
 )
 
-# Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
-# HIGH where it fills none; how many it touches, and touches but does not fill.
+# Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both HIGH
+# if it fills none; how many it touches, and how many of these it does not fill.
 _LOW = tl.constexpr(0)
 _FULL_LOW = tl.constexpr(1)
 _FULL_HIGH = tl.constexpr(2)
@@ -43,13 +43,13 @@ _TILES_TOGETHER = 16
 
 @triton.jit(do_not_specialize=["documents", "rows", "before", "lines"])
 def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, lines, BLOCK: tl.constexpr):
-    """runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of them above position 0.
-    bounds: (2, rows * BLOCK) int32, the same of each packed query on the packed axis of keys. spans: (SPAN_FIELDS, rows)."""
+    """runs: (2, lines) int32, first and stop of each query of one long document, ``before`` of them above position 0. bounds: (2,
+    rows * BLOCK) int32, the same for each packed query on the packed key axis. spans: (SPAN_FIELDS, rows)."""
     row = tl.program_id(0)
     token = row * BLOCK + tl.arange(0, BLOCK)
     starts = layout + Q_START * (documents + 1)
     nought = token * 0
-    # Of documents that start at one token, all but the last are empty.
+    # Of documents that start at the same token, all but the last are empty.
     document = tl.maximum(first_not_below(starts, nought, nought + documents, token + 1) - 1, 0)
     local = token - tl.load(starts + document)
     q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
@@ -68,7 +68,7 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     all_keep = tl.sum(some.to(tl.int32), 0) == BLOCK
     low = tl.min(tl.where(some, first, 0x7FFFFFFF), 0) // BLOCK
     high = (tl.max(stop, 0) + BLOCK - 1) // BLOCK
-    low = tl.minimum(low, high)  # where none keeps anything
+    low = tl.minimum(low, high)  # if none keeps anything
     full_low = (tl.max(first, 0) + BLOCK - 1) // BLOCK
     full_high = tl.min(stop, 0) // BLOCK
     fills = all_keep & (full_low < full_high)
@@ -204,8 +204,8 @@ def fill_spans_kernel(
 def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
     """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs.
 
-    layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes.
-    before: lines above position 0. entries, tiles: room for so many.
+    layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes. before:
+    lines above position 0. entries, tiles: capacities.
     """
 
     def empty(*shape):

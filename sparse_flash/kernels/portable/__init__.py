@@ -1,2 +1,2 @@
-"""Kernels for every GPU that Triton supports: forward, backward, decoding, and their tile sizes. A launcher stands beside each
-kernel."""
+"""Kernels for every GPU that Triton supports: forward, backward, decoding, and their tile sizes. Each kernel's launcher is next to
+it."""

@@ -1,8 +1,8 @@
 """The portable backward kernels: two passes that recompute the attention weights from lse.
 
 One pass walks the keys of each query tile and computes dQ; the other then walks the queries of each key tile, through the
-transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients
-repeat bit for bit. The gradient of a relative bias alone is added up by atomic additions, in the first pass.
+transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients repeat bit for
+bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
 
 Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention.
 """
@@ -42,7 +42,7 @@ from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, va
 
 
 class _Tensors(NamedTuple):
-    """Of all heads, as the kernels take them; None where a pass has no use for one."""
+    """Tensors of all heads, as the kernels take them; None where a pass does not use one."""
 
     q: Any
     k: Any
@@ -58,7 +58,7 @@ class _Tensors(NamedTuple):
 
 
 class _QueryOperands(NamedTuple):
-    """What a tile of queries brings to its walk, lse in base 2; the tensors of the walked axis; what dropout draws from."""
+    """What a query tile brings to its walk, with lse in base 2; the tensors of the walked axis; dropout's random stream."""
 
     q: Any
     dout: Any
@@ -71,7 +71,7 @@ class _QueryOperands(NamedTuple):
 
 @triton.jit
 def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS K of entries, all of one kind, to the dQ of a query tile, and to ``beyond`` what ``add_bias_gradient`` says."""
+    """Adds dS K of entries of one kind to a query tile's dQ, and to ``beyond`` as in ``add_bias_gradient``."""
     dq, beyond = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -100,7 +100,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
             else:
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if scoring.SCORED:
-            # Not after the next product, beside which the scores would be kept.
+            # Not after the next product: the scores would then stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             if variant.rel_bias_gradient is None:
                 weights = times_derivative_of_cap(weights, scores, scoring)
@@ -112,7 +112,7 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
         if KIND == CUT:
             dscores = tl.where(exists[None, :], dscores, 0.0)
         if variant.rel_bias_gradient is not None:
-            # A query that does not exist may hold anything, and so may its row.
+            # A nonexistent query may hold anything, and so may its row.
             dbiased = tl.where((operands.lse < float("inf"))[:, None], dscores, 0.0)
             beyond = add_bias_gradient(beyond, dbiased, place, sizes, scoring)
             dscores = times_derivative_of_cap(dscores, scores, scoring)
@@ -142,7 +142,7 @@ def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
         exists = is_valid(valid, query)
         delta = tl.where(exists, delta, 0.0)
     if Q_CUT or is_cut(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
-        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # weights of a query that keeps nothing are 0, not NaN
+        lse = tl.where(lse == -float("inf"), float("inf"), lse)  # zero weights, not NaN, for a query that keeps nothing
     tl.store(tensors.delta + row_line, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
     operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile.line))
@@ -198,8 +198,8 @@ def grad_q_kernel(
     DERIVATIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP
-    of a row: one program a query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
+    """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP of a row:
+    one program per query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
     # fmt: off
     _compute_grad_q(
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, out=out_tensor, dlse=dlse_ptr if HAS_DLSE else None,
@@ -214,7 +214,7 @@ def grad_q_kernel(
 
 
 class _KeyOperands(NamedTuple):
-    """What a tile of keys brings to its walk, and what lies along the walked axis; lse and delta from the head's first on."""
+    """What a key tile brings to its walk, and the tensors of the walked axis; lse and delta start at the head's first query."""
 
     k: Any
     v: Any
@@ -227,13 +227,13 @@ class _KeyOperands(NamedTuple):
 
 @triton.jit
 def _of_queries(base, query, q_len, KIND: tl.constexpr):
-    """Numbers of a step's queries, all of which are there in full entries."""
+    """Values of a step's queries, which all exist in full entries."""
     return tl.load(base + query) if KIND == FULL else tl.load(base + query, mask=query < q_len, other=0.0)
 
 
 @triton.jit
 def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Adds dS^T Q and P^T dOut of entries, all of one kind, to the dK and dV of a key tile; with dropout, to dK twice that."""
+    """Adds dS^T Q and P^T dOut of entries of one kind to a key tile's dK and dV; with dropout, dK gets twice that."""
     dk, dv = state
     k, v = operands.k, operands.v
     variant = scoring.variant
@@ -277,21 +277,21 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if variant.seed is not None:
-            # What is dropped goes as the sign, so that no mask has to be kept beside the sums.
+            # The sign marks dropped pairs, so no mask has to stay in registers next to the sums.
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
             weights = tl.where(survives, weights, -weights)
             dv = tl.dot(tl.maximum(weights, 0.0).to(dout.dtype), dout, dv, input_precision="ieee")
         else:
             dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         if scoring.SCORED and variant.seed is None:
-            # Not after the next product, beside which the scores would be kept.
+            # Not after the next product: the scores would then stay in registers during it.
             weights = times_derivative_of_function(weights, scores, place, sizes, scoring, KIND)
             weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
-        # Loaded only here: one delta a column costs sixteen registers a thread, and the products above need them all.
+        # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
         delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
         if variant.seed is not None:
-            # Twice the kept weights as a sum, not as twice the maximum above, beside which they would be kept.
+            # Twice the kept weights as a sum. Twice the maximum above would stay in registers next to the weights.
             twice = (weights + tl.abs(weights)) * dweights
             dscores = twice - tl.abs(weights) * (delta * (2.0 * (1.0 - variant.dropout_p)))[None, :]
         else:
@@ -306,7 +306,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
 
 @triton.jit
 def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
-    """dK and dV of this program's tile of keys."""
+    """dK and dV of this program's key tile."""
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
     slot = tl.program_id(0)
@@ -315,7 +315,7 @@ def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
     kv_head = tl.program_id(1) % kv_heads
     first = slot * TILE_N
     if table.SPARSE:
-        # The heads of a group may have masks of different orders; any one order visits every key block once.
+        # Masks of a group's heads may have different orders; any one order visits every key block once.
         mask = mask_of(rows, batch, kv_head * sizes.group)
         _, first = ordered_tile(rows, mask, slot, TILE_N, table.BLOCK)
     k = load_tile(tensors.k, batch, kv_head, first, TILE_N, sizes.DIM)
@@ -382,7 +382,7 @@ def grad_kv_kernel(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
 ):
-    """dK and dV: one program a key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
+    """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
     ``grad_q_kernel``."""
     # fmt: off
     _compute_grad_kv(
@@ -397,9 +397,9 @@ def grad_kv_kernel(
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, q_config=None, kv_config=None):
-    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias where that is learned. dlse may be None.
+    """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
 
-    The others: unbroken rows, base and strides multiples of 16 bytes.
+    Other tensors: contiguous rows, base and strides multiples of 16 bytes.
     """
     drel_bias = torch.zeros_like(variant.rel_bias) if variant is not None and variant.learned else None
     batch, heads, q_len, head_dim = q.shape
@@ -480,7 +480,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
-    """The same without a variant by launches that were made before, or None; any tensors."""
+    """``attention_backward`` without a variant by replayed launches, or None if there are none; any tensors."""
     known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
     if known is None:
         return None

@@ -1,7 +1,7 @@
-"""Tile sizes of the portable kernels: frozen data by family of chips, apart from the code that they drive.
+"""Tile sizes of the portable kernels: static data by chip family, separate from the code that uses it.
 
-A chip that no family names gets the tables of the family of its maker with the most shared memory that it has too. What the
-kernels compile to for each chip, in shared memory, registers and spills, is listed in docs/chips.csv.
+A chip in no family uses the tables of the same maker's family with the most shared memory that does not exceed the chip's.
+docs/chips.csv lists what the kernels compile to for each chip: shared memory, registers and spills.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -14,10 +14,10 @@ import torch
 from ..common.config import Config, padded_head_dim
 from ..launch.tuned import choose, key_of, remembered
 
-# By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly
-# masks of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps
-# share a multiprocessor, and one computes while the other starts or ends: on short rows that is worth 6 to 20 %.
-# Entries without figures were not measured; they are chosen by what compiling for sm_90 says of registers and spills.
+# By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly masks
+# of 16,384 tokens; TFLOP/s are over kept pairs, each pass counted by its own products. Two programs of four warps share a
+# multiprocessor, and one computes while the other starts or ends: on short rows that is worth 6 to 20 %. Entries without figures
+# were not measured, but chosen by register and spill counts when compiled for sm_90.
 _FORWARD = {
     16: Config(128, 64, 4, 3),
     32: Config(128, 64, 4, 3),
@@ -45,8 +45,8 @@ _GRAD_KV = {
     128: Config(64, 64, 4, 2),
     256: Config(32, 64, 8, 2),
 }
-# For few queries; of one query of a few heads, with four warps. Not measured yet: chosen by what compiling for sm_90 says of
-# registers, spills and shared memory, of which two programs a multiprocessor shall have enough.
+# For few queries; four warps for one query of few heads. Not measured yet: chosen by registers, spills and shared memory when
+# compiled for sm_90, with enough for two programs per multiprocessor.
 _DECODE = {
     16: Config(64, 64, 8, 3),
     32: Config(64, 64, 8, 3),
@@ -54,7 +54,7 @@ _DECODE = {
     128: Config(32, 64, 8, 3),
     256: Config(16, 32, 4, 3),
 }
-# fp32 products run on the ordinary units, in full precision: small tiles, so that they stay in registers.
+# fp32 products run on the ordinary units, in full precision: small tiles, to fit in registers.
 _FLOAT32 = {
     16: Config(64, 32, 4, 2),
     32: Config(64, 32, 4, 2),
@@ -64,7 +64,7 @@ _FLOAT32 = {
 }
 
 
-# Compute capability 8.0. Products of warps (mma.sync) read operands from registers, so tiles of 64 x 64; three stages fit.
+# Compute capability 8.0. mma.sync products read operands from registers, so tiles are 64 x 64; three stages fit.
 _FORWARD_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(64, 64, 4, 3)}
 _FORWARD_80 |= {256: Config(64, 32, 4, 3)}
 _GRAD_Q_80 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2)}
@@ -72,7 +72,7 @@ _GRAD_Q_80 |= {256: Config(32, 32, 4, 2)}
 _GRAD_KV_80 = {16: Config(64, 64, 4, 3), 32: Config(64, 64, 4, 3), 64: Config(64, 64, 4, 3), 128: Config(32, 64, 4, 3)}
 _GRAD_KV_80 |= {256: Config(32, 32, 4, 2)}
 
-# 99 KiB (compute capability 8.6, 8.9, 12.0): the same with two stages.
+# 99 KiB (compute capability 8.6, 8.9, 12.0): as for 8.0, with two stages.
 _FORWARD_99 = {16: Config(128, 64, 4, 3), 32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2)}
 _FORWARD_99 |= {256: Config(64, 32, 4, 2)}
 _GRAD_Q_99 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 2)}
@@ -82,7 +82,7 @@ _GRAD_KV_99 |= {256: Config(32, 32, 4, 2)}
 _DECODE_99 = {16: Config(64, 64, 8, 3), 32: Config(64, 64, 8, 3), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 2)}
 _DECODE_99 |= {256: Config(16, 32, 4, 2)}
 
-# gfx942: four warps are 256 threads; two stages keep one tile in shared memory while the next waits in registers.
+# gfx942: four warps are 256 threads; with two stages, one tile is in shared memory while the next waits in registers.
 _FORWARD_64 = {16: Config(128, 64, 4, 2), 32: Config(128, 64, 4, 2), 64: Config(128, 64, 4, 2), 128: Config(128, 64, 4, 2)}
 _FORWARD_64 |= {256: Config(64, 32, 4, 2)}
 _GRAD_Q_64 = {16: Config(64, 64, 4, 2), 32: Config(64, 64, 4, 2), 64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2)}
@@ -97,9 +97,9 @@ _FLOAT32_64 |= {256: Config(16, 16, 4, 1)}
 
 @dataclass(frozen=True)
 class Family:
-    """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory that a program may
-    take. measured: on which of the chips, where and when, or None: compiled only. tables: of 16-bit types, by kernel. float32:
-    of all kernels."""
+    """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory available to a program.
+    measured: on which chip, where and when, or None: only compiled. tables: for 16-bit types, by kernel. float32: for all
+    kernels."""
 
     name: str
     chips: tuple[tuple[int, int] | str, ...]
@@ -116,7 +116,7 @@ class Family:
         return isinstance(self.chips[0], str)
 
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
-        """Before it is fitted to a table's block. dim: padded."""
+        """The config before it is fitted to a table's block. dim: padded."""
         return (self.float32 if dtype == torch.float32 else self.tables[kernel])[dim]
 
 
@@ -130,7 +130,7 @@ HOPPER = Family(
 )
 FAMILIES = (
     HOPPER,
-    # tcgen05 products: two thirds of the registers that 9.0 takes, and no spills.
+    # tcgen05 products: two thirds of the registers of 9.0, and no spills.
     Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32),
     Family(
         "compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE), _FLOAT32
@@ -149,8 +149,9 @@ OLDEST = (8, 0)  # the oldest compute capability that Triton supports
 
 
 def family_of_chip(chip: tuple[int, int] | str, shared: int) -> Family | None:
-    """The family that names the chip; else the one of its maker with the most shared memory that the chip has too; None where
-    it has less than all of them, or is older than OLDEST. shared: bytes that a program may take, as the driver says."""
+    """The family that names the chip; otherwise the one of its maker with the most shared memory that the chip also has; None if
+    the chip has less than all families, or is older than OLDEST. shared: bytes available to a program, as reported by the
+    driver."""
     amd = isinstance(chip, str)
     if not amd and chip < OLDEST:
         return None
@@ -160,7 +161,7 @@ def family_of_chip(chip: tuple[int, int] | str, shared: int) -> Family | None:
 
 @cache
 def chip_of(device: torch.device) -> tuple[tuple[int, int] | str, int]:
-    """(compute capability, or AMD's name; bytes of shared memory that a program may take) of a GPU."""
+    """(compute capability, or AMD's name; bytes of shared memory available to a program) of a GPU."""
     from triton.runtime import driver
 
     properties = torch.cuda.get_device_properties(device)
@@ -171,7 +172,7 @@ def chip_of(device: torch.device) -> tuple[tuple[int, int] | str, int]:
 
 @cache
 def family_of(device: torch.device) -> Family:
-    """Hopper's for the interpreter, on a CPU. Raises ValueError for a GPU that ``refusal`` refuses."""
+    """A GPU's family; Hopper's for the interpreter, on a CPU. Raises ValueError for a GPU that ``refusal`` refuses."""
     if device.type != "cuda":
         return HOPPER
     family = family_of_chip(*chip_of(device))
@@ -181,7 +182,7 @@ def family_of(device: torch.device) -> Family:
 
 
 def refusal(device: torch.device, dropout: bool = False) -> str | None:
-    """Why the kernels do not run on this GPU, or None. dropout: whether they are to draw."""
+    """Why the kernels do not run on this GPU, or None. dropout: whether they must support it."""
     chip, shared = chip_of(device)
     if family_of_chip(chip, shared) is not None:
         if dropout and isinstance(chip, str):
@@ -195,7 +196,7 @@ def refusal(device: torch.device, dropout: bool = False) -> str | None:
 
 
 def provenance(chip: tuple[int, int] | str, family: Family) -> str:
-    """In words: the family whose tables a chip has, and whether they were measured on such a chip."""
+    """In words: the family whose tables a chip uses, and whether they were measured on such a chip."""
     if chip not in family.chips:
         return f"those of {family.name}, by shared memory; neither compiled for this chip nor measured on it"
     if family.measured is None:
@@ -211,7 +212,7 @@ def fitted(
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
-    # A tensor-core step wants 64 x 64 a warp group; smaller tiles leave warps without work.
+    # A tensor-core step needs 64 x 64 per warp group; smaller tiles leave warps idle.
     warps = max(1, min(config.num_warps, tile_m * tile_n // 512))
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
 
@@ -229,10 +230,10 @@ def candidates(
     v_head_dim: int | None = None,
     family: Family = HOPPER,
 ) -> tuple[Config, ...]:
-    """What is worth measuring, MOST_CANDIDATES at most and all distinct: the built-in config, then its neighbours, nearest
-    first: a tile halved or doubled, warps halved or doubled, a stage more or less; two such changes at most.
+    """Configs worth measuring, distinct and at most MOST_CANDIDATES: the built-in config, then its neighbours, nearest first: a
+    tile halved or doubled, warps halved or doubled, one stage more or less; at most two such changes.
 
-    kernel: one of KERNELS. v_head_dim: that of q and k by default. Tiles are powers of two that divide the table's block.
+    kernel: one of KERNELS. v_head_dim: defaults to that of q and k. Tiles are powers of two that divide the table's block.
     """
     builtin = fitted(family, kernel, dtype, head_dim, block_size, v_head_dim)
     largest = min(_LARGEST_TILE, block_size or _LARGEST_TILE)
@@ -243,7 +244,7 @@ def candidates(
             int(builtin.tile_m * 2**m), int(builtin.tile_n * 2**n), int(builtin.num_warps * 2**warps), builtin.num_stages + stages
         )
         fits = min(config.tile_m, config.tile_n) >= 16 and max(config.tile_m, config.tile_n) <= largest
-        # Warps: as in fitted. Below two stages nothing is loaded ahead; above four, shared memory is full.
+        # Warps: as in fitted. Below two stages nothing is prefetched; above four, shared memory is full.
         most_warps = max(builtin.num_warps, min(8, config.tile_m * config.tile_n // 512))
         fits = fits and 1 <= config.num_warps <= most_warps
         if config == builtin or (fits and 2 <= config.num_stages <= 4 and sum(map(abs, changes)) <= 2):
@@ -252,14 +253,14 @@ def candidates(
 
 
 def cannot_fit(config: Config, kernel: str, dtype: torch.dtype, dims: tuple[int, int], shared: int) -> bool:
-    """Whether the tiles that a step walks need more shared memory than there is, however Triton lays the rest. dims: of q and k
-    and of v, padded. All stages but one are in shared memory at the same time."""
+    """Whether the tiles that a step walks exceed shared memory, however Triton lays out the rest. dims: padded, of q and k and of
+    v. All stages but one are in shared memory at the same time."""
     walked = config.tile_m if kernel == "grad_kv" else config.tile_n
     return (config.num_stages - 1) * walked * sum(dims) * dtype.itemsize > shared
 
 
 def _distance(one: Config, other: Config) -> float:
-    """Changes between two configs, as ``candidates`` counts them."""
+    """The number of changes between two configs, as ``candidates`` counts them."""
     *sizes, stages = zip(astuple(one), astuple(other), strict=True)
     return sum(abs(log2(a / b)) for a, b in sizes) + abs(stages[0] - stages[1])
 
@@ -274,12 +275,12 @@ def decode_config(
     family: Family = HOPPER,
     several: bool = False,
 ) -> Config:
-    """For few queries against many keys. rows: of stacked queries, of several heads, so that tile_m may pass the table's
-    block. several: more than one query of a head."""
+    """For few queries and many keys. rows: of stacked queries, from several heads, so tile_m may exceed the table's block. several:
+    more than one query per head."""
     config = family.config("decode", dtype, padded_head_dim(max(head_dim, v_head_dim or 0)))
     tile_m = min(config.tile_m, max(16, 1 << (rows - 1).bit_length()))
     if family.amd and several and block_size is not None:
-        # Triton 3.9 does not compile masks that branches change in a loop that loads ahead, where they differ between queries.
+        # Triton 3.9 cannot compile masks that branches modify in a pipelined loop, if they differ between queries.
         config = replace(config, num_stages=1)
     return replace(
         config,
@@ -300,8 +301,8 @@ def _chosen(
 def forward_config(
     dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None = None
 ) -> Config:
-    """For the forward pass: the built-in config, or what ``sparse-flash tune`` chose for this GPU. block_size: the table's, or
-    None for dense attention. v_head_dim: that of q and k by default."""
+    """For the forward pass: the built-in config, or the one that ``sparse-flash tune`` chose for this GPU. block_size: the table's,
+    or None for dense attention. v_head_dim: defaults to that of q and k."""
     return _chosen("forward", dtype, head_dim, block_size, device, v_head_dim)
 
 

@@ -1,9 +1,9 @@
-"""The portable kernel for few queries: the blocks that their rows keep are split among programs, and the results combined.
+"""The portable kernel for few queries: splits the blocks that their rows keep among programs, and combines the results.
 
-The ordinary kernels have one program for a tile of queries, and one query against a long cache would keep one
-multiprocessor busy. Here each program takes a split of the row's entries. It stacks the queries of all heads that share
-a key head as the rows of one tile, so that keys are read once for all of them. What it finds goes to memory in float32,
-and the last program of a tile to arrive combines the splits in a fixed order: one launch, and the same bits every time.
+The ordinary kernels run one program per query tile, so one query against a long cache would occupy one multiprocessor. Here each
+program takes a split of the row's entries. It stacks the queries of all heads that share a key head as the rows of one tile, so
+keys are read once for all of them. Its results go to memory in float32, and the last program of a tile to arrive combines the
+splits in a fixed order: one launch, and bitwise repeatable.
 
 Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
 """
@@ -37,8 +37,8 @@ from .configs import decode_config, family_of
 
 
 class _Cache(NamedTuple):
-    """Keys and values of all sequences. Strides are in units of VECTOR numbers; without pages (PAGE 0) those of pages are those of
-    the batch. tokens: of the program's sequence. HEAD_DIM, DIM: as it is and padded."""
+    """Keys and values of all sequences. Strides are in units of VECTOR elements; without pages (PAGE 0) page strides are batch
+    strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded."""
 
     k: Any
     v: Any
@@ -61,8 +61,8 @@ class _Cache(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The queries of ``members`` heads from ``head`` on, of which row after row is stacked; a tile begins at first_row. Strides are
-    in units of VECTOR numbers. score_scale: scale * log2(e). SEVERAL: whether a head has more than one. CAUSAL, AT_END: see the
+    """The queries of ``members`` heads from ``head`` on, stacked row by row; a tile begins at first_row. Strides are in units of
+    VECTOR elements. score_scale: scale * log2(e). SEVERAL: whether a head has more than one query. CAUSAL, AT_END: see the
     kernel."""
 
     q: Any
@@ -84,7 +84,7 @@ class _Queries(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of q, the position of each row, and its head's keys, values and pages."""
+    """A tile of q, the position of each row, and the keys, values and pages of its head."""
 
     q: Any
     position: Any
@@ -94,7 +94,7 @@ class _Tile(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """Steps begin .. end - 1 of a row of the table, whose kinds have ``bounds``."""
+    """Steps begin .. end - 1 of a table row; ``bounds`` delimit its kinds."""
 
     begin: Any
     end: Any
@@ -115,9 +115,9 @@ class _Output(NamedTuple):
 
 
 class _Splits(NamedTuple):
-    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) leave what they find: the results
-    of every tile, then their logs, ROWS rows of each split. arrived: int32 zeros, one a tile. COMBINED: splits that are combined at
-    a time."""
+    """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) store their results: the outputs of
+    all tiles, then their logs, ROWS rows per split. arrived: int32 zeros, one per tile. COMBINED: splits that are combined at a
+    time."""
 
     tile: Any
     number: Any
@@ -132,7 +132,7 @@ class _Splits(NamedTuple):
 
 @triton.jit
 def _page(pages, cache, position):
-    """The pages that hold the tokens of a step: one, or (TILE_N,) where a step has several; not used without pages."""
+    """The pages that hold a step's tokens: one, or (TILE_N,) if a step spans several; not used without pages."""
     if cache.PAGE == 0:
         page = position
     elif cache.PAGE < cache.TILE_N:
@@ -145,7 +145,7 @@ def _page(pages, cache, position):
 
 @triton.jit
 def _rows(cache, page, token, page_stride, token_stride):
-    """Where the rows of these tokens begin, (TILE_N, 1), from the start of their head."""
+    """The start of these tokens' rows, (TILE_N, 1), as offsets within their head."""
     if cache.PAGE == 0:
         row = token.to(tl.int64) * token_stride
     else:
@@ -155,8 +155,8 @@ def _rows(cache, page, token, page_stride, token_stride):
 
 @triton.jit
 def _walk(state, tile, queries, cache, split, table):
-    """Folds a split into the softmax state, in one loop for entries of all kinds: each loop would wait for keys of its own before
-    it starts."""
+    """Folds a split into the softmax state, in one loop for entries of all kinds: separate loops would each wait for their first
+    keys."""
     accumulator, running_max, running_sum = state
     q, position = tile.q, tile.position
     TILE_N: tl.constexpr = cache.TILE_N
@@ -170,7 +170,7 @@ def _walk(state, tile, queries, cache, split, table):
     for step in tl.range(split.begin, split.end):
         token = first + tl.arange(0, TILE_N)
         exists = token < cache.tokens
-        # What lies past the last key may be anything, NaN too, which a weight of 0 would not take away.
+        # Memory past the last key may hold anything, even NaN, which a weight of 0 would not cancel.
         load, load_v = exists[:, None] & (dim < cache.HEAD_DIM), exists[:, None] & (dim_v < cache.HEAD_DIM_V)
         key_rows = tile.k + _rows(cache, page, token, cache.k_page_stride, cache.k_token_stride)
         keys = tl.load(key_rows + dim, mask=load, other=0.0)
@@ -185,13 +185,13 @@ def _walk(state, tile, queries, cache, split, table):
             q_in_block = tl.where(within, in_block, 0)[:, None]
             pairs = InBlock(q_in_block, ((step % STEPS) * TILE_N + tl.arange(0, TILE_N))[None, :])
             kept = kept & (q_in_block >= 0)
-            # In branches, out of sight of the compiler, which would fetch masks ahead in place of keys.
+            # In branches, which the compiler does not look into: otherwise it would prefetch masks instead of keys.
             entry = step // STEPS
             if entry >= split.bounds[BITS]:
                 kept = kept & kept_pairs(table, entry, pairs, BITS)
             elif entry >= split.bounds[RUNS]:
                 kept = kept & kept_pairs(table, entry, pairs, RUNS)
-        # The table is read one step ahead, so that no load of keys waits for it.
+        # The table is read one step ahead, so no key load waits for it.
         first = step_position(table, step + 1, split.end, TILE_N)
         page = _page(tile.pages, cache, first)
         scores = tl.dot(q, keys.T, input_precision="ieee")
@@ -207,7 +207,7 @@ def _walk(state, tile, queries, cache, split, table):
 
 @triton.jit
 def _walk_row(state, tile, queries, cache, splits, row, mask, rows, table):
-    """Folds this program's split of a row of the table into the softmax state: as many steps as each other program's."""
+    """Folds this program's split of a table row into the softmax state: an equal share of its steps."""
     STEPS: tl.constexpr = table.BLOCK // cache.TILE_N
     bounds = row_bounds(rows, mask, row)
     steps = (bounds[3] - bounds[0]) * STEPS
@@ -218,7 +218,7 @@ def _walk_row(state, tile, queries, cache, splits, row, mask, rows, table):
 
 @triton.jit
 def _query_of(queries, ROWS: tl.constexpr):
-    """Which of the stacked heads, and which of its queries, each of ROWS rows is; and whether there is one."""
+    """For each of ROWS rows, its stacked head, its query, and whether it exists."""
     row = queries.first_row + tl.arange(0, ROWS)
     if queries.SEVERAL:
         member, query = row // queries.q_len, row % queries.q_len
@@ -229,7 +229,7 @@ def _query_of(queries, ROWS: tl.constexpr):
 
 @triton.jit
 def _finished(state):
-    """(out, log2 of the softmax sum) of a softmax state: 0 and -inf where nothing was kept."""
+    """(out, log2 of the softmax sum) of a softmax state: 0 and -inf if nothing was kept."""
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
     total = tl.where(keeps_nothing, 1.0, running_sum)
@@ -238,7 +238,7 @@ def _finished(state):
 
 @triton.jit
 def _store(state, output, queries, ROWS: tl.constexpr):
-    """The results of a tile's ROWS rows."""
+    """Stores the results of a tile's ROWS rows."""
     values, log = _finished(state)
     member, query, exists = _query_of(queries, ROWS)
     row = queries.batch * output.batch_stride + (queries.head + member) * output.head_stride + query * output.token_stride
@@ -251,19 +251,19 @@ def _store(state, output, queries, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_split(state, results, logs, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
-    """What this program has found, among the splits of its tile."""
+    """Stores this program's results among the splits of its tile."""
     values, log = _finished(state)
     row = tl.arange(0, TILE_M)
     place = splits.number * splits.ROWS + row
-    # A split that keeps nothing is 0, not left out: then its loads need not wait for its log.
+    # A split that keeps nothing stores 0, so loading it need not wait for its log.
     tl.store(results + place[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :], values, mask=(row < splits.ROWS)[:, None])
     tl.store(logs + place, log, mask=row < splits.ROWS)
 
 
 @triton.jit
 def _combined(results, logs, splits, DIM_V: tl.constexpr):
-    """The softmax state of a tile, from its splits in their order. COMBINED of them are under way at a time, each thread having
-    the same numbers of every split: nothing passes between threads."""
+    """The softmax state of a tile, combined from its splits in order. COMBINED of them are in flight at a time; each thread holds
+    the same elements of every split, so no data moves between threads."""
     ROWS: tl.constexpr = splits.ROWS
     COMBINED: tl.constexpr = splits.COMBINED
     running_max = tl.full([ROWS], FLOOR, tl.float32)
@@ -276,7 +276,7 @@ def _combined(results, logs, splits, DIM_V: tl.constexpr):
         for number in tl.static_range(COMBINED):
             split = first + number
             exists = row < (splits.count - split) * ROWS
-            # Other multiprocessors wrote them: not from this one's own cache.
+            # Other multiprocessors wrote them: bypass this one's L1 cache.
             some_logs += (tl.load(logs + split * ROWS + row, mask=exists, other=-float("inf"), cache_modifier=".cg"),)
             here = results + split * ROWS * DIM_V + place
             some_results += (tl.load(here, mask=exists[:, None], other=0.0, cache_modifier=".cg"),)
@@ -296,7 +296,7 @@ def _combined(results, logs, splits, DIM_V: tl.constexpr):
 
 @triton.jit
 def _compute_tile(queries, cache, splits, rows, table, output):
-    """out and lse of this program's tile of queries, or its split of them; the last program of a tile combines the splits."""
+    """out and lse of this program's query tile, or its split of them; a tile's last program combines the splits."""
     TILE_M: tl.constexpr = queries.TILE_M
     DIM_V: tl.constexpr = cache.DIM_V
     first_query = cache.tokens - queries.q_len if queries.AT_END else 0
@@ -335,7 +335,7 @@ def _compute_tile(queries, cache, splits, rows, table, output):
         logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
         results = splits.results + first_row * DIM_V
         _store_split(state, results, logs, splits, TILE_M, DIM_V)
-        # Every thread has written its part of the split before one of them says so.
+        # Every thread must have written its part of the split before one of them signals it.
         tl.debug_barrier()
         if tl.atomic_add(splits.arrived + splits.tile, 1, sem="acq_rel", scope="gpu") == splits.count - 1:
             tl.store(splits.arrived + splits.tile, 0)
@@ -408,13 +408,12 @@ def decode_kernel(
     PAGE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One program a tile of stacked queries and split of its keys. score_scale: scale * log2(e).
+    """One program per tile of stacked queries and split of its keys. score_scale: scale * log2(e).
 
-    group: query heads that share a key head. members: of them, those that are stacked, all or one. Strides of q, k and v are in
-    units of VECTOR numbers. HEAD_DIM, DIM: of q and k, as it is and padded; HEAD_DIM_V, DIM_V: of v and out. Strides of pages are
-    those of the batch without pages. split_results, arrived, SPLIT, ROWS, COMBINED: see ``_Splits``.
-    AT_END: the table is square, and the queries are the last of
-    the sequence; else its rows are the queries.
+    group: query heads that share a key head. members: how many of them are stacked, all or one. Strides of q, k and v are in units
+    of VECTOR elements. HEAD_DIM, DIM: of q and k, actual and padded; HEAD_DIM_V, DIM_V: of v and out. Without pages, page strides
+    are batch strides. split_results, arrived, SPLIT, ROWS, COMBINED: see ``_Splits``.
+    AT_END: the table is square, and the queries are the last of the sequence; otherwise its rows are the queries.
     """
     tile, number = tl.program_id(0), tl.program_id(1)
     tiles, count = tl.num_programs(0), tl.num_programs(1)
@@ -443,14 +442,14 @@ def attention_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim), or with block_table (batch, pages of a
-    sequence) int32, (pages, kv_heads, page_size, head_dim), page_size a power of two; v's head_dim may be its own. All with an
-    unbroken last dimension.
-    kv_lens: (batch,) int32, or None: all tokens. at_end: the queries are the last of each sequence, mask is square and covers
-    its tokens, or is None; causal: then none of them sees a later one. Else the mask's rows are the queries, and there are
-    neither lengths nor pages. splits: programs that share a tile's keys; by default what fills the GPU.
+    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, tokens, head_dim); with block_table, (batch, pages of a sequence)
+    int32, they are (pages, kv_heads, page_size, head_dim), page_size a power of two; v may have its own head_dim. All have a
+    contiguous last dimension.
+    kv_lens: (batch,) int32, or None: all tokens. at_end: the queries are the last of each sequence, and mask is None or square and
+    covers its tokens; causal: then none of them sees a later key. Otherwise the mask's rows are the queries, and there are neither
+    lengths nor pages. splits: programs that share a tile's keys; by default enough to fill the GPU.
     """
-    # Heads of a group that have masks of their own walk each their own way.
+    # Heads of a group with different masks walk separately.
     apart = mask is not None and mask.mask_index.shape[1] > 1 and mask.by_query.row_ptr.shape[0] > 1
     table = None if mask is None else (mask.block_size, *mask.by_query.row_split.shape[:2], mask.by_query.col_idx.shape[0])
     pages = None if block_table is None else tuple(block_table.shape)
@@ -477,7 +476,7 @@ def attention_decode(
 
 
 class DecodePlan(NamedTuple):
-    """All of a launch that follows from shapes. split_numbers: how many the splits of all tiles leave, 0 where nothing is split.
+    """Everything in a launch that follows from shapes. split_numbers: floats that the splits of all tiles store, 0 without splits.
     numbers: the kernel's integers from q_batch_stride on."""
 
     grid: tuple[int, int]
@@ -506,8 +505,8 @@ def _plan(
     config,
     splits,
 ) -> DecodePlan:
-    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk apart. pages: the shape
-    of the block table, or None."""
+    """table: (block_size, masks, rows, entries) of a mask, or None. apart: whether heads of a group walk separately. pages: the
+    shape of the block table, or None."""
     batch, heads, q_len, head_dim = q_shape
     group = heads // k_shape[1]
     members = 1 if apart else group
@@ -559,14 +558,14 @@ def _plan(
 
 
 def combined_at_a_time(rows: int, dim: int) -> int:
-    """How many splits of so many rows a program holds at once: their loads run side by side, and must stay in registers beside
-    their sum."""
+    """How many splits of this many rows a program holds at once: their loads overlap, and must fit in registers along with their
+    sum."""
     return max(1, 4096 // (rows * dim))
 
 
 def _splits(tiles: int, tokens: int, table, tile_n: int, device: torch.device) -> int:
-    """How many programs share a tile's keys: two for each multiprocessor, but none without a step to take. From what
-    the host knows; a row near the end of a triangle has twice the blocks of the mean row."""
+    """How many programs share a tile's keys: two per multiprocessor, but none without a step. Uses only what the host knows; a row
+    near the end of a triangle has twice the blocks of the mean row."""
     if table is None:
         steps = -(-tokens // tile_n)
     else:

@@ -1,6 +1,6 @@
 """The portable forward kernel: FlashAttention-2's online softmax over the blocks that a table lists.
 
-Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention is the same body without a table.
+Source: arXiv:2307.08691, Alg. 1; arXiv:2205.14135, Alg. 5 (block-sparse). Dense attention uses the same body without a table.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, valid_of
 
 
 class _Operands(NamedTuple):
-    """A tile of q, the tensors of the walked axis, and what dropout draws from."""
+    """A tile of q, the tensors of the walked axis, and dropout's random stream."""
 
     q: Any
     k_tensor: Any
@@ -47,7 +47,7 @@ class _Operands(NamedTuple):
 
 @triton.jit
 def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.constexpr):
-    """Folds entries, all of one kind, into the softmax state of a query tile."""
+    """Folds entries of one kind into the softmax state of a query tile."""
     accumulator, running_max, running_sum = state
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -56,7 +56,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
     first = entries.begin * STEPS
     position = step_position(table, first, last, TILE_N)
     for step in tl.range(first, last, num_stages=1 if KIND == CUT else None):
-        # The table is read one step ahead, so that no load of keys waits for it.
+        # The table is read one step ahead, so no key load waits for it.
         upcoming = step_position(table, step + 1, last, TILE_N)
         place = place_of_step(tile, position, sizes)
         k = load_tile(operands.k_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM)
@@ -86,7 +86,7 @@ def _walk(state, operands, tile, entries, table, sizes, scoring, KIND: tl.conste
         accumulator = accumulator * rescale[:, None]
         if variant.seed is not None:
             survives = kept_by_dropout(variant, operands.stream, place, sizes)
-            # A zero that the compiler does not know: it would choose after rounding, between unpacked halves of registers.
+            # A zero unknown to the compiler, which would otherwise select after rounding, between unpacked register halves.
             weights = tl.where(survives, weights, tl.minimum(variant.dropout_p, 0.0))
         v = load_tile(operands.v_tensor, tile.batch, tile.kv_head, position, TILE_N, sizes.DIM_V)
         if KIND == CUT:  # a weight of 0 times anything is not always 0
@@ -162,7 +162,7 @@ def attention_forward_kernel(
     SCORE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
 ):
-    """One program a query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
+    """One program per query tile and head. score_scale: scale * log2(e). group: query heads that share a key head. DIM: padded
     head_dim of q and k, DIM_V: of v and out. variant, SCORED, REACH, SCORE, DERIVATIVE: see ``common.variant``."""
     # fmt: off
     _compute_tile(
@@ -178,7 +178,7 @@ def attention_forward_kernel(
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
-    q, k, v: unbroken rows, base and strides multiples of 16 bytes. beside: see ``launch``.
+    q, k, v: contiguous rows, base and strides multiples of 16 bytes. beside: see ``launch``.
     """
     given, switches, kinds = kernel_variant(variant)
     batch, heads, q_len, head_dim = q.shape
@@ -219,7 +219,7 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
 
 
 def repeated_forward(q, k, v, mask, scale):
-    """The same without a variant by a launch that was made before, or None; any q, k and v."""
+    """``attention_forward`` without a variant by a replayed launch, or None if there is none; any q, k and v."""
     known = known_call(mask, _key(q, k, v, scale))
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""Tokens that exist: which entries of a table's row hold any, and which hold some that do not."""
+"""Token existence: which entries of a table row contain existing tokens, and which contain nonexistent ones."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ class Valid(NamedTuple):
 
 @triton.constexpr_function
 def is_cut(starts, lens):
-    """Whether an axis may hold tokens that do not exist, known at compile time."""
+    """Whether an axis may hold nonexistent tokens; known at compile time."""
     return starts is not None or lens is not None
 
 
 @triton.jit
 def valid_tokens(starts, lens, batch, length):
-    """Those of a batch entry. starts, lens: pointers, or None."""
+    """``Valid`` of a batch entry. starts, lens: pointers, or None."""
     first, last = length * 0, length
     if starts is not None:
         first = tl.maximum(tl.load(starts + batch), 0)
@@ -39,8 +39,8 @@ def is_valid(valid, token):
 
 @triton.jit
 def _entries_below(index, begin, end, block):
-    """How many of entries begin .. end - 1 lie in blocks before ``block``. By counting, as each step of a search waits for
-    memory."""
+    """How many of entries begin .. end - 1 lie in blocks before ``block``. Counts rather than searches, as each search step would
+    wait for memory."""
     count = begin * 0
     for start in tl.range(begin, end, _CHUNK):
         entry = start + tl.arange(0, _CHUNK)
@@ -51,8 +51,8 @@ def _entries_below(index, begin, end, block):
 
 @triton.jit
 def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
-    """(low, whole_begin, whole_end, high): of entries begin .. end - 1, ascending, those from low to high - 1 have valid tokens;
-    and all that they have within the axis's length are valid from whole_begin to whole_end - 1. At most one is cut at either side.
+    """(low, whole_begin, whole_end, high). Entries begin .. end - 1 are ascending. Those from low to high - 1 have valid tokens; in
+    those from whole_begin to whole_end - 1, all tokens within the axis's length are valid. At most one is cut at either side.
 
     valid, length: of the walked axis. TILE: of a dense walk, whose entries are all tiles of the axis, whatever begin and end are.
     """
@@ -80,8 +80,8 @@ def valid_of_kind(table, begin, end, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
-    """What ``valid_of_kind`` says of each kind of a row's entries; a dense walk has one kind, said three times. bounds: where
-    each kind begins, and where the last ends."""
+    """The result of ``valid_of_kind`` for each kind of a row's entries; a dense walk has one kind, repeated three times. bounds:
+    where each kind begins, and where the last ends."""
     full = valid_of_kind(table, bounds[0], bounds[1], valid, length, TILE)
     runs, bits = full, full
     if table.SPARSE:
@@ -92,7 +92,7 @@ def valid_entries(table, bounds, valid, length, TILE: tl.constexpr):
 
 @triton.jit
 def cut_entry(entries, number, KINDS: tl.constexpr):
-    """(begin, end) of the cut entries of one side of one kind: none, or one. number: 2 * kind + side."""
+    """(begin, end) of the cut entries at one side of one kind: none, or one. number: 2 * kind + side."""
     begin, end = entries[0][0], entries[0][1]
     for other in tl.static_range(1, 2 * KINDS):
         begin = tl.where(number == other, entries[other // 2][other % 2 * 2], begin)

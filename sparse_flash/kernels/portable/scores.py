@@ -1,5 +1,5 @@
-"""From products to scores in base 2, and back: what a variant does to them, in the forward pass and both backward passes. Kernels
-switch all this off at compile time where there is no variant."""
+"""From products to scores in base 2, and back: what a variant does to them, in the forward pass and both backward passes. Without a
+variant, kernels disable all of this at compile time."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from .walks import column
 
 @triton.jit
 def _positions(place, sizes):
-    """Of the first query and key of a step: the last query is where the last key is."""
+    """The positions of a step's first query and key: the last query aligns with the last key."""
     return place.first_query + (sizes.kv_len - sizes.q_len), place.first_key
 
 
@@ -23,20 +23,20 @@ def _first_distance(place, sizes):
 
 @triton.jit
 def _tanh(products, scoring):
-    """Of products * scale / softcap. By an exponential that may overflow: 1 - 2 / inf is 1."""
+    """tanh of products * scale / softcap, from an exponential that may overflow: 1 - 2 / inf is 1."""
     grown = tl.math.exp2(products * (scoring.scale * (2.0 / scoring.variant.softcap)))
     return 1.0 - 2.0 / (1.0 + grown)
 
 
 @triton.jit
 def _beyond_reach(first_distance, sizes, REACH: tl.constexpr):
-    """Whether all pairs of a step are at least REACH apart, on one side: they share one number of rel_bias."""
+    """Whether all pairs of a step are at least REACH apart, on one side: they share one element of rel_bias."""
     return (first_distance - (sizes.TILE_M - 1) >= REACH) | (first_distance + (sizes.TILE_N - 1) <= -REACH)
 
 
 @triton.jit
 def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexpr):
-    """scores: times UNIT, as the result."""
+    """Biased scores. scores and the result: times UNIT."""
     variant = scoring.variant
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
@@ -44,22 +44,22 @@ def _biased(scores, place, sizes, scoring, UNIT: tl.constexpr, KIND: tl.constexp
     BY_KEY: tl.constexpr = sizes.BY_KEY
     first_distance = _first_distance(place, sizes)
     if variant.alibi_slopes is not None:
-        # A conversion of each distance would take as long as its exponential: rows and columns are converted, and one added.
+        # Converting each distance would take as long as its exponential: convert rows and columns, then add.
         keys = column(first_distance, TILE_N, BY_KEY).to(tl.float32)
         distance = keys - column(0, TILE_M, not BY_KEY).to(tl.float32)
         scores -= (tl.load(variant.alibi_slopes + place.tile.line) * UNIT) * tl.abs(distance)
     if variant.rel_bias is not None:
         biases = variant.rel_bias + place.tile.head * (2 * REACH + 1) + REACH
         if KIND == CUT or UNIT == 1.0:
-            # Triton 3.6 does not compile the other branches where what is loaded beside them, by a cut walk or by the user's
-            # function, chooses the layout of the scores.
+            # Triton 3.6 cannot compile the other branches if other loads, of a cut walk or of the user's function, determine the
+            # layout of the scores.
             apart = column(first_distance, TILE_N, BY_KEY) - column(0, TILE_M, not BY_KEY)
             scores += tl.load(biases + tl.minimum(tl.maximum(apart, -REACH), REACH)) * UNIT
         elif _beyond_reach(first_distance, sizes, REACH):
             scores += tl.load(biases + tl.where(first_distance > 0, REACH, -REACH)) * UNIT
         else:
-            # The tile has TILE_M + TILE_N - 1 distances: loaded once each, and spread. Loaded for each pair, they would also
-            # choose the layout of the scores, which then pass through shared memory in every step.
+            # Loads each of the tile's TILE_M + TILE_N - 1 distances once and spreads them. Loads per pair would also determine the
+            # layout of the scores, which would then pass through shared memory in every step.
             STRIP: tl.constexpr = 2 * max(TILE_M, TILE_N)
             number = first_distance - (TILE_M - 1) + tl.arange(0, STRIP)
             strip = tl.load(biases + tl.minimum(tl.maximum(number, -REACH), REACH)) * UNIT
@@ -86,7 +86,7 @@ def _before_function(products, place, sizes, scoring, NATURAL: tl.constexpr, KIN
 
 @triton.jit
 def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
-    """What the user's function of scores, or its derivative, says of a step."""
+    """Evaluates the user's score function, or its derivative, on a step."""
     first_q, first_k = _positions(place, sizes)
     q_pos = column(first_q, sizes.TILE_M, not sizes.BY_KEY)
     k_pos = column(first_k, sizes.TILE_N, sizes.BY_KEY)
@@ -114,7 +114,7 @@ def times_derivative_of_function(values, products, place, sizes, scoring, KIND: 
 
 @triton.jit
 def times_derivative_of_cap(values, products, scoring):
-    """values times the derivative of capped products by scaled ones."""
+    """values times the derivative of capped products by scaled products."""
     if scoring.variant.softcap is not None:
         tanh = _tanh(products, scoring)
         values *= 1.0 - tanh * tanh
@@ -123,14 +123,14 @@ def times_derivative_of_cap(values, products, scoring):
 
 @triton.jit
 def _bias_bins(head, scoring):
-    """The gradient of rel_bias of a head, from distance 0 on."""
+    """Pointer to a head's gradient of rel_bias at distance 0."""
     return scoring.variant.rel_bias_gradient + head * (2 * scoring.REACH + 1) + scoring.REACH
 
 
 @triton.jit
 def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
-    """Adds a step's gradient, (TILE_M, TILE_N), to that of rel_bias. beyond: sums for each query of what lies beyond the largest
-    distance, on either side; (below, above), the result too."""
+    """Adds a step's gradient, (TILE_M, TILE_N), to that of rel_bias. beyond: (below, above), per-query sums past the largest
+    distance on either side; returned updated."""
     below, above = beyond
     REACH: tl.constexpr = scoring.REACH
     TILE_M: tl.constexpr = sizes.TILE_M
@@ -141,7 +141,7 @@ def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
         below += tl.where(first_distance > 0, 0.0, of_queries)
         above += tl.where(first_distance > 0, of_queries, 0.0)
     else:
-        # Each row turned by its number, so that diagonals become columns: TILE_N sums for each time that they wrap around.
+        # Rotates each row by its index, so diagonals become columns: TILE_N sums each time they wrap around.
         bins = _bias_bins(place.tile.head, scoring)
         number = tl.arange(0, TILE_M)[:, None] + tl.arange(0, TILE_N)[None, :]
         turned = tl.gather(dbiased, number % TILE_N, 1)
@@ -155,7 +155,7 @@ def add_bias_gradient(beyond, dbiased, place, sizes, scoring):
 
 @triton.jit
 def store_bias_gradient(beyond, head, scoring):
-    """Adds what ``add_bias_gradient`` has summed, once a program."""
+    """Adds the sums of ``add_bias_gradient``, once per program."""
     bins = _bias_bins(head, scoring)
     tl.atomic_add(bins - scoring.REACH, tl.sum(beyond[0]), sem="relaxed")
     tl.atomic_add(bins + scoring.REACH, tl.sum(beyond[1]), sem="relaxed")

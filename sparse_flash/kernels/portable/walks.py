@@ -1,7 +1,7 @@
-"""What the forward pass and both backward passes share: the tile of a program, and the walk over the entries of its row.
+"""What the forward pass and both backward passes share: a program's tile, and the walk over the entries of its row.
 
-A tile of queries walks keys; a tile of keys (BY_KEY) walks queries, through the transposed table. Records are made inside a
-kernel: Triton specializes the integers of a tuple argument (1, and multiples of 16) even where it is told not to.
+A query tile walks keys; a key tile (BY_KEY) walks queries, through the transposed table. Records are created inside a kernel:
+Triton specializes a tuple argument's integers (1, and multiples of 16) even where told not to.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from .lengths import Valid, cut_entry, is_cut, valid_entries, valid_tokens
 
 
 class Sizes(NamedTuple):
-    """heads: of queries. group: query heads that share a key head. DIM: padded head_dim of q and k, DIM_V: of v and out. Scores of
-    a step are TILE_M queries by TILE_N keys, or where BY_KEY keys by queries."""
+    """heads: of queries. group: query heads that share a key head. DIM: padded head_dim of q and k, DIM_V: of v and out. A step's
+    scores are TILE_M queries by TILE_N keys, or with BY_KEY keys by queries."""
 
     heads: Any
     group: Any
@@ -40,7 +40,7 @@ class Scoring(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a walk is for. line: batch * heads + head. first: its first query or key."""
+    """The tile that a walk serves. line: batch * heads + head. first: its first query or key."""
 
     batch: Any
     head: Any
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
 
 class RowEntries(NamedTuple):
-    """Entries begin .. end - 1 of a row. Of cut ones (KIND CUT) also valid: the tokens of the walked axis that exist, and their
+    """Entries begin .. end - 1 of a row. For cut entries (KIND CUT) also valid, the existing tokens of the walked axis, and their
     kind."""
 
     begin: Any
@@ -60,7 +60,7 @@ class RowEntries(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the pairs of one step begin."""
+    """Where a step's pairs begin."""
 
     tile: Any
     first_query: Any
@@ -86,7 +86,7 @@ def query_tile(rows, table, sizes):
 
 @triton.jit
 def valid_of_axes(first, batch, sizes, variant):
-    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked one; a tile of no valid token walks none."""
+    """``Valid`` of the axis of the tile that begins at ``first``, and of the walked axis, empty if the tile has no valid token."""
     queries = valid_tokens(variant.q_starts, variant.q_lens, batch, sizes.q_len)
     keys = valid_tokens(variant.kv_starts, variant.kv_lens, batch, sizes.kv_len)
     own, walked = (keys, queries) if sizes.BY_KEY else (queries, keys)
@@ -98,7 +98,7 @@ def valid_of_axes(first, batch, sizes, variant):
 
 @triton.jit
 def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, sizes, scoring):
-    """``state`` after WALK has folded all entries of a row into it, those of one kind after another.
+    """``state`` after WALK has folded all entries of a row into it, one kind after another.
 
     WALK: (state, operands, tile, entries, table, sizes, scoring, KIND) -> state. bounds: of the row's kinds. valid: of the walked
     axis.
@@ -123,7 +123,7 @@ def walk_row(WALK: tl.constexpr, state, operands, tile, bounds, valid, table, si
             begin, end = entries[KIND][1], entries[KIND][2]
         else:
             begin, end = bounds[KIND], bounds[KIND + 1]
-        if KIND == FULL or begin < end:  # a walk of no steps is not free: it fills and drains a pipeline
+        if KIND == FULL or begin < end:  # even an empty walk fills and drains a pipeline
             state = WALK(state, operands, tile, RowEntries(begin, end), table, sizes, scoring, KIND)
     return state
 
@@ -136,7 +136,7 @@ def place_of_step(tile, position, sizes):
 
 @triton.jit
 def column(first, COUNT: tl.constexpr, AS_ROWS: tl.constexpr):
-    """first .. first + COUNT - 1, (COUNT, 1) where AS_ROWS, else (1, COUNT)."""
+    """first .. first + COUNT - 1, (COUNT, 1) if AS_ROWS, otherwise (1, COUNT)."""
     numbers = first + tl.arange(0, COUNT)
     return numbers[:, None] if AS_ROWS else numbers[None, :]
 
