@@ -11,7 +11,7 @@ _LONG_SPEC = 1000  # characters; a map of 512 x 512 blocks has 262,655
 
 @dataclass(frozen=True)
 class Shape:
-    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as of queries.
+    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as query heads.
     Tensors are (batch, heads, tokens, head_dim)."""
 
     batch: int
