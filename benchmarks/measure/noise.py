@@ -2,7 +2,7 @@
 
 Results hold the facts and ``doubts`` judges them, so files from before these were recorded still load, without doubts:
 
-    "NAME_spread": [first quartile, third quartile]   beside each figure "NAME", in its unit
+    "NAME_spread": [first quartile, third quartile]   next to each figure "NAME", in its unit
     "around": {case key: {NAME: [before, after]}}     the baselines of a row, measured around it
     "load": {"others": cores that other programs used meanwhile, "threads": ours, "cpus": of this machine}
 """

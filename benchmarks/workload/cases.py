@@ -73,7 +73,7 @@ class CallCase(Case):
 @dataclass(frozen=True)
 class PaperCase(Case):
     """A cell of the tables of arXiv:2205.14135, App. E.6. dropout_p: of the attention probabilities. padded: each sequence
-    of the batch has keys up to a length of its own (``problem.padded_lengths``)."""
+    of the batch has keys up to its own length (``problem.padded_lengths``)."""
 
     dropout_p: float = 0.0
     padded: bool = False
