@@ -1,12 +1,12 @@
-# make bench   the benchmark, on whatever this machine has        make test   the tests
-# make lint    what .ci/run asks of the source                    make wheel  builds the wheel and tries it elsewhere
+# make bench   runs the benchmark on this machine                 make test   runs the tests
+# make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
-# make chips   compiles the kernels for GPUs that are not here, into docs/chips.csv; only what changed
-# make record  compiles the kernels of the tests and more, and writes their registers, stack and shared memory down
-# make matrix  the tests on the oldest and on the newest versions that pyproject.toml allows; one of them: PAIR=oldest, PAIR=newest
+# make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
+# make record  compiles the kernels of the tests and more, and records their registers, stack and shared memory
+# make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows; PAIR=oldest or PAIR=newest for one
 #
-# Each makes .venv first where it is missing or older than what it is made of; matrix makes .matrix/oldest and .matrix/newest.
-# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler". COVERAGE=1: make test says which lines ran.
+# Each target creates .venv first if it is missing or out of date; matrix creates .matrix/oldest and .matrix/newest.
+# ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler". With COVERAGE=1, make test says which lines ran.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -15,10 +15,10 @@ READY := .venv/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check
 comma := ,
 
-# On Linux, torch from PyPI brings gigabytes of CUDA libraries. A machine without an NVIDIA driver takes the CPU build;
-# where that page cannot be reached, pip says so and goes on with the indexes that it is configured for. Torch comes alone
-# (what it needs comes with the package), as pip would look at the page again for each of the others. Its version is that of
-# the constraints.
+# On Linux, torch from PyPI brings gigabytes of CUDA libraries. A machine without an NVIDIA driver gets the CPU build. If its
+# page cannot be reached, pip says so and continues with the indexes that it is configured for. Torch is installed alone
+# (its dependencies come with the package), because pip would look at the page again for each of them. The constraints set
+# its version.
 TORCH := --no-deps --retries 1 torch
 ifeq ($(shell uname -s),Linux)
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
@@ -26,8 +26,8 @@ TORCH += --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 endif
 
-# Where the pairs are tried: on the oldest Python that pyproject.toml allows, and on the newest for which all that the tests
-# need has wheels and that is here (3.14 on 2026-11-22: transformers does not install on 3.15 yet).
+# The Pythons of the pairs: the oldest that pyproject.toml allows, and the newest on this machine for which everything that
+# the tests need has wheels (3.14 on 2026-11-22: transformers does not install on 3.15 yet).
 PAIR ?= oldest newest
 OLDEST_PYTHON ?= $(call first_python,3.11)
 NEWEST_PYTHON ?= $(call first_python,3.14 3.13)
@@ -40,12 +40,12 @@ first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(w
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
 
-# One thread for each worker: threads that wait for each other on busy cores spin, and tests become many times slower.
+# One thread per worker: threads that wait for each other on busy cores spin, which makes tests many times slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
 	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
 
-# mypy does not know of pyproject.toml's package-dir: it looks at a folder in which links make one package of the three.
+# mypy does not know pyproject.toml's package-dir, so it checks a folder in which links make one package of the three.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,7 +54,7 @@ lint: $(READY)
 	ln -sfn $(CURDIR)/patterns $(CURDIR)/benchmarks .venv/typed/sparse_flash
 	cd .venv/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
-# Warnings are errors: links and anchors that lead nowhere, pages that the navigation lacks.
+# Warnings are errors: broken links and anchors, pages missing from the navigation.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
@@ -64,7 +64,7 @@ record: $(READY)
 chips: $(READY)
 	$(BIN)/python tests/chips.py $(ARGS)
 
-# The second is tried where the first fails, too.
+# The second pair is tried even if the first fails.
 matrix:
 	@$(MAKE) --no-print-directory --keep-going $(PAIR:%=matrix-%)
 
@@ -72,7 +72,7 @@ matrix-oldest matrix-newest: matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/sparse-flash doctor
 	OMP_NUM_THREADS=1 .matrix/$*/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
-# Into an environment of its own and run from outside the checkout, so that only what is in the wheel can be imported.
+# Installed into a separate environment and run outside the checkout, so only what is in the wheel can be imported.
 wheel: $(READY)
 	rm -rf build dist
 	$(BIN)/python -m build --quiet --wheel

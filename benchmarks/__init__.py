@@ -1,4 +1,4 @@
-"""Workloads, baselines, measurements and reports. Each of these imports only those after it:
+"""Workloads, baselines, measurements and reports. Each imports only those below it:
 
 run, traffic, busy   the loop over cases; two programs of their own: memory traffic, a busy machine
 report               rows, tables, plots and one HTML page, from the JSON alone

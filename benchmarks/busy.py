@@ -3,8 +3,8 @@
     python -m sparse_flash.benchmarks.busy
 
 Threads that work on one operation wait for the last of them, which other programs may have displaced from its processor for
-milliseconds. So a call slows down with the number of its operations. Every call is measured in turn, round by round, alone and
-then with processes that spin; its slow-down is compared with that of PyTorch's own dense attention.
+milliseconds. So a call's slow-down grows with its number of operations. Every call is measured in turn, round by round, alone and
+then alongside processes that spin. Its slow-down is compared with that of PyTorch's own dense attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPIN = "while True: pass"
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Milliseconds of a call alone (the minimum, as nothing makes a call faster) and with spinning processes (the median)."""
+    """Milliseconds of a call alone (the minimum, because nothing makes a call faster) and with spinning processes (the median)."""
 
     alone: float
     beside: float
@@ -42,7 +42,7 @@ class Slowdown:
 
 @contextmanager
 def spinning(processes: int):
-    """This many processes, each of which keeps a processor busy, until the end of the block."""
+    """Runs this many processes, each of which keeps a processor busy, until the end of the block."""
     children = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
     try:
         yield
@@ -84,7 +84,7 @@ def rounds(measured: dict[str, Callable[[], object]], count: int) -> dict[str, l
 
 
 def slowdowns(measured: dict[str, Callable[[], object]], spinners: int, count: int) -> dict[str, Slowdown]:
-    rounds(measured, 2)  # first calls compile, and take memory
+    rounds(measured, 2)  # first calls compile and allocate
     alone = rounds(measured, count)
     with spinning(spinners):
         time.sleep(0.2)  # until they have started
@@ -101,7 +101,7 @@ def table(results: dict[str, Slowdown]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table for each pass. Returns 1 where a slow-down is more than ``MOST`` times that of PyTorch's own, else 0."""
+    """Prints a table for each pass. Returns 1 if a slow-down is more than ``MOST`` times that of PyTorch's own, else 0."""
     parser = argparse.ArgumentParser(prog="python -m sparse_flash.benchmarks.busy", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=4)

@@ -18,7 +18,7 @@ from typing import TypeGuard
 
 FORMAT = 1
 FILE = "results.json"
-# Numbers are comparable where these agree; ``source`` is a digest of this package's own code.
+# Numbers are comparable if these agree; ``source`` is a digest of this package's own code.
 IDENTITY = ("device", "torch", "triton", "source")
 
 
@@ -75,8 +75,8 @@ def _cpu_name() -> str:
 def _source_digest() -> str:
     import sparse_flash
 
-    # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel the other two packages lie
-    # inside.
+    # The code that decides the numbers: not the command line, the pictures or the plots. In a wheel, the other two packages are
+    # inside this one.
     package, patterns = (Path(module.__path__[0]) for module in (sparse_flash, sparse_flash.patterns))
     beside = {"cli", "benchmarks", "patterns", "tools"}
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in beside]
@@ -96,14 +96,14 @@ def _commit() -> str | None:
 
 
 class Results:
-    """The file's contents; every ``add`` rewrites it, whole or not at all."""
+    """The file's contents; every ``add`` rewrites it atomically."""
 
     def __init__(self, folder: Path, data: dict):
         self.folder, self.data = folder, data
 
     @classmethod
     def read(cls, folder: str | Path) -> Results:
-        """Raises ValueError where there is no file of this format."""
+        """Raises ValueError if there is no file of this format."""
         path = Path(folder) / FILE
         try:
             data = json.loads(path.read_text())
@@ -121,8 +121,8 @@ class Results:
     def open(
         cls, folder: str | Path, environment: dict, settings: dict, resume: bool, any_source: bool
     ) -> tuple[Results, str | None]:
-        """The results to add to: existing ones, or none if those are not comparable or not wanted. They are then moved aside to
-        another name, and the second value says so. Nothing is deleted."""
+        """The results to add to: existing ones, or none if those are not comparable or not wanted. Then the old file is renamed,
+        and the second value says so. Nothing is deleted."""
         folder = Path(folder)
         fresh = cls(folder, {"format": FORMAT, "environment": environment, "settings": settings, "suites": {}, "cases": {}})
         if not (folder / FILE).exists():
@@ -183,5 +183,5 @@ def why_not(result: dict) -> str:
 
 
 def gave_up(result: dict) -> str:
-    """A word or two on why a longer case would fail as well; else empty."""
+    """A word or two on why a longer case would fail too; else empty."""
     return "too long" if "over_limit" in result else "out of memory" if "out_of_memory" in result else ""

@@ -18,8 +18,8 @@ from .workload.cases import PaperCase
 @dataclass(frozen=True)
 class Options:
     """specs: masks to measure instead of the suites' own. only: parts of case keys; a case with none of them is
-    skipped. limit: seconds for each case, None for the device's own. retry: measure cases again that gave no numbers, or doubtful
-    ones; cases that ran out of time are tried again in any case."""
+    skipped. limit: seconds for each case, None for the device's default. retry: measure cases without numbers, or with doubtful
+    ones, again; cases that ran out of time are always tried again."""
 
     specs: tuple[str, ...] = ()
     suites: tuple[str, ...] = suites.DEFAULT
@@ -85,7 +85,7 @@ def _device(name: str):
 
 
 def selected(key: str, only) -> bool:
-    """Whether a case's line contains one of ``only``, or ends with it where that ends in "$"; any does if there are none."""
+    """Whether a case's line contains one of ``only``, or ends with it if that ends in "$"; always true if there are none."""
     return not only or any(key.endswith(part[:-1]) if part.endswith("$") else part in key for part in only)
 
 
@@ -120,7 +120,7 @@ def _measure(todo: list, chosen: dict, results: Results, device, options: Option
         for case in todo:
             bar.update(task, description=case.key[:70])
             with warnings.catch_warnings():
-                # Peers warn of what they cannot do before they raise it, and the error is kept.
+                # Peers warn about what they cannot do before they raise an error, and the error is kept.
                 warnings.simplefilter("ignore")
                 result = _given_up(case, results)
                 if result is None:
@@ -174,7 +174,7 @@ def _unless_wrong(result: dict, text: str) -> str:
 
 
 def default_folder(device: str, quick: bool, specs: tuple[str, ...] = ()) -> Path:
-    """Where results go by default: those of a user's own masks separate from those of the suites."""
+    """Where results go by default: a user's own masks are separate from the suites."""
     own = [f"{'-and-'.join(specs)[:40]}-{hashlib.sha256(repr(specs).encode()).hexdigest()[:6]}"] if specs else []
     parts = [device, *["quick"] * quick, *own]
     return Path("runs") / "-".join(["bench", *(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)])

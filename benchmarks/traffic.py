@@ -3,8 +3,8 @@
     python -m benchmarks.traffic --out runs/traffic
 
 After arXiv:2205.14135, Prop. 4: the traffic of block-sparse attention is a part for its inputs and outputs and a part
-proportional to density, bytes = a + b x density. Each density runs in a process of its own under Nsight Compute (``ncu``),
-which empties the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
+proportional to density, bytes = a + b x density. Each density runs in its own process under Nsight Compute (``ncu``), which empties
+the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def launches(text: str) -> list[dict]:
     """The launches in the output of ``ncu --csv``, in order: {"kernel": name, metric: value in bytes or nanoseconds}.
 
     Reads both of its forms: a row for each metric, and (``--page raw``) a row for each launch under a row of units. Lines
-    that begin with ==, and the output of the program itself, are skipped. Raises ValueError with ncu's own messages
-    where there is no table.
+    that begin with ==, and the output of the program itself, are skipped. Raises ValueError with ncu's own messages if there is no
+    table.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -101,7 +101,7 @@ def fit(points: list[dict]) -> dict[str, float]:
 
 
 def block_map(density: float, generator=None, device=None):
-    """(1, HEADS, q_blocks, kv_blocks) bool: random blocks, equally many in each row."""
+    """(1, HEADS, q_blocks, kv_blocks) bool: random blocks, the same number in each row."""
     import torch
 
     blocks = TOKENS // BLOCK

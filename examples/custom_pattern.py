@@ -1,4 +1,4 @@
-"""An own pattern: one class, then usable in expressions, in spec text, and beside others, each on its own heads.
+"""A pattern of your own: one class that works in expressions, in spec text, and next to others on separate heads.
 
 python examples/custom_pattern.py
 """
@@ -17,7 +17,7 @@ class Ring(sf.Pattern):
 
     period: int
     width: int = 0
-    shift_invariant = True  # only q - kv matters: of the blocks on one diagonal, the compiler looks at one
+    shift_invariant = True  # only q - kv matters, so the compiler evaluates one block per diagonal
 
     def token_rule(self, q, kv):
         distance = abs(q - kv) % self.period

@@ -1,9 +1,9 @@
-"""Decoding: with fewer queries than keys, patterns align at the end, so that the last query sees the last key.
+"""Decoding: with fewer queries than keys, patterns align at the end, so the last query sees the last key.
 
     python examples/decode_alignment.py
 
-A prompt is read in one call (prefill); then tokens come one or a few at a time against a growing cache of keys and
-values. Each piece equals the same rows of one call over the whole text, with no positions to pass along.
+A prompt is read in one call (prefill); then tokens come one or a few at a time against a growing key/value cache. Each piece equals
+the same rows of one call over the whole text, with no positions to pass.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
     python examples/decoding.py
 
-Pages of all sequences lie in one tensor, in any order; a table says which page holds which tokens, and lengths lie on the
-device, where each step adds to them. The mask is compiled once, for as many tokens as a sequence may have, and a step waits
-for nothing: on a GPU it is captured in a CUDA graph and replayed.
+The pages of all sequences are in one tensor, in any order. A table says which page holds which tokens. Lengths are on the device,
+where each step increments them. The mask is compiled once, for the longest possible sequence, and a step never synchronizes: on a
+GPU it is captured in a CUDA graph and replayed.
 """
 
 import torch
@@ -18,7 +18,7 @@ def main(lengths=(200, 3, 77), steps: int = 40, heads: int = 8, kv_heads: int = 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch, pages_each = len(lengths), -(-(max(lengths) + steps) // page_size)
     torch.manual_seed(0)
-    keys, values = torch.randn(2, batch, kv_heads, max(lengths) + steps, head_dim, device=device)  # what a model would make
+    keys, values = torch.randn(2, batch, kv_heads, max(lengths) + steps, head_dim, device=device)  # what a model would compute
     queries = torch.randn(steps, batch, heads, 1, head_dim, device=device)
 
     cache = torch.zeros(2, batch * pages_each, kv_heads, page_size, head_dim, device=device)
@@ -27,7 +27,7 @@ def main(lengths=(200, 3, 77), steps: int = 40, heads: int = 8, kv_heads: int = 
     sequence = torch.arange(batch, device=device)
 
     def write(sequence, token):
-        """Puts tokens of sequences, by number, into their pages."""
+        """Writes tokens of sequences, given by number, to their pages."""
         page = block_table[sequence, token // page_size].long()
         cache[0, page, :, token % page_size] = keys[sequence, :, token]
         cache[1, page, :, token % page_size] = values[sequence, :, token]
@@ -56,7 +56,7 @@ def main(lengths=(200, 3, 77), steps: int = 40, heads: int = 8, kv_heads: int = 
         run()
         outputs.append(out.clone())
 
-    # The same from whole sequences: query i of the last ``steps`` tokens.
+    # The expected result, from whole sequences: query i of the last ``steps`` tokens.
     decoded = torch.cat(outputs, 2)
     for number, length in enumerate(lengths):
         own = slice(number, number + 1), slice(None), slice(0, length + steps)

@@ -3,9 +3,9 @@
     pip install -e ".[transformers]"
     python examples/huggingface.py
 
-A small Llama with random weights learns to copy: each sequence is a random piece, repeated. Its first layer sees the last 48
-tokens and the first; its second layer reaches back exactly one piece as well, by a pattern of whole blocks. A shadow check
-computes sampled rows of both layers again, from the definition of their masks.
+A small Llama with random weights learns to copy: each sequence is a random piece, repeated. Its first layer sees the last 48 tokens
+and the first one. Its second layer also reaches back exactly one piece, by a strided pattern. A shadow check recomputes sampled
+rows of both layers from the definition of their masks.
 """
 
 import torch

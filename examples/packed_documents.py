@@ -1,9 +1,9 @@
-"""Packed documents: several texts in one sequence, none of which sees another, equal to one call for each.
+"""Packed documents: several texts in one sequence that do not see each other, equal to one call per text.
 
     python examples/packed_documents.py
 
 Packing wastes no token on padding, and the blocks between documents are never visited. A mask of documents is compiled for its
-lengths; ``attention_varlen`` takes lengths that change at every step, and starts each document's positions at 0 again.
+lengths; ``attention_varlen`` takes lengths that change at every step. Its positions start at 0 in each document.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""What else is done to scores and weights: each term of sparse_flash.attention in a few lines, under one sparse mask.
+"""Changes of scores and weights: each term of sparse_flash.attention in a few lines, under one sparse mask.
 
     python examples/score_terms.py
 
-Needs: a CPU takes a few seconds; with a GPU the user's own function runs inside the Triton kernels.
+On a CPU it takes a few seconds. With a GPU, the user's own function runs inside the Triton kernels.
 """
 
 import torch
@@ -17,7 +17,7 @@ except ImportError:
 
 
 def half_life(score, batch, head, q_pos, k_pos, params):
-    """A user's own term: older keys fade, with a half-life of so many tokens for each head: score - ln 2 * age / half-life."""
+    """A user's own term: older keys fade, with a half-life in tokens for each head: score - ln 2 * age / half-life."""
     (half_lives,) = params
     return score - 0.6931 * (q_pos - k_pos) / half_lives[head]
 
@@ -57,15 +57,15 @@ def main(tokens: int = 2048, heads: int = 4) -> dict[str, torch.Tensor]:
     (gradient,) = torch.autograd.grad(outs["rel_bias"].square().sum(), rel_bias)
     print(f"gradient of the bias: {tuple(gradient.shape)}, largest at distance {int(gradient.abs().sum(0).argmax()) - 128}")
 
-    # A learned sink for each head, which takes weight that no key deserves.
+    # A learned sink for each head, which absorbs weight that no key deserves.
     sinks = torch.full((heads,), 2.0, device=device, requires_grad=True)
     outs["sinks"] = sf.attention(q, k, v, mask, sinks=sinks)
 
-    # A function of one's own, with the tensors that it reads.
+    # Your own function, with the tensors that it reads.
     half_lives = torch.tensor([16.0 * 2**head for head in range(heads)], device=device)
     outs["own function"] = sf.attention(q, k, v, mask, score_mod=HALF_LIFE, score_params=(half_lives,))
 
-    # Two sequences of different lengths, padded on the right, and dropout: all of it goes together.
+    # Two sequences of different lengths, padded on the right, and dropout: all of it combines.
     lens = torch.tensor([tokens, tokens // 3], device=device)
     outs["lengths and dropout"] = sf.attention(q, k, v, mask, q_lens=lens, kv_lens=lens, dropout_p=0.1, alibi_slopes=slopes)
 

@@ -1,9 +1,9 @@
-"""Masks chosen while the model runs: each head visits the blocks whose mean keys score highest with its mean queries.
+"""Masks chosen at run time: each head visits the blocks whose mean keys score highest with its mean queries.
 
     python examples/topk_selection.py
 
 The last queries look for one passage far back, another in each head. A window that visits as many blocks misses it, and
-``topk_blocks`` finds it. In a model, this goes before each call of ``attention``: it does not wait for the GPU.
+``topk_blocks`` finds it. In a model, this goes before each call of ``attention``; it does not wait for the GPU.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""Trains a small byte-level transformer with sparse attention, beside its dense twin, on Python's own source text.
+"""Trains a small byte-level transformer with sparse attention, alongside its dense twin, on Python's own source text.
 
     python examples/train_bytes.py                # minutes on a CPU; 8,192 tokens of context on a GPU
     python examples/train_bytes.py --quick        # seconds: shows that everything works
     python examples/train_bytes.py --pattern "causal & (local(128) | sinks(64))"
 
-The twins start from the same weights and take the same steps on the same bytes; only the attention differs. The dense
-twin calls PyTorch's ``scaled_dot_product_attention``: that is what a user would otherwise run, so its loss is an
-independent check and its speed an honest baseline.
+The twins start from the same weights and take the same steps on the same bytes; only the attention differs. The dense twin calls
+PyTorch's ``scaled_dot_product_attention``, which a user would otherwise run, so its loss is an independent check and its speed an
+honest baseline.
 
-Ctrl-C saves a checkpoint and stops; the same command line takes the run up again and, on a CPU, ends bit for bit where
-the uninterrupted run ends.
+Ctrl-C saves a checkpoint and stops. The same command line resumes the run and, on a CPU, ends bit for bit where the uninterrupted
+run ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's result depends on. context, block_size: tokens. batch: sequences a step. eval_windows: sequences of
+    """What a run's result depends on. context, block_size: tokens. batch: sequences per step. eval_windows: sequences of
     ``context`` tokens that each evaluation reads."""
 
     pattern: str = "causal & (local(256) | power_of_two(block=64))"
@@ -150,7 +150,7 @@ class Twin:
 class Corpus:
     """The standard library's .py files as two strings of bytes, for training and for validation.
 
-    A file is held out when a hash of its path says so: the same files everywhere, whatever else is there.
+    A hash of its path decides whether a file is held out: the same files everywhere, whatever else is there.
     """
 
     def __init__(self):
@@ -169,7 +169,7 @@ class Corpus:
     def batch(self, settings: Settings, position: int) -> torch.Tensor:
         """Windows ``position`` .. ``position + batch`` of a shuffled endless text: (batch, context + 1) int64.
 
-        A pure function of its arguments, so that a resumed run reads on exactly where it stopped.
+        A pure function of its arguments, so a resumed run continues reading exactly where it stopped.
         """
         windows = (len(self.train) - 1) // settings.context
         starts = []
@@ -198,10 +198,11 @@ class Run:
             self.twins["dense"] = self.twin(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def twin(self, attend: Attend) -> Twin:
-        torch.manual_seed(self.settings.seed)  # the same first weights for both
+        torch.manual_seed(self.settings.seed)  # the same initial weights for both
         model = ByteModel(self.settings, attend).to(self.device)
-        # Muon for the blocks' matrices and AdamW for the rest: in as few steps as a CPU has time for, the loss is 0.2 nats
-        # lower than with AdamW alone. Its steps are scaled to AdamW's size (arXiv:2502.16982, sec. 2.2), so one rate serves.
+        # Muon for the blocks' matrices and AdamW for the rest: in as few steps as a CPU has time for, the loss is 0.2 nats lower
+        # than with AdamW alone. Its steps are scaled to AdamW's size (arXiv:2502.16982, sec. 2.2), so one learning rate works for
+        # both.
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
         rate = self.settings.learning_rate
@@ -240,7 +241,7 @@ class Run:
                     group["lr"] = self.settings.learning_rate * self.warmup_and_cosine()
                 optimizer.step()
                 optimizer.zero_grad()
-            losses[name] = loss.item()  # waits for the GPU, so that the clock below is honest
+            losses[name] = loss.item()  # waits for the GPU, so the clock below is honest
             twin.seconds += time.perf_counter() - begin
         self.step += 1
         return losses
@@ -262,7 +263,7 @@ class Run:
         return row
 
     def save(self) -> None:
-        """Writes the checkpoint whole or not at all: a crash while writing leaves the last one in place."""
+        """Writes the checkpoint atomically: a crash while writing leaves the last one in place."""
         state = {
             "settings": asdict(self.settings) | {"corpus": self.corpus.digest},
             "step": self.step,
@@ -276,7 +277,7 @@ class Run:
                 }
                 for name, twin in self.twins.items()
             },
-            # Nothing here draws random numbers after the first weights; your dropout will.
+            # Nothing here draws random numbers after initialization; your dropout will.
             "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
         }
         partial = self.checkpoint.with_suffix(".partial")
@@ -284,7 +285,7 @@ class Run:
         os.replace(partial, self.checkpoint)
 
     def load(self) -> None:
-        """Takes up the checkpoint. Raises typer.BadParameter where it is of a run with other settings."""
+        """Loads the checkpoint. Raises typer.BadParameter if it is from a run with other settings."""
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             theirs = state["settings"]
@@ -332,7 +333,7 @@ class Run:
             by_step.plot([row["step"] for row in self.history], nats, marker=".", color=color, label=name)
             by_time.plot([row[name]["seconds"] for row in self.history], nats, marker=".", color=color, label=name)
         if len(self.history) > 2:
-            # The drop from the first weights would flatten everything after it.
+            # The initial drop would flatten everything after it.
             by_step.set_ylim(top=1.05 * max(row[name]["nats"] for row in self.history[1:] for name in self.twins))
         by_step.set(xlabel="step", ylabel="validation loss (nats per byte)")
         by_time.set(xlabel="seconds of training")
@@ -343,7 +344,7 @@ class Run:
 
 
 def train(run: Run) -> bool:
-    """Trains to the last step, evaluating and saving on the way. Returns False where Ctrl-C stopped it after a save."""
+    """Trains to the last step, evaluating and saving on the way. Returns False if Ctrl-C stopped it after a save."""
     stop = False
 
     def request_stop(*_):
@@ -379,7 +380,7 @@ def line(row: dict) -> str:
 
 
 def summary(run: Run) -> Table:
-    """What the run came to, a row for each twin."""
+    """The run's results, one row per twin."""
     causal_pairs = run.settings.context * (run.settings.context + 1) / 2
     size = f"{run.settings.batch} x {run.settings.context:,}"
     title = f"validation loss per byte at step {run.history[-1]['step']}, of {size} bytes each"

@@ -1,4 +1,4 @@
-"""What a back end accepts, by asking its ``supports``: what tests give it where any input will do, and what properties draw."""
+"""What a back end accepts, by asking its ``supports``: inputs for tests in which any will do, and what properties draw."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparse_flash.masks.grid import BLOCK_SIZES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 USUAL = {"dtype": torch.float32, "head_dim": 32, "block_size": 64}
-# In place of a usual value that the back end refuses, in this order.
+# Replacements for a usual value that the back end refuses, in this order.
 OTHERS = {"dtype": (torch.float16, torch.bfloat16), "head_dim": (64, 128), "block_size": (128, 256)}
-# Drawn in this order, each from what is accepted along with those before it.
+# Drawn in this order, each from what is accepted together with those before it.
 DRAWN = {
     "dtype": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "block_size": BLOCK_SIZES,
@@ -25,13 +25,13 @@ DRAWN = {
 
 
 def refusal(backend: str, **fields) -> str | None:
-    """Why the back end cannot run a small dense call, in which these fields of ``backends.Call`` are changed; or None."""
+    """Why the back end cannot run a small dense call with these fields of ``backends.Call`` changed; or None."""
     plain = {**USUAL, "batch": 1, "heads": 2, "kv_heads": 2, "q_len": 128, "kv_len": 128, "block_size": None}
     return backends.backend(backend).supports(backends.Call(torch.device(DEVICE), **{**plain, **fields}))
 
 
 def fitted(backend: str, usual: dict | None = None, **given) -> dict:
-    """``usual`` with the least changed, by ``OTHERS``, so that the back end accepts it with what is given; unchanged where
+    """``usual`` with the fewest changes, from ``OTHERS``, that make the back end accept it together with ``given``; unchanged if
     nothing helps. None: all of ``USUAL`` that is not given."""
     usual = {name: value for name, value in USUAL.items() if name not in given} if usual is None else usual
     choices = ([(name, value) for value in (first, *OTHERS[name])] for name, first in usual.items())
@@ -41,7 +41,7 @@ def fitted(backend: str, usual: dict | None = None, **given) -> dict:
 
 @st.composite
 def shapes(draw, backend: str) -> dict:
-    """dtype, block_size, head_dim and v_head_dim, or None for that of head_dim, that the back end accepts together."""
+    """dtype, block_size, head_dim and v_head_dim (None: head_dim) that the back end accepts together."""
     drawn = fitted(backend)
     for name, values in DRAWN.items():
         drawn[name] = draw(st.sampled_from([value for value in values if refusal(backend, **{**drawn, name: value}) is None]))

@@ -1,6 +1,6 @@
-"""Compiles the portable kernels for other chips, without one, into docs/chips.csv: what each takes there.
+"""Compiles the portable kernels for other chips, without having one, and writes what each takes there to docs/chips.csv.
 
-    make chips                          what the file lacks, or has of other sources or configs
+    make chips                          what is missing from the file or out of date in it
     make chips ARGS=--representatives   one case of each kernel for each chip, as CI runs it; writes nothing
 
 Exit status 1: a kernel did not compile, or takes more shared memory than its chip has.
@@ -29,7 +29,7 @@ from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
-# By name: what Triton calls it, threads of a warp, bytes of shared memory that a program may take, whether it gets descriptors.
+# By name: Triton's name, threads per warp, bytes of shared memory that a program may take, whether it gets descriptors.
 CHIPS = {
     "8.0": (("cuda", 80, 32), (8, 0), 166912, False),
     "8.6": (("cuda", 86, 32), (8, 6), 101376, False),
@@ -51,8 +51,8 @@ SOURCES = {
 
 
 class Case(NamedTuple):
-    """What a kernel is compiled for. variant: "", "dropout", "scores", "lengths", or of packed a kernel's name. block: the table's;
-    0: dense. page: of decoding."""
+    """What a kernel is compiled for. variant: "", "dropout", "scores", "lengths", or for packed documents the kernel's name. block:
+    the table's; 0: dense. page: for decoding."""
 
     kernel: str
     dtype: str = "bf16"
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """registers: of a thread. spilled: bytes of its stack. products: the instruction. sources: a hash of what is compiled."""
+    """registers: per thread. spilled: bytes of stack per thread. products: the instruction. sources: a hash of what is compiled."""
 
     chip: str
     kernel: str
@@ -85,7 +85,7 @@ class Row(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """All but what the compiler says: a row of the same key need not be made again."""
+        """Everything but the compiler's output: a row with the same key need not be compiled again."""
         return *self[:11], self.sources
 
 
@@ -94,9 +94,9 @@ REPRESENTATIVES += [Case("decode", dim=128, page=128), Case("packed", variant="f
 
 
 def cases() -> list[Case]:
-    """A subset, chosen to have each limit in it: head dimensions whose tiles differ most; float32, whose numbers take twice the
-    room; dropout, whose draws take registers; all changes of scores at once with a function that loads a number for each pair, and
-    lengths, which take the most shared memory. float16 compiles like bfloat16, tables of small blocks take less."""
+    """A subset that covers each limit: head dimensions whose tiles differ most; float32, which takes twice the room; dropout, whose
+    draws take registers; all score changes at once with a function that loads a number per pair, and lengths, which take the most
+    shared memory. float16 compiles like bfloat16, and tables of small blocks take less."""
     found = list(REPRESENTATIVES)
     for kernel in configs.KERNELS:
         found += [Case(kernel, dim=64), Case(kernel, dim=256), Case(kernel, "fp32", 256, 0)]
@@ -116,7 +116,7 @@ def config_of(case: Case, chip: str) -> configs.Config:
 
 
 def hash_of(kernel: str) -> str:
-    """Of the sources of a kernel, without comments, docstrings, and the launchers beside it."""
+    """Covers a kernel's sources without comments, docstrings and the launchers next to it."""
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
         for node in ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()).body:
@@ -127,7 +127,7 @@ def hash_of(kernel: str) -> str:
 
 
 def _update(digest, node) -> None:
-    """Not by ast.dump, whose text differs between Python's releases."""
+    """Does not use ast.dump, whose text differs between Python releases."""
     if isinstance(node, list):
         for one in node:
             if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)):
@@ -143,14 +143,14 @@ def _update(digest, node) -> None:
 
 
 def described(case: Case, chip: str) -> list[str]:
-    """The fields of a row that are known before anything is compiled: all up to ``shared``."""
+    """The fields of a row that are known before compiling: all before ``shared``."""
     config = config_of(case, chip)
     tile = config.tile_m, config.tile_n, config.num_warps, config.num_stages
     return [chip, *map(str, (*case, *tile))]
 
 
 def wanted(only: list[Case] | None = None) -> dict[tuple[str, ...], tuple[Case, str]]:
-    """What the file holds, by the key of its rows."""
+    """What the file should hold, by row key."""
     hashes = {kernel: hash_of(kernel) for kernel in SOURCES}
     jobs = [(case, chip) for chip in CHIPS for case in dict.fromkeys(only or cases())]
     jobs = [(case, chip) for case, chip in jobs if not (case.variant == "dropout" and chip == "gfx942")]  # see refusal
@@ -173,7 +173,7 @@ def write(rows: list[Row]) -> None:
 
 
 def compiled(case: Case, chip: str) -> Row:
-    """Runs in a process of its own, as kernels defined under TRITON_INTERPRET cannot be compiled."""
+    """Runs in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled."""
     import triton
     from sm90 import KERNELS, compiled, compiled_for_decoding
     from triton.backends.compiler import GPUTarget
@@ -226,7 +226,7 @@ def _compiled_packed(name: str, target):
 
 
 def _resources(result, backend: str) -> tuple[str, str, str]:
-    """(registers of a thread, bytes of its stack, instructions of its products)."""
+    """(registers per thread, bytes of stack per thread, instructions of the products)."""
     if backend == "hip":
         text = result.asm["amdgcn"]
         numbers = {name: re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "private_segment_fixed_size")}
@@ -279,8 +279,8 @@ def _words(case: Case, chip: str) -> str:
 
 
 def _compiled_together(jobs, workers: int):
-    """(job, Row or Exception) of each, in the order in which they end. Each thread has a process of its own, as a compiler may
-    end the one that it runs in."""
+    """(job, Row or Exception) of each, in order of completion. Each thread has its own process, because a compiler may kill the one
+    that it runs in."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     mine = threading.local()
     pools = []

@@ -1,11 +1,11 @@
-"""Settings of all tests. Property tests draw anew each time; a failure prints the lines that repeat it."""
+"""Settings for all tests. Property tests draw new inputs each time; a failure prints the lines that repeat it."""
 
 import os
 
-# One thread for each test process, unless asked for more: tests are small, and threads that wait for each other spin.
+# One thread per test process unless asked for more: tests are small, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests are of the built-in configs, whatever was tuned on this machine.
+# Tests use the built-in configs, whatever was tuned on this machine.
 os.environ["SPARSE_FLASH_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
 
 import pytest
@@ -32,7 +32,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def unsettled():
-    """A test that changes what back ends there are, or what they can do, is asked about no call before it."""
+    """For tests that change which back ends exist or what they support: forgets choices from earlier calls."""
     from sparse_flash.api import arguments
 
     arguments._selected.clear()
@@ -40,8 +40,8 @@ def unsettled():
 
 @pytest.fixture(scope="module")
 def poison():
-    """What torch.empty and its relatives return is filled with NaN."""
-    from oracle import poisoned_memory  # not earlier: it imports what reads the variable above
+    """Fills what torch.empty and its relatives return with NaN."""
+    from oracle import poisoned_memory  # not earlier: it imports modules that read the variable above
 
     with poisoned_memory():
         yield

@@ -1,6 +1,6 @@
-"""What a run of all tests is held to: that each back end computed as much as it should, and that no file lost tests or skips more.
+"""What a full test run must satisfy: each back end computed as much as it should, and no file lost tests or skips more.
 
-conftest.py registers it. Any run prints how much each back end computed; one of a part of the tests is held to nothing.
+conftest.py registers it. Every run prints how much each back end computed; a partial run is not checked.
 
     make test ARGS="--record-counts"            # into recorded_counts.json, of the files that were run: on a CPU, when tests go
 """
@@ -19,15 +19,15 @@ HERE = Path(__file__).parent
 RECORD = HERE / "recorded_counts.json"
 
 # The fewest results that a run compares with the oracle, by back end: three quarters of the cases that ask for them, as counted on
-# 2026-11-22. Chance and a test that is rewritten take less; where the inputs of a file come to be refused, more is gone.
+# 2026-11-22. Chance or a rewritten test loses fewer; if a file's inputs come to be refused, more are lost.
 ON_A_CPU = {"torch": 260, "triton": 150, "reference": 180}
-# Of an H100, as tests/simulated.py counts them: no run on a GPU has counted yet. Hopper's kernels run on compute capability 9.0.
+# For an H100, as counted by tests/simulated.py: no run on a GPU has counted yet. Hopper's kernels run on compute capability 9.0.
 ON_A_GPU = {"torch": 260, "triton": 600, "reference": 180}
 ON_HOPPER = {**ON_A_GPU, "hopper": 380}
 
 
 def least_computed() -> dict[str, int]:
-    """Of this machine."""
+    """On this machine."""
     import torch
 
     if not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def least_computed() -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides which tests are skipped: the series of each."""
+    """The release series of what decides which tests are skipped."""
     found = {}
     for name in ("torch", "triton", "transformers"):
         try:
@@ -56,7 +56,7 @@ def too_few(computed: dict[str, int], least: dict[str, int]) -> list[str]:
 
 
 def lost(files: dict[str, dict[str, int]], record: dict[str, dict[str, int]]) -> list[str]:
-    """What a run has less of than the record; each by file: {"tests": ..., "skipped": ...}."""
+    """What a run lost compared with the record. Both are by file: {"tests": ..., "skipped": ...}."""
     faults = []
     for name, before in record.items():
         now = files.get(name, {"tests": 0, "skipped": 0})
@@ -82,7 +82,7 @@ class Counts:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
-        """One of pytest-xdist's processes has ended."""
+        """Called when one of pytest-xdist's processes has ended."""
         self.computed.update(getattr(node, "workeroutput", {}).get("computed", {}))
 
     def pytest_sessionfinish(self, session):
@@ -99,7 +99,7 @@ class Counts:
                 self._record()
             elif self._is_whole():
                 self.faults = too_few(self.computed, least)
-                record = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": None}  # until the first is made
+                record = json.loads(RECORD.read_text()) if RECORD.exists() else {"versions": None}  # until the first record is made
                 if on_a_cpu and record["versions"] == versions():
                     self.faults += lost(self.files, record["files"])
         if self.faults and session.exitstatus == pytest.ExitCode.OK:
@@ -113,7 +113,7 @@ class Counts:
             terminalreporter.write_line(f"FAILED {fault}", red=True)
 
     def _is_of_files(self) -> bool:
-        """Whether all tests of some files or folders were run, and none was chosen within them."""
+        """Whether whole files or folders were run, with no selection within them."""
         option = self.config.option
         narrowing = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly", "maxfail")
         return not any(getattr(option, name, None) for name in narrowing) and not any("::" in arg for arg in self.config.args)

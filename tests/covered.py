@@ -1,4 +1,4 @@
-"""Prints how many of the package's lines a run with coverage has seen, and the files of which it saw less than nine tenths.
+"""Prints how many of the package's lines a run with coverage saw, and the files in which it saw less than nine tenths.
 
 make test COVERAGE=1
 """

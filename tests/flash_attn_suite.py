@@ -4,9 +4,9 @@
     python tests/flash_attn_suite.py test_flash_attn.py --device cpu --longest 300 --cases 4
 
 test_flash_attn.py is that package's file of this name (https://github.com/Dao-AILab/flash-attention, tests/), fetched by whoever
-runs this; nothing of it is kept here. What it imports of the package is replaced by the functions below; it needs pytest and
-einops. Of each test a sample of its cases is run, drawn from --seed, as many for float16 as for bfloat16; what does not apply is
-counted with its reason. S_dmask, which our calls do not return, is computed here from dropout's definition, so that cases with
+runs this; none of it is kept here. Its imports from the package are replaced by the functions below; it needs pytest and einops.
+For each test, a sample of its cases runs, drawn from --seed, equally many for float16 and bfloat16. Cases that do not apply are
+counted with their reason. S_dmask, which our calls do not return, is computed here from dropout's definition, so that cases with
 dropout apply.
 """
 
@@ -58,7 +58,7 @@ def pad_input(x, where, batch, tokens):
 
 
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0):
-    """Rotary positions from seqlen_offsets on, by complex numbers."""
+    """Rotary positions, starting at seqlen_offsets, by complex numbers."""
     offsets = torch.as_tensor(seqlen_offsets, device=x.device).expand(len(x))
     position = offsets[:, None].long() + torch.arange(x.shape[1], device=x.device)
     half = cos.shape[1]
@@ -72,9 +72,9 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
 
 def with_s_dmask(name):
-    """One of our calls, and in place of the third result what the package returns for tests: exp(score - the row's greatest), in
-    q's dtype, below 0 where dropout drops the pair. Of varlen calls (sequences, heads, max_seqlen_q, max_seqlen_k), each from
-    the first place."""
+    """One of our calls, with the third result replaced by what the package returns for tests: exp(score - the row's maximum), in
+    q's dtype, negative if dropout drops the pair. For varlen calls: (sequences, heads, max_seqlen_q, max_seqlen_k), each from the
+    first place."""
 
     def call(*args, **kwargs):
         dropout_p = kwargs.get("dropout_p", args[POSITION[name]] if len(args) > POSITION[name] else 0.0)
@@ -109,7 +109,7 @@ def with_s_dmask(name):
     return call
 
 
-POSITION = {  # of dropout_p
+POSITION = {  # position of dropout_p
     "flash_attn_func": 3,
     "flash_attn_kvpacked_func": 2,
     "flash_attn_qkvpacked_func": 1,
@@ -120,8 +120,8 @@ POSITION = {  # of dropout_p
 
 
 def padded(name, args):
-    """q and k as our call gives them to ``attention``, (batch, heads, tokens, head_dim), and of sequences on axes of their own the
-    first places of queries and of keys, and how many keys there are."""
+    """q and k as our call passes them to ``attention``, (batch, heads, tokens, head_dim). For sequences on separate axes, also the
+    first places of queries and keys, and the number of keys."""
     axis = 1 if "varlen" in name else 2
     packed = name.partition("packed")[0].rpartition("_")[2] if "packed" in name else ""
     q = args[0].detach().unbind(axis)[0] if packed == "qkv" else args[0].detach()
@@ -149,13 +149,13 @@ def set_rng_state(device, state):
 
 
 def load(path: Path, device: str) -> types.ModuleType:
-    """The file as a module, with what it imports of the package replaced."""
+    """The file as a module, with its imports from the package replaced."""
     ours._refuse_probabilities = lambda *_: None  # S_dmask comes from here
     package = types.ModuleType("flash_attn")
     for name in POSITION:
         setattr(package, name, with_s_dmask(name))
     package.flash_attn_with_kvcache = ours.flash_attn_with_kvcache
-    # One block of keys: S_dmask is relative to the greatest score of all.
+    # One block of keys: S_dmask is relative to the maximum over all scores.
     interface = {"_get_block_size_n": lambda *_: 1 << 30, "USE_TRITON_ROCM": False}
     parts = {
         "flash_attn": vars(package),
@@ -178,7 +178,7 @@ def load(path: Path, device: str) -> types.ModuleType:
 
 
 def sampled(test, count: int, longest: int | None, rng: random.Random) -> list[dict]:
-    """Cases of a test by its parametrize marks, ``count`` of each dtype."""
+    """Cases of a test from its parametrize marks, ``count`` of each dtype."""
     axes = []
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":

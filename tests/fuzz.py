@@ -3,8 +3,8 @@
     python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0
     python tests/fuzz.py --backend hopper --only 1234        # one call again
 
-Calls run in processes of their own, each announced before it is launched: one that hangs or ends its process is reported
-and costs no more than that process. Exit status: 0, 1 where anything was wrong, 2 where the back end cannot run here.
+Calls run in separate processes, and each is announced before it is launched: one that hangs or kills its process is reported and
+costs only that process. Exit status: 0, 1 if anything was wrong, 2 if the back end cannot run here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from multiprocessing.connection import wait
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-START_SECONDS = 180  # for importing everything on a busy machine
+START_SECONDS = 180  # to import everything on a busy machine
 SEEDS_AT_A_TIME = 8  # those that share a mask; see fuzz_calls
 
 
 def work(backend: str, pipe) -> None:
-    """The child: runs the lists of seeds that come through the pipe. Sends ("ready", why it cannot run anything | None),
+    """The child: runs the lists of seeds that it receives through the pipe. Sends ("ready", why it cannot run anything | None),
     ("start", description) before each call, and ("done", what was wrong | None, whether the process must end) after it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,7 +48,7 @@ def work(backend: str, pipe) -> None:
                     pipe.send(("start", str(call)))
                     wrong, broken = fuzz_calls.failure(call), False
                 except Exception as error:
-                    # A GPU's error stays with the process: whatever is launched after it fails too.
+                    # A GPU error stays with the process: everything launched after it fails too.
                     wrong, broken = f"{type(error).__name__}: {error}", True
                 pipe.send(("done", wrong, broken))
                 if broken:
@@ -56,7 +56,7 @@ def work(backend: str, pipe) -> None:
 
 
 class Worker:
-    """A child and the seeds that it has still to run, the first of which is running."""
+    """A child and the seeds that it still has to run; the first one is running."""
 
     def __init__(self, backend: str, seeds: list[int] | None = None):
         context = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
@@ -90,7 +90,7 @@ class Fuzzer:
 
     def __init__(self, backend: str, seeds: range, hang: float, workers: int, report):
         self.backend, self.hang, self.report = backend, hang, report
-        # Whole groups, so that each mask is made once.
+        # Whole groups, so each mask is made once.
         starts = sorted({seeds.start, *(s for s in seeds if s % SEEDS_AT_A_TIME == 0)})
         self.left = [range(a, b) for a, b in zip(starts, [*starts[1:], seeds.stop])]
         self.counts = Counter(calls=0, mismatches=0, hangs=0, errors=0)
@@ -135,7 +135,7 @@ class Fuzzer:
                     self._replace(worker)
 
     def _count(self, kind: str | None, worker: Worker, wrong: str | None) -> None:
-        """Of the call that the worker was at, and which it is done with."""
+        """Counts the worker's current call, which has ended."""
         self.counts["calls"] += 1
         if kind:
             self.counts[kind] += 1
@@ -147,7 +147,7 @@ class Fuzzer:
         worker.seeds, worker.text, worker.since = worker.seeds[1:], None, time.monotonic()
 
     def _replace(self, worker: Worker) -> None:
-        """A fresh worker goes on where this one ended, if there is anything left."""
+        """Starts a new worker where this one ended, if anything is left."""
         worker.end()
         self.workers.remove(worker)
         if seeds := worker.seeds or self._next():

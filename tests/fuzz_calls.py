@@ -1,7 +1,7 @@
 """What the fuzzer draws and how it judges one call: everything follows from a back end's name and a seed.
 
-Seeds of one group, ``seed // CALLS_PER_MASK``, share a mask, as compiling one and evaluating its definition takes longer
-than a call. The ideas are those of ``strategies``; hypothesis itself would take most of the time.
+Seeds of one group, ``seed // CALLS_PER_MASK``, share a mask, because compiling one and evaluating its definition takes longer than
+a call. The ideas are from ``strategies``; hypothesis itself would take most of the time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ UNITS = (1, 2, 7, 16, 24, 32, 64, 100, 128, 300)
 
 @dataclass(frozen=True)
 class Drawn:
-    """mask: what a back end is given, None for dense. kept: its definition, bool, broadcastable to the scores. batch,
-    heads: those of the mask where they are more than 1, so that calls must have them."""
+    """mask: what a back end gets, None for dense. kept: its definition, bool, broadcastable to the scores. batch, heads: the
+    mask's; if more than 1, calls must have the same."""
 
     text: str
     q_len: int
@@ -71,7 +71,7 @@ class DrawnCall:
 
 
 def draw(seed: int, backend: str) -> DrawnCall:
-    """The call of a seed. Raises RuntimeError where the back end takes none of what is drawn."""
+    """The call of a seed. Raises RuntimeError if the back end accepts none of what is drawn."""
     rng = random.Random(f"call {seed}")
     drawn = _mask(seed // CALLS_PER_MASK, backend)
     batch = drawn.batch if drawn.batch > 1 else rng.randint(1, 3)
@@ -99,13 +99,13 @@ def draw(seed: int, backend: str) -> DrawnCall:
 
 
 def failure(call: DrawnCall) -> str | None:
-    """Runs a call forward and backward; what is wrong with its results, or None. What else the call raises, it raises."""
+    """Runs a call forward and backward. Returns what is wrong with its results, or None. Other exceptions pass through."""
     drawn = call.drawn
     generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
     queries, keys = (call.heads, drawn.q_len), (call.kv_heads, drawn.kv_len)
     of_keys, of_values = call.head_dim, call.v_head_dim
     sizes = (*queries, of_keys), (*keys, of_keys), (*keys, of_values), (*queries, of_values)
-    with torch.device(oracle.DEVICE):  # numbers drawn on a GPU's own generator
+    with torch.device(oracle.DEVICE):  # so a GPU's own generator draws the numbers
         q, k, v, dout = (
             oracle.tensor((call.batch, *size), layout, dtype=call.dtype, generator=generator)
             for size, layout in zip(sizes, call.layouts, strict=True)
@@ -118,8 +118,8 @@ def failure(call: DrawnCall) -> str | None:
         )
     except AssertionError as error:
         return str(error)
-    # Shifted scores: the rounding of a row's weights moves its whole gradient one way, so the largest error is that of a few
-    # rows, and of few rows PyTorch's says little about ours.
+    # Shifted scores: the rounding of a row's weights moves its whole gradient one way, so a few rows decide the largest error, and
+    # with few rows PyTorch's error says little about ours.
     few = call.score_shift and min(dout.shape[:3].numel(), k.shape[:3].numel()) < 64
     wrong = {name: both for name, both in errors.items() if not both[0] <= both[1] * (4 if few else 1)}
     return "; ".join(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in wrong.items()) or None
@@ -152,7 +152,7 @@ def _mask(group: int, backend: str) -> Drawn:
         return Drawn("none", q_len, kv_len, None, torch.ones(q_len, kv_len, dtype=torch.bool, device=oracle.DEVICE))
 
     def fitting() -> int | None:
-        # Of float16 and head_dim 64, which all back ends take, so that calls can be drawn for the mask.
+        # With float16 and head_dim 64, which all back ends accept, so calls can be drawn for the mask.
         size = rng.choice(BLOCK_SIZES)
         asked = backends.Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)
         return size if backends.backend(backend).supports(asked) is None else None
@@ -178,7 +178,7 @@ def _pattern_mask(rng: random.Random, grid: BlockGrid) -> Drawn:
 
 
 def _mask_per_head(rng: random.Random, grid: BlockGrid) -> Drawn:
-    """A compiled mask for each head, for each batch entry, or for each head of each batch entry."""
+    """A compiled mask per head, per batch entry, or per head of each batch entry."""
     batch, heads = rng.choice(((1, 2), (1, 4), (2, 1), (3, 1), (2, 2), (2, 3)))
     several = [expression(rng) for _ in range(rng.randint(2, 3))]
     patterns = [rng.choice(several) for _ in range(batch * heads)]
@@ -190,7 +190,7 @@ def _mask_per_head(rng: random.Random, grid: BlockGrid) -> Drawn:
 
 
 def _block_map(rng: random.Random, grid: BlockGrid) -> Drawn:
-    """Random blocks with rows and columns, chosen at random, that keep nothing, everything or one block."""
+    """Random blocks, with random rows and columns that keep nothing, everything or one block."""
     batch, heads = rng.choice(((1, 1), (1, 1), (1, 3), (2, 1), (2, 2)))
     density = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0, round(rng.random(), 2)))
     numbers = np.random.default_rng(rng.getrandbits(32))
@@ -201,7 +201,7 @@ def _block_map(rng: random.Random, grid: BlockGrid) -> Drawn:
                 _redraw(lines[index], rng)
     blocks = torch.from_numpy(np.ascontiguousarray(blocks)).to(oracle.DEVICE)
     mask = sf.BlockMask.from_blocks(blocks, grid.block_size, grid.q_len, grid.kv_len)
-    # By definition, and not as the table says: the map's blocks, cut at the lengths.
+    # By definition, not from the table: the map's blocks, cut at the lengths.
     kept = blocks.repeat_interleave(grid.block_size, 2).repeat_interleave(grid.block_size, 3)
     text = f"{batch} x {heads} block maps that keep {blocks.float().mean().item():.2f}"
     return Drawn(text, grid.q_len, grid.kv_len, mask, kept[:, :, : grid.q_len, : grid.kv_len], batch, heads)
@@ -252,7 +252,7 @@ def _neighborhood(rng: random.Random) -> sf.Pattern:
 LEAVES: tuple[Callable[[random.Random], sf.Pattern], ...] = (
     lambda rng: sf.full(),
     lambda rng: sf.causal(),
-    lambda rng: sf.causal(),  # twice, as it is the one that most masks have a part of
+    lambda rng: sf.causal(),  # twice, because most masks contain it
     lambda rng: sf.local(rng.randint(1, 300)),
     lambda rng: sf.prefix(rng.randint(1, 300)),
     lambda rng: sf.sinks(rng.randint(1, 300)),

@@ -1,4 +1,4 @@
-"""Mask functions of FlexAttention as people write them: the kinds that attention-gym has, and some more."""
+"""FlexAttention mask functions as people write them: the kinds in attention-gym, and some more."""
 
 import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks

@@ -1,9 +1,9 @@
-"""Errors of attention and of its gradients by dtype, beside those of PyTorch's own, as docs/numbers.md tells them.
+"""Errors of attention and its gradients by dtype, next to those of PyTorch's own, as shown in docs/numbers.md.
 
     python tests/numerics.py                        # the back end that takes the calls on this machine
     python tests/numerics.py --backend triton       # another; on a GPU: hopper, triton, torch
 
-Both get the same inputs, normal numbers, and both are compared with dense attention in float64 on these inputs. PyTorch's is
+Both get the same inputs, normal numbers, and are compared with dense attention in float64 on these inputs. PyTorch's is
 ``scaled_dot_product_attention`` under a dense bool mask.
 """
 
@@ -25,7 +25,7 @@ TOKENS, HEADS, HEAD_DIM = 512, 2, 64
 
 
 def errors(spec: str, dtype: torch.dtype, backend: str = "auto") -> dict[str, tuple[float, float]]:
-    """For each of ``NAMES`` (our error, PyTorch's): the root of the mean square over that of the right values; of lse the
+    """For each of ``NAMES`` (our error, PyTorch's): the root mean square of the error over that of the exact values; for lse, the
     largest difference."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, HEADS, TOKENS, HEAD_DIM, generator=generator).to(DEVICE, dtype) for _ in range(4))

@@ -31,7 +31,7 @@ BACKENDS = ("torch", "triton", "hopper", "reference")
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# Results of each back end that were compared with the oracle. conftest.py holds a run of all tests to a least number.
+# Number of each back end's results that were compared with the oracle. A full test run requires a minimum: see counts.py.
 compared: Counter[str] = Counter()
 
 
@@ -47,7 +47,7 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
             return normal(*shape)
         case "tokens first":
             return normal(batch, tokens, heads, dim).transpose(1, 2)
-        case "sliced":  # as q is in one projection of q, k and v; no two strides fit together
+        case "sliced":  # like q in one projection of q, k and v; no two strides fit together
             return normal(batch, tokens, heads, 3 * dim).transpose(1, 2)[..., dim : 2 * dim]
         case "head_dim first":
             return normal(batch, heads, dim, tokens).mT
@@ -55,7 +55,7 @@ def tensor(shape, layout="heads first", *, dtype=torch.float32, device=DEVICE, g
 
 
 def shifted(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) -> None:
-    """Adds to q and k, in place, what moves all scores by about so much."""
+    """Adds to q and k, in place, a constant that moves all scores by about ``by``."""
     step = (abs(by) / q.shape[3] / (q.shape[3] ** -0.5 if scale is None else scale)) ** 0.5
     q += step
     k += math.copysign(step, by)
@@ -63,7 +63,7 @@ def shifted(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) ->
 
 @contextmanager
 def heavy_rows_split():
-    """Masks compiled within split every row of more than two blocks, as they else do rows far heavier than the mean."""
+    """Masks compiled within split every row of more than two blocks, not only rows far heavier than the mean."""
     limits = {"_HEAVY_BLOCKS": 2, "_HEAVY_RATIO": 0, "_HEAVY_SHARE": 0, "_SPLIT_BLOCKS": 1, "_SPLIT_RATIO": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
@@ -73,7 +73,7 @@ def heavy_rows_split():
 
 @contextmanager
 def poisoned_memory():
-    """Fills what torch.empty and its relatives return with NaN, so that a value never written shows."""
+    """Fills what torch.empty and its relatives return with NaN, so a value that is never written shows."""
 
     def poisoned(make):
         def filled(*args, **kwargs):
@@ -90,7 +90,7 @@ def poisoned_memory():
 
 
 def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:
-    """The mask by definition where there is a pattern, else as the table says: bool, broadcastable to the scores."""
+    """The mask by definition if there is a pattern, else from the table: bool, broadcastable to the scores."""
     if pattern is None and mask is None:
         return torch.ones(q_len, kv_len, dtype=torch.bool)
     if pattern is None:
@@ -113,12 +113,12 @@ def pytorch_attention(q, k, v, kept, scale):
     """(out, lse) of PyTorch: scaled_dot_product_attention under the dense mask; lse, which it does not return, in float32
     (float64 for float64) from the same inputs."""
     group = q.shape[1] // k.shape[1]
-    # On a GPU it refuses some memory orders, and contiguous() would keep odd strides of dimensions of 1.
+    # On a GPU it refuses some memory orders, and contiguous() would keep odd strides of dimensions of size 1.
     q = q.clone(memory_format=torch.contiguous_format)
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     some = kept.any(-1)
     allowed = (kept | ~some[..., None]).expand(q.shape[0], q.shape[1], -1, -1)
-    # Its kernels for GPUs take head dims that 8 divides. For others it computes in float32, which no 16-bit kernel can match.
+    # Its GPU kernels need head dims divisible by 8. For others it computes in float32, which no 16-bit kernel can match.
     padded = [F.pad(t, (0, -t.shape[3] % 8)) if t.is_cuda else t for t in (q, k, v)]
     out = F.scaled_dot_product_attention(*padded, attn_mask=allowed, scale=scale)[..., : v.shape[3]]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -127,7 +127,7 @@ def pytorch_attention(q, k, v, kept, scale):
 
 
 def pytorch_lse(q, k, kept, scale):
-    """The lse of PyTorch's kernel for CPUs, whose exponentials of 16-bit types are rougher than float32's."""
+    """The lse of PyTorch's CPU kernel, whose 16-bit exponentials are rougher than float32's."""
     some = kept.any(-1, keepdim=True)
     bias = torch.zeros(kept.shape, dtype=q.dtype).masked_fill(~kept & some, float("-inf")).expand(*q.shape[:2], -1, -1)
     _, lse = aten_cpu.forward(q, k, k, scale, bias=bias)
@@ -144,8 +144,8 @@ def gradients(attend, inputs, dout, dlse):
 
 
 def require(name: str, call: backends.Call, attempt: Callable[[], object] | None = None) -> None:
-    """Ends a test of a back end that cannot run this call: skips it with the back end's own reason; of a property, which a skip
-    would end at its first such example, leaves out the example. attempt: makes the call, which must raise that reason."""
+    """Ends a test of a back end that cannot run this call: skips it with the back end's own reason. In a property test, which a
+    skip would end at its first such example, it only drops the example. attempt: makes the call, which must raise that reason."""
     reason = backends.backend(name).supports(call)
     if reason is None:
         return
@@ -188,9 +188,9 @@ def check(
     """Asserts that a back end is right, by the rule above.
 
     pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
-    incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others where the
-    back end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift:
-    see ``shifted``. options: passed to ``sf.attention``.
+    incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others if the back
+    end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift: see
+    ``shifted``. options: passed to ``sf.attention``.
 
     Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
@@ -228,9 +228,8 @@ def measure(
     """For each of ``NAMES`` (the back end's error, the error allowed) on q, k and v of ``inputs``. Asserts dtypes, shapes,
     memory order and that nothing is NaN.
 
-    dout, dlse: the incoming gradients; dlse None: lse is not differentiated. mask: what the back end is given. kept: the
-    same by definition, bool, broadcastable to (batch, heads, q_len, kv_len). attend: called like ``sf.attention``. options:
-    passed to it.
+    dout, dlse: the incoming gradients; dlse None: lse is not differentiated. mask: what the back end gets. kept: the mask by
+    definition, bool, broadcastable to (batch, heads, q_len, kv_len). attend: called like ``sf.attention``. options: passed to it.
     """
     q, k = inputs[:2]
     factor = q.shape[3] ** -0.5 if scale is None else scale
@@ -248,11 +247,11 @@ def measure(
     assert [t.dtype for t in ours] == [q.dtype, lse_dtype, q.dtype, q.dtype, q.dtype]
     assert [t.shape for t in ours] == [t.shape for t in wanted]
     assert ours[0].stride() == empty_out(q, ours[0].shape[3], "meta").stride(), "out does not keep q's memory order"
-    # dQ and dK are sums of differences of such terms, which cancel where few keys are kept.
+    # dQ and dK are sums of differences of such terms, which cancel if few keys are kept.
     values = exact[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     terms = factor * float((dout.double() @ values.mT).abs().max() * max(t.abs().max() for t in exact[:2]))
-    # Each probability of the backward pass is the exponential of a score less lse, which rounds to this many steps;
-    # PyTorch on a CPU keeps those of the forward pass instead.
+    # Each probability of the backward pass is the exponential of a score minus lse, which rounds to this many steps; PyTorch on a
+    # CPU keeps those of the forward pass instead.
     exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
     errors = {
         name: compare(*results, exponent, terms if name in ("dq", "dk") else 0.0)
@@ -263,8 +262,8 @@ def measure(
 
 
 def compare(ours, theirs, wanted, exponent: float, terms: float) -> tuple[float, float]:
-    """(error, error allowed): the largest absolute difference from the oracle, and twice PyTorch's plus rounding: of the
-    result, and, for where PyTorch's happens to come out exact, of the sums behind it, of ``terms`` that may cancel."""
+    """(error, error allowed): the largest absolute difference from the oracle, and twice PyTorch's plus rounding. Rounding is that
+    of the result and, in case PyTorch's happens to be exact, of the sums behind it, whose ``terms`` may cancel."""
     assert not ours.isnan().any(), "NaN"
     assert torch.equal(ours.isneginf(), wanted.isneginf()), "-inf in the wrong places"
     finite = ~wanted.isneginf()
@@ -273,6 +272,6 @@ def compare(ours, theirs, wanted, exponent: float, terms: float) -> tuple[float,
     error, peer = ((t[finite].double() - wanted[finite]).abs().max().item() for t in (ours, theirs))
     largest = wanted[finite].abs().max().item()
     sums = torch.promote_types(ours.dtype, torch.float32)
-    step = torch.finfo(sums).eps * (8 if sums == torch.float64 else 1)  # in float64 the oracle rounds as well
+    step = torch.finfo(sums).eps * (8 if sums == torch.float64 else 1)  # in float64 the oracle rounds too
     rounding = 2 * torch.finfo(ours.dtype).eps * largest + step * ((32 + 2 * exponent) * max(largest, 1.0) + 8 * terms)
     return error, 2 * peer + rounding

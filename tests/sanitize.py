@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py --backend hopper
 
-Between them they walk full, run and bit tiles, empty and full rows, cut blocks and grouped heads. Results are looked at for
-NaN alone; whether they are right is for the tests.
+Between them they walk full, run and bit tiles, empty and full rows, cut blocks and grouped heads. Results are only checked for NaN;
+the tests check whether they are right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A pytest plugin, -p simulated: the calls that tests would make on an H100, which need not be there, and which would be refused.
+"""A pytest plugin, -p simulated: the calls that tests would make on an H100, and which would be refused. Needs no H100.
 
-Of each test function that takes ``backend``, by back end, some cases run as far as they ask whether they can run; nothing is
-computed. Writes to the file that $SIMULATED_REPORT names, for each function and back end, how many cases were accepted, and how
-often each reason was given.
+For each test function that takes ``backend``, and each back end, some cases run until they ask whether they can run; nothing is
+computed. Writes to the file named by $SIMULATED_REPORT how many cases were accepted for each function and back end, and how often
+each reason was given.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-CASES = 8  # of a function and back end: chosen at random, as a step would meet the same values of some parameter
+CASES = 8  # per function and back end: chosen at random, because a fixed step would hit the same values of some parameter
 outcomes: dict[str, Counter] = defaultdict(Counter)
 
 
@@ -32,7 +32,7 @@ def an_h100(patch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection():
-    """Before test modules import names of what is changed here, and after conftest.py."""
+    """Runs before test modules import names that are changed here, and after conftest.py."""
     import oracle
     import torch
 

@@ -1,10 +1,10 @@
-"""Compiles the kernels for sm_90 without a GPU and prints what became of each, one JSON object a line.
+"""Compiles the kernels for sm_90 without a GPU and prints the outcome of each, one JSON object per line.
 
     python tests/sm90.py             the kernels that the tests compile
     python tests/sm90.py --record    these, float16 and head_dim 256, with this Triton; writes tests/kernels/recorded.json, and says
                                      which differ from what it held
 
-Run as a program, in a process of its own: kernels defined under TRITON_INTERPRET cannot be compiled.
+Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be compiled.
 """
 
 import contextlib
@@ -87,8 +87,8 @@ def compiled(
     target: GPUTarget = TARGET,
     descriptors: bool = True,
 ):
-    """variant: the types of its fields, None for those that there are none of. dim_v: of v, padded; dim by default. descriptors:
-    whether the target addresses tiles by itself."""
+    """variant: the types of its fields, None for absent ones. dim_v: of v, padded; dim by default. descriptors: whether the target
+    can address tiles."""
     widths = dim, dim_v or dim
     constants = {"DIM": dim, "DIM_V": widths[1], "TILE_M": config.tile_m, "TILE_N": config.tile_n}
     constants |= {"TABLE_BLOCK": block, "SPARSE": sparse, **switches}
@@ -146,7 +146,7 @@ def compiled_for_decoding(
     dtype: str = "bf16",
     target: GPUTarget = TARGET,
 ):
-    """rows: of stacked queries. page: tokens of a page, 0 for none. dim_v: of v; dim by default."""
+    """rows: of stacked queries. page: tokens per page, 0 for none. dim_v: of v; dim by default."""
     dim_v = dim_v or dim
     constants = {"HEAD_DIM": dim, "DIM": dim, "HEAD_DIM_V": dim_v, "DIM_V": dim_v}
     constants |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "ROWS": rows}
@@ -159,8 +159,8 @@ def compiled_for_decoding(
 
 
 def arguments(kernel, types: dict[str, str | tuple], constants: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a kernel, as the compiler wants them. types: of arguments that their names do not
-    tell, a tuple's by field, None for those that it lacks. Pointers begin on 16 bytes."""
+    """(signature, constants, attributes) of a kernel, as the compiler expects them. types: of arguments whose names do not
+    determine them; a tuple's by field, None for absent ones. Pointers are aligned to 16 bytes."""
     signature, attributes, constants = {}, {}, dict(constants)
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -195,7 +195,7 @@ def resources(binary: bytes) -> dict[str, int]:
 
 
 def report(name: str, dim: int, sparse: bool, compile_kernel, *details, **options) -> dict:
-    # ptxas notes C7510 to C7518 where it has to run products one after another; Triton drops its log when it succeeds.
+    # ptxas reports C7510 to C7518 if it has to serialize products; Triton drops its log on success.
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
         result = compile_kernel(*details, **options)
@@ -216,7 +216,7 @@ DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 
 
 
 def of_the_tests():
-    """What became of each kernel that the tests compile."""
+    """The outcome of each kernel that the tests compile."""
     for dim in (64, 128):
         for sparse, rows, q_len, page in DECODING:
             config = configs.decode_config(torch.bfloat16, dim, 128, rows)
@@ -238,7 +238,7 @@ def of_the_tests():
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
             yield report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
-    for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 of v
+    for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield report(
             f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128
         )
@@ -247,7 +247,7 @@ def of_the_tests():
 
 
 def of_the_record():
-    """The same, and of what the tests leave out as it takes long."""
+    """The kernels of the tests, and those that the tests leave out because they take long."""
     yield from of_the_tests()
     for name, (kernel, table) in KERNELS.items():
         for dim in (64, 128):
@@ -270,7 +270,7 @@ RECORDED = ("kernel", "dim", "sparse", "reg", "stack", "shared")
 
 
 def write_record(rows: list[dict]) -> int:
-    """1 where something differs from what was recorded of this Triton, which is then written anew, else 0."""
+    """Returns 1 if anything differs from the record for this Triton, which is then rewritten, else 0."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     before, now = record.get(triton.__version__, []), [[row[name] for name in RECORDED] for row in rows]
     differing = [(old, new) for old, new in zip(before, now, strict=False) if old != new]

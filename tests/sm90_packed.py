@@ -1,4 +1,4 @@
-"""Compiles the kernels of packed documents for sm_90 without a GPU and prints what became of each, like ``sm90.py``."""
+"""Compiles the kernels of packed documents for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
 
 import json
 

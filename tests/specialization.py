@@ -1,12 +1,12 @@
-"""Launches every kernel on tensors of many shapes, in Triton's compiler's place and without a GPU, and prints for each what became
-of it, one JSON object a line: how many times it was compiled and launched again, and the arguments of which the code would have
-been made for another call's value.
+"""Launches every kernel on tensors of many shapes, with Triton's compiler replaced and no GPU. Prints one JSON object per kernel:
+how often it was compiled and launched again, and the arguments for which the code would have been specialized on another call's
+value.
 
-``launch`` finds compiled code by what it believes that Triton compiles differently for. Triton itself makes code for integers that
-are 1 and for multiples of 16, also where they are fields of a tuple of which the kernel says otherwise. Here Triton's own code says
-what a launch is compiled for, and every launch that takes code made for another one is held against that.
+``launch`` looks up compiled code by what it believes Triton specializes on. Triton specializes on integers that are 1 and on
+multiples of 16, even in fields of a tuple for which the kernel says otherwise. Here Triton's own code says what a launch is
+specialized on, and every launch that reuses another one's code is compared with that.
 
-Run as a program, in a process of its own: kernels defined under TRITON_INTERPRET cannot be compiled.
+Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be compiled.
 """
 
 import json
@@ -37,7 +37,7 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 class Kernel:
-    """Stands for a kernel: in place of compiling, it asks Triton what it would compile for."""
+    """Stands in for a kernel: instead of compiling, it asks Triton what it would specialize on."""
 
     def __init__(self, kernel: JITFunction):
         self.fn, self.params = kernel.fn, kernel.params
@@ -49,12 +49,12 @@ class Kernel:
         return lambda *arguments, **options: Compiled(self, arguments, options)
 
     def specialization(self, arguments, options) -> dict[str, tuple]:
-        """(type, what of its value) of each argument."""
+        """(type, specialization on its value) of each argument."""
         return dict(zip((p.name for p in self.params), self.binder(*arguments, **options)[1], strict=True))
 
 
 class Compiled:
-    """Code that was made for the arguments of one launch, and is launched again with others."""
+    """Code compiled for the arguments of one launch, and launched again with others."""
 
     def __init__(self, kernel: Kernel, arguments, options):
         kernel.compiled += 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import sparse_flash as sf
 from sparse_flash.masks.grid import BLOCK_SIZES
 
-# Smaller than, equal to and larger than the table's blocks; powers of two and not.
+# Smaller than, equal to and larger than the table's blocks; powers of two and others.
 units = st.sampled_from([1, 2, 7, 16, 24, 32, 64, 100, 128, 300])
 block_sizes = st.sampled_from(BLOCK_SIZES)
 factors = st.none() | st.integers(0, 5)
@@ -55,7 +55,7 @@ def _composed(inner):
 
 expressions = st.recursive(leaves, _composed, max_leaves=4)
 HEAD_DIMS = (16, 40, 64, 80, 96, 128)
-V_HEAD_DIMS = (*[None] * 5, 8, 24, 64, 72, 128)  # None, that of q and k, as often as not
+V_HEAD_DIMS = (*[None] * 5, 8, 24, 64, 72, 128)  # None (as q and k) half of the time
 v_head_dims = st.sampled_from(V_HEAD_DIMS)
 # (q_len, kv_len): equal, more keys, more queries, and one query as in decoding.
 lengths = st.one_of(

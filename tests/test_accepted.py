@@ -1,4 +1,4 @@
-"""Tests give back ends what these accept: of the machine that the tests run on, and of an H100, which need not be there."""
+"""Tests give back ends inputs that they accept, on this machine and on a simulated H100."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from oracle import BACKENDS, DEVICE
 from sparse_flash import backends
 
 TESTS = Path(__file__).parent
-# Where others make calls of named back ends.
+# Other tests that call named back ends.
 FILES = ("api", "variant", "dispatch", "backends/test_gpu.py", "test_numbers.py")
 
-# The share of its cases that a back end accepts in each test function on an H100: at least half, but where a back end as it is
-# accepts less. That a refused call raises the reason is part of the tests (oracle.require).
+# The share of its cases that a back end accepts in each test function on an H100: at least half, except where a back end cannot.
+# The tests themselves check that a refused call raises the reason (oracle.require).
 LEAST = 0.5
 LESS = {
-    # Hopper's kernels carry dropout and sinks, and no v of another head_dim.
+    # Hopper's kernels have dropout and sinks, and no v with another head_dim.
     "variant/test_variant::test_each_term_is_as_it_is_defined[hopper]": 0.1,
     "variant/test_variant::test_terms_are_right_under_any_kind_of_mask[hopper]": 0.0,
     "variant/test_variant::test_terms_are_right_where_v_has_a_head_dim_of_its_own[hopper]": 0.0,
@@ -31,7 +31,7 @@ LESS = {
     "variant/test_variant::test_a_padded_batch_is_each_of_its_sequences_alone[hopper]": 0.0,
     "api/test_attention::test_v_may_have_a_head_dim_of_its_own[hopper]": 0.0,
     "api/test_attention::test_dense_attention_takes_v_of_another_head_dim[hopper]": 0.0,
-    # They walk two of the five sizes of blocks, and take 5 of 9 head dims in 2 of 3 dtypes.
+    # They run two of the five block sizes, and 5 of 9 head dims in 2 of 3 dtypes.
     "api/test_attention::test_every_block_size_is_right[hopper]": 0.4,
     "backends/test_gpu::test_every_pattern_head_dim_and_dtype_is_right[hopper]": 0.2,
 }
@@ -82,7 +82,7 @@ def test_on_an_h100_every_back_end_would_compute_at_least_half_of_the_cases_of_e
         "SIMULATED_REPORT": str(report),
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    # Marks that skip, as those of tests that need a GPU, are left aside; what is wrong in a test that reaches for one, too.
+    # Ignores marks that skip, such as those of tests that need a GPU, and errors of tests that use one.
     options = ["-p", "simulated", "-p", "no:skipping", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no"]
     command = [sys.executable, "-m", "pytest", *options, *(str(TESTS / name) for name in FILES)]
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
@@ -93,5 +93,5 @@ def test_on_an_h100_every_back_end_would_compute_at_least_half_of_the_cases_of_e
     assert few == {}
     assert LESS.keys() <= found.keys(), "of tests that are gone"
     assert {name for family in found for name in BACKENDS if family.endswith(f"[{name}]")} == set(BACKENDS)
-    # Of some 30 functions when this was written.
+    # About 30 functions when this was written.
     assert sum(family.endswith("[hopper]") and share > 0 for family, share in found.items()) >= 30

@@ -1,4 +1,4 @@
-"""Who may import whom: docs/architecture.md, held to."""
+"""Who may import whom, as docs/architecture.md says."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PACKAGES = {
 
 
 def floors() -> dict[str, int]:
-    """The rooms of docs/architecture.md's table, and the floor of each, counted from the roof."""
+    """The rooms in docs/architecture.md's table and their floors, counted from the roof."""
     lines = (ROOT / "docs" / "architecture.md").read_text().splitlines()
     rows = [re.match(r"\| (\d+) \| (.*?) \|", line) for line in lines]
     return {room: int(row[1]) for row in rows if row for room in re.findall(r"`([^`]+)`", row[2])}
@@ -39,7 +39,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path) -> set[str]:
-    """The modules that a file imports anywhere in it, by their dotted names; of ``from a import b``, a.b where that is one."""
+    """The modules that a file imports anywhere, by dotted name; for ``from a import b``, a.b if that is a module."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -67,10 +67,10 @@ IMPORTS = {name: imports(name, path) for name, path in modules().items()}
 
 
 def test_the_table_names_every_room_and_no_other():
-    # sparse_flash.kernels itself says what its rooms have in common, and holds no code.
+    # sparse_flash.kernels itself only documents what its rooms have in common; it holds no code.
     assert not IMPORTS["sparse_flash.kernels"]
     assert {room(name) for name in IMPORTS if name != "sparse_flash.kernels"} == FLOORS.keys()
-    assert len({name.split("/")[0] for name in FLOORS} - {"sparse_flash"}) <= 16  # kernels, seen from above, are one
+    assert len({name.split("/")[0] for name in FLOORS} - {"sparse_flash"}) <= 16  # kernels count as one
 
 
 @pytest.mark.parametrize("name", sorted(IMPORTS.keys() - {"sparse_flash.kernels"}))
@@ -113,7 +113,7 @@ PRIVATE_OF_TORCH = re.compile(r"\btorch\.(\w+\.)*_[A-Za-z]\w*|\b_dynamo_\w+|ops\
 
 
 def test_private_names_of_pytorch_are_in_one_place():
-    """And in ``streams``, as kernels import nothing of the package. (``compat.pytorch`` names them in strings.)"""
+    """And in ``streams``, because kernels import nothing from the package. (``compat.pytorch`` names them in strings.)"""
     found = set()
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text())):

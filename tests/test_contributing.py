@@ -1,4 +1,4 @@
-"""Who follows a recipe of CONTRIBUTING.md to the letter, in a copy of the tree, gets what it says; test_examples.py: patterns."""
+"""CONTRIBUTING.md's recipes work if followed to the letter in a copy of the tree (patterns: see test_examples.py)."""
 
 import csv
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# What a line of a recipe says of where its lines go: FILE, in place of NAME; in NAME, a dict; after LINE.
+# How a recipe says where its lines go: FILE, in place of NAME; in NAME, a dict; after LINE.
 PLACE = re.compile(r"^# (\S+\.py), (in place of|in|after) ([^;\n]+).*\n", re.M)
 
 
 def follow(title: str, copy: Path) -> None:
-    """Writes the file that a section gives, and puts its lines into others, in a copy of the tree."""
+    """Writes the file that a section gives, and adds its lines to others, in a copy of the tree."""
     for name in ("sparse_flash", "patterns", "benchmarks", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "results", *(["patterns", "benchmarks"] if name == "sparse_flash" else []))
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)

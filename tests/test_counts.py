@@ -1,4 +1,4 @@
-"""A run of all tests fails where back ends computed too little, and where files lost tests; one of a part does not."""
+"""A full test run fails if back ends computed too little or files lost tests; a partial run does not."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ RECORD = {"versions": counts.versions(), "files": {"tests/test_it.py": {"tests":
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs pytest on a folder of tests that has this one's counts and settings: (exit status, what it prints)."""
+    """Runs pytest on a folder of tests with this folder's counts and settings: (exit status, what it prints)."""
     (tmp_path / "tests").mkdir()
     for name in ("counts", "conftest"):
         text = (counts.HERE / f"{name}.py").read_text()

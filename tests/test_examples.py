@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(name: str):
-    """The example as a module, under a name of its own."""
+    """The example as a module, under its own name."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -34,7 +34,7 @@ def load(name: str):
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """Patterns that a test registers are gone after it."""
+    """Removes the patterns that a test registers."""
     monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
 
 
@@ -80,7 +80,7 @@ def test_every_score_term_changes_the_result_and_padding_gives_zero():
     outs = load("score_terms").main(tokens=300)
     plain = outs.pop("plain")
     unchanged = {name for name, out in outs.items() if torch.equal(out, plain)}
-    # A cap of 20 is above most scores, and a bias of zeros is none.
+    # A cap of 20 is above most scores, and a bias of zeros changes nothing.
     assert unchanged <= {"rel_bias"} and len(outs) == 6
     torch.testing.assert_close(outs["rel_bias"], plain)
     torch.testing.assert_close(outs["softcap"], plain, rtol=0.1, atol=0.1)
@@ -103,7 +103,7 @@ def small_run(module, out: Path, **changes):
 
 
 def same(a, b) -> bool:
-    """Whether two checkpoints are equal bit for bit, but for the seconds that they took."""
+    """Whether two checkpoints are equal bit for bit, except for the seconds that they took."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a if key != "seconds")
     if isinstance(a, (list, tuple)):
@@ -256,7 +256,7 @@ def codes(page: str) -> list[str]:
 
 
 README = codes("README.md")
-# Pages that need nothing of another page open with their own imports; the others follow the first block of getting started.
+# Pages that need nothing from another page open with their own imports; the others follow the first block of getting started.
 PAGES = ["docs/index.md", "docs/getting-started.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs/guides").glob("*.md"))]
 
 
@@ -304,7 +304,7 @@ def test_every_code_of_a_page_runs_as_it_stands(page, run):
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_every_line_of_python_in_a_page_is_in_a_block_that_is_run(page):
-    """Blocks without a language are of the shell."""
+    """Blocks without a language are shell commands."""
     text = (ROOT / page).read_text()
     assert text.count("```") == 2 * len(codes(page)) > 0
     shell = re.findall(r"^    (\S+)", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
@@ -315,14 +315,14 @@ MIGRATIONS = ["docs/guides/from-flex-attention.md", "docs/guides/from-flash-attn
 
 
 def rows(page: str) -> list[tuple[str, str]]:
-    """What you wrote, and what you write, of every row of a page's tables of code."""
+    """(what you wrote, what you write) for every row of a page's code tables."""
     cells = re.findall(r"^\| `(.*)` \| `(.*)` \|$", (ROOT / page).read_text(), re.M)
     return [tuple(cell.replace(r"\|", "|") for cell in row) for row in cells]
 
 
 @pytest.mark.parametrize("page", MIGRATIONS)
 def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch):
-    # The other library's calls by their names, which it need not be installed for.
+    # Provides the other library's calls under their names, so it need not be installed.
     monkeypatch.setitem(sys.modules, "flash_attn", importlib.import_module("sparse_flash.integrations.flash_attn"))
     names = run(page)
     assert len(rows(page)) == (ROOT / page).read_text().count("\n| `") > 10
@@ -342,6 +342,6 @@ def test_what_you_wrote_and_what_you_write_give_the_same(page, run, monkeypatch)
 def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(capsys):
     pytest.importorskip("transformers")
     loss, right = load("huggingface").main(steps=120)
-    # A random piece of 64, unforeseeable, and two copies of it: log(49) on 63 of 191 predictions.
+    # A random piece of 64, which cannot be predicted, and two copies of it: log(49) on 63 of 191 predictions.
     assert loss < 1.1 * math.log(49) * 63 / 191 + 0.05 and right > 0.9
     assert "looks at attention and its gradients" in capsys.readouterr().out

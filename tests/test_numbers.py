@@ -1,4 +1,4 @@
-"""What docs/numbers.md says, held to what is computed."""
+"""Compares docs/numbers.md with what is computed."""
 
 import re
 from pathlib import Path
@@ -17,8 +17,8 @@ BACKENDS = ("torch", "triton", "reference")
 
 
 def test_the_table_of_errors_is_what_the_script_finds():
-    """Of a CPU. Other versions of PyTorch and other processors have another exponential: lse, a largest difference, was seen to be
-    off by 2.5 times as much."""
+    """On a CPU. Other versions of PyTorch and other processors compute other exponentials: lse, a largest difference, was seen to
+    differ by a factor of 2.5."""
     if numerics.DEVICE != "cpu":
         pytest.skip("the table is of a CPU")
     told = [line for line in TEXT.splitlines() if line.startswith(("| `full`", "| `causal"))]
@@ -44,7 +44,7 @@ def test_the_table_of_a_back_end_has_the_dtypes_that_it_accepts_and_no_other(mon
 @pytest.mark.parametrize("spec", numerics.SPECS)
 def test_our_error_is_no_larger_than_twice_pytorchs(spec, dtype):
     for name, (ours, theirs) in numerics.errors(spec, dtype).items():
-        # On a CPU, lse of dense 16-bit attention is that of PyTorch's own kernel, which the other figure is not.
+        # On a CPU, lse of dense 16-bit attention comes from PyTorch's own kernel; the other figure does not.
         assert ours <= (1e-4 if name == "lse" else 2 * theirs + 1e-6), name
 
 

@@ -1,4 +1,4 @@
-"""The documentation site, as far as it can be held to the code without building it; `make docs` does the rest."""
+"""The documentation site, as far as it can be compared with the code without building it; `make docs` does the rest."""
 
 import ast
 import re

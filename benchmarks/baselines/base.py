@@ -12,7 +12,7 @@ from ..workload.problem import Problem
 
 
 class Peer:
-    """order: how it wants the dimensions (batch, heads, tokens, head_dim) to lie in memory.
+    """order: the memory order that it wants of the dimensions (batch, heads, tokens, head_dim).
     deterministic: whether it promises gradients that repeat bit for bit."""
 
     order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
@@ -23,11 +23,11 @@ class Peer:
         return None
 
     def settings(self) -> AbstractContextManager:
-        """A context that must hold while it runs, entered once and not for every call."""
+        """A context that must be active while it runs; entered once, not for every call."""
         return nullcontext()
 
     def runs_on(self, problem: Problem) -> str | None:
-        """Which of its back ends takes the call, where it has several."""
+        """Which of its back ends takes the call, if it has several."""
         return None
 
     def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:

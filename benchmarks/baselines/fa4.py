@@ -18,7 +18,7 @@ from .base import Peer
 
 @dataclass(frozen=True)
 class FlashAttention4(Peer):
-    """Dense, causal, a causal window, and causal attention in documents by its variable-length call."""
+    """Dense, causal, a causal window, and causal attention in documents through its variable-length call."""
 
     deterministic: bool = False
     order = (0, 2, 1, 3)
@@ -59,7 +59,7 @@ class FlashAttention4(Peer):
 
 
 def _inside_causal(problem: Problem) -> Pattern | None:
-    """``p`` where the problem's one pattern is ``causal & p``."""
+    """``p`` if the problem's only pattern is ``causal & p``."""
     if len(problem.patterns) > 1 or not isinstance(problem.patterns[0], And):
         return None
     operands = problem.patterns[0].operands
@@ -68,7 +68,7 @@ def _inside_causal(problem: Problem) -> Pattern | None:
 
 
 def _documents(problem: Problem, bounds: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-    """bounds: where documents start, and where the last ends. The sequences of a batch follow each other."""
+    """bounds: where documents start, and where the last one ends. The sequences of a batch are concatenated."""
     import flash_attn.cute
 
     batch, _, tokens, _ = problem.q.shape

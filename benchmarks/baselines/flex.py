@@ -36,7 +36,7 @@ class Flex(Peer):
 
         # Graphs of earlier cases would each add a check to every call.
         torch.compiler.reset()
-        # The backward pass is timed alone, again and again over one graph, which must then keep what it saved.
+        # The backward pass is timed alone, repeatedly over one graph, which must keep what it saved.
         keep_saved_tensors()
         options: dict[str, Any] = {
             "block_mask": None if problem.mask.keeps_all and problem.kv_lens is None else flex_block_mask(_within_reach(problem)),
@@ -48,7 +48,7 @@ class Flex(Peer):
 
 
 def _within_reach(problem: Problem) -> Problem:
-    """The problem with a table that its kernels take: the same pairs, on blocks no smaller than their tile."""
+    """The problem with a table that the kernels accept: the same pairs, on blocks no smaller than their tile."""
     mask = problem.mask
     if mask.block_size >= LEAST_BLOCK or len(problem.patterns) > 1:
         return problem
@@ -57,7 +57,7 @@ def _within_reach(problem: Problem) -> Problem:
 
 
 def flex_block_mask(problem: Problem):
-    """FlexAttention's BlockMask with the blocks of ours: what its own builder finds, without its tokens x tokens pass."""
+    """FlexAttention's BlockMask with our blocks: what its own builder finds, without the tokens x tokens pass."""
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
     mask = problem.mask
@@ -73,7 +73,7 @@ def flex_block_mask(problem: Problem):
         partial, full = (partial | (full & cut)) & (first < length), full & ~cut
     lists = []
     for kept in (partial, full):
-        # The columns of kept blocks first, in order; what follows them is never read.
+        # The columns of kept blocks first, in order; the rest is never read.
         order = np.argsort(~kept, axis=-1, kind="stable")
         lists += [torch.from_numpy(a.astype(np.int32)).to(mask.device) for a in (kept.sum(-1), order)]
     lengths = mask.q_len, mask.kv_len
@@ -90,7 +90,7 @@ def _entries(mask: BlockMask) -> tuple[np.ndarray, ...]:
 
 
 def mask_mod(problem: Problem) -> Callable:
-    """The mask as FlexAttention takes it; where heads differ, each stored mask's form, chosen by the head."""
+    """The mask as FlexAttention takes it; if heads differ, the head selects the form of its stored mask."""
     if problem.kv_lens is not None:
         inner, lengths = mask_mod(replace(problem, kv_lens=None)), problem.kv_lens
         return lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
@@ -107,8 +107,8 @@ def _chosen(low: Callable, form: Callable, number_of_head: torch.Tensor, number:
 
 
 def _form(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
-    """The cheapest form of a stored mask: closed where there is one; a map of blocks where all are full; else a look into
-    the mask tiles."""
+    """The cheapest form of a stored mask: a closed form if there is one, a block map if all blocks are full, else a lookup in the
+    mask tiles."""
     closed = _closed_form(pattern, mask)
     if closed:
         return closed

@@ -28,7 +28,7 @@ class SparseFlash(Peer):
         return reason or self._lacks(problem)
 
     def _lacks(self, problem: Problem) -> str | None:
-        """The reason of the call itself where it carries no dropout or no lengths: asked on one token."""
+        """The call's own refusal of dropout or lengths, asked with one token."""
         varied = _varied(problem)
         if "kv_lens" in varied:
             varied["kv_lens"] = torch.ones_like(varied["kv_lens"])
@@ -55,14 +55,14 @@ class SparseFlash(Peer):
 
 
 def _varied(problem: Problem) -> dict:
-    """The arguments of dropout and lengths, where the problem has them."""
+    """The arguments for dropout and lengths, if the problem has them."""
     dropout = {"dropout_p": problem.dropout_p} if problem.dropout_p else {}
     return dropout if problem.kv_lens is None else {**dropout, "kv_lens": problem.kv_lens}
 
 
 @dataclass(frozen=True)
 class Sdpa(Peer):
-    """PyTorch's dense attention. Any other mask than full and causal would be an array of tokens x tokens."""
+    """PyTorch's dense attention. Any mask other than full and causal would be an array of tokens x tokens."""
 
     backend: str
     most_tokens: int | None = None  # on a CPU, whose memory other programs need; a GPU reports when it has none left

@@ -1,1 +1,1 @@
-"""Times, memory, the accuracy of results and the reliability of figures. Knows peers and problems; nothing of reports."""
+"""Times, memory, the accuracy of results and the reliability of figures. Knows peers and problems, but not reports."""

@@ -1,7 +1,7 @@
-"""Whether a peer computed the right thing, at full size: float64 attention of a few sampled queries.
+"""Checks a peer's results at full size, against float64 attention for a few sampled queries.
 
-Gradients are checked with an incoming gradient that is zero but at the sampled queries: then dQ is zero elsewhere, and
-dK and dV follow from the sampled rows of the score matrix alone, for every key.
+Gradients are checked with an incoming gradient that is zero except at the sampled queries. Then dQ is zero elsewhere, and dK and
+dV, for every key, depend only on the sampled rows of the score matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ..workload.problem import Problem
 
 SAMPLES = 32
-# Largest relative error (Frobenius norm) by dtype: a few times that of rounding; a wrong mask is far beyond.
+# Largest relative error (Frobenius norm) by dtype: a few times that of rounding; a wrong mask is far above.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-9}
 
 # attend() -> (out,), without gradients; attend(dout) -> (out, dq, dk, dv). dout: like out.
@@ -36,13 +36,13 @@ def eagerly(problem: Problem, fn: Callable[[], torch.Tensor]) -> Attend:
 
 
 def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """False also where an error is NaN."""
+    """Also False if an error is NaN."""
     return all(error <= TOLERANCE[dtype] for error in errors.values())
 
 
 def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
-    """Relative errors of out, and with ``backward`` of dq, dk and dv, over the sampled queries. Out is that of the call
-    without gradients and that of the call with them, which need not take the same way."""
+    """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv. Out covers the calls without and
+    with gradients, which may take different paths."""
     q, k, v = problem.leaves
     tokens, kv_len = q.shape[2], k.shape[2]
     rng = np.random.default_rng(0)
@@ -71,7 +71,7 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
                 pairs = kept[pattern] if problem.kv_lens is None else kept[pattern] & (keys < problem.kv_lens[batch])
                 wanted.append(_reference([t.detach().double() for t in own], rows, pairs))
             for name, tensors in found.items():
-                # dK and dV of a head of keys are the sums over the query heads that share it.
+                # dK and dV of a key head are sums over the query heads that share it.
                 shared = name in ("dk", "dv")
                 right = torch.stack([w[name] for w in wanted])
                 right = right.sum(0, keepdim=True) if shared else right
@@ -83,9 +83,9 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
 
 
 def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
-    """How far dropout is from what it promises, on values that are all 1, where each query's result is the sum of what is
-    left of its weights: "mean", how far their mean is from 1; "rate", the log2 of their variance over the promised one,
-    p / (1 - p) times the sum of squared weights, beyond what rounding to q's dtype adds. attend: of values that are all 1."""
+    """How far dropout is from its definition. With values that are all 1, each query's result is the sum of its remaining weights.
+    "mean": how far the mean of these sums is from 1. "rate": the log2 of their variance over the expected one, p / (1 - p) times
+    the sum of squared weights, beyond what rounding to q's dtype adds. attend: with values that are all 1."""
     q, k = problem.q.detach(), problem.k.detach()
     sums = attend()[0][..., 0].double()
     rows = torch.arange(0, q.shape[2], -(-q.shape[2] // SAMPLES), device=q.device)
@@ -106,12 +106,12 @@ def dropout_errors(problem: Problem, attend: Attend) -> dict[str, float]:
 
 
 def dropout_is_right(errors: dict[str, float]) -> bool:
-    """Within what so many draws differ by."""
+    """Within the sampling error of so many draws."""
     return errors["mean"] < 0.05 and errors["rate"] < 1
 
 
 def _kept(pattern, position: np.ndarray, key: np.ndarray) -> torch.Tensor:
-    """(samples, tokens) bool, from the pattern's definition and not from its table."""
+    """(samples, tokens) bool, from the pattern's definition, not its table."""
     return torch.from_numpy(np.broadcast_to(pattern.token_rule(position, key), (len(position), key.shape[1])).copy())
 
 

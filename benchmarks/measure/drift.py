@@ -1,4 +1,4 @@
-"""The rows that a row is compared with, timed again before and after it: no machine is equally fast all the time."""
+"""Times a row's baselines again right before and after the row, because a machine's speed drifts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .accuracy import eagerly
 
 
 class Baselines:
-    """Baselines of one case after another. What was timed after a case is what was timed before the next one, and whoever is
-    needed again is not prepared again. seconds, limit: as those of ``throughput.run``, of each timing."""
+    """The baselines of successive cases. A timing after one case serves as the timing before the next, and a peer that is needed
+    again stays prepared. seconds, limit: of each timing, as in ``throughput.run``."""
 
     def __init__(self, device: torch.device, limit: int | None, seconds: float | None):
         self._device, self._limit, self._seconds = device, limit, seconds or throughput.CPU_SECONDS
@@ -22,7 +22,7 @@ class Baselines:
         self._just_timed = False
 
     def before(self, cases: Sequence[Case]) -> None:
-        """Times the baselines of the case that comes next."""
+        """Times the baselines of the next case."""
         wanted = {case.key: case for case in cases}
         self._prepared = {key: held for key, held in self._prepared.items() if key in wanted}
         self._before = {key: times for key, times in self._before.items() if key in wanted and self._just_timed}
@@ -40,7 +40,7 @@ class Baselines:
         return {"around": around} if around else {}
 
     def _timed(self, key: str, case: Case | None = None) -> dict[str, dict[str, float]]:
-        """{key: times}; {} where it gives none now, so that the row is compared with what the baseline had when it was alone."""
+        """{key: times}; {} if it gives none now; the row is then compared with the baseline's own earlier result."""
         try:
             with throughput.time_limit(self._limit):
                 held = self._prepared[key] if case is None or key in self._prepared else _Prepared(case, self._device)

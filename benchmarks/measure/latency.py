@@ -1,7 +1,7 @@
-"""What one call of a short problem costs: time, which calls back to back take, and host time, which the program waits.
+"""The cost of one call of a short problem: time, per back-to-back call, and host time, for which the program waits.
 
-Where the GPU has little to do, the host is the limit: a call takes the longer of the two. A CUDA graph takes the host's
-part of the work away; its replay is measured in the same manner.
+If the GPU has little to do, the host is the limit: a call takes the longer of the two. A CUDA graph removes the host's part; its
+replay is measured the same way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..workload.problem import Problem
 from .accuracy import Attend, eagerly, is_right, sampled_errors
 from .noise import Timing
 
-_SECONDS = 0.3  # a figure, at most
+_SECONDS = 0.3  # per figure, at most
 _WARM_CALLS = 20
-_RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than GPUs take into their queues
+_RUN_SECONDS, _RUN_CALLS = 0.01, 50  # of calls between two synchronizations; no more than a GPU's queue holds
 _LEAST_RUNS = 3
 
 
 def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
-    """Microseconds a call, of the forward pass without gradients and of forward and backward, and their errors."""
+    """Microseconds per call of the forward pass without gradients and of forward and backward, and their errors."""
     attend = eagerly(problem, rival.prepare(problem))
     dout = torch.randn_like(attend()[0])
     if graph:
@@ -46,8 +46,8 @@ def times(attend: Attend, dout: torch.Tensor, device: torch.device, seconds: flo
 
 
 def captured(attend: Attend, dout: torch.Tensor) -> Attend:
-    """``attend`` as replays of two CUDA graphs. dout: the second one's own; another is copied into it. Results are
-    overwritten by the next replay."""
+    """``attend`` as replays of two CUDA graphs. dout: the second graph's own; any other is copied into it. The next replay
+    overwrites the results."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -76,7 +76,8 @@ def captured(attend: Attend, dout: torch.Tensor) -> Attend:
 
 
 def microseconds(call: Callable, device: torch.device, seconds: float = _SECONDS) -> tuple[Timing, Timing]:
-    """(time a call, host time a call), over runs of calls back to back, and over the medians of runs of calls timed each."""
+    """(time per call, host time per call): over runs of back-to-back calls, and over the medians of runs in which each call is
+    timed."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(_WARM_CALLS):
         call()
@@ -92,7 +93,7 @@ def microseconds(call: Callable, device: torch.device, seconds: float = _SECONDS
             call()
         wait()
         runs.append(time.perf_counter() - begin)
-    # Apart from the runs above, which the clock's own calls would lengthen.
+    # Separate from the runs above, which reading the clock would lengthen.
     hosts: list[float] = []
     for _ in runs:
         run: list[float] = []

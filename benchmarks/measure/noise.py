@@ -1,8 +1,8 @@
-"""Whether a figure can be relied on: how far repeated times spread, how far baselines moved, and what other programs took.
+"""Whether a figure is reliable: how far repeated times spread, how far baselines moved, and what other programs used.
 
-A result holds the facts, and ``doubts`` judges them, so that files measured before they were recorded still read, without doubts:
+Results hold the facts and ``doubts`` judges them, so files from before these were recorded still load, without doubts:
 
-    "NAME_spread": [first quartile, third quartile]   beside each figure "NAME", in its unit
+    "NAME_spread": [first quartile, third quartile]   next to each figure "NAME", in its unit
     "around": {case key: {NAME: [before, after]}}     the baselines of a row, measured around it
     "load": {"others": cores that other programs used meanwhile, "threads": ours, "cpus": of this machine}
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Figures whose quartiles lie further apart than this share of the median, or whose baseline moved so far while they were measured,
-# say little of ratios of 1.2, which is what people read tables for.
+# Figures whose quartiles lie further apart than this share of the median, or whose baseline moved this far meanwhile, say little
+# about ratios of 1.2, which is what people read tables for.
 MOST_SPREAD = 0.2
 _MOST_OVERSUBSCRIBED = 0.25  # cores; timers, shells and this benchmark's own display take some
 MARK = "?"
@@ -41,19 +41,19 @@ class Timing:
         return Timing(self.median * factor, self.low * factor, self.high * factor)
 
     def named(self, name: str) -> dict:
-        """As a result holds it."""
+        """As stored in a result."""
         return {name: self.median, f"{name}_spread": [self.low, self.high]}
 
 
 class MachineLoad:
-    """What other programs use of this machine's processors, from its construction on."""
+    """What other programs use of this machine's processors, from construction on."""
 
     def __init__(self, threads: int):
         self._threads = threads
         self._begin = self._now()
 
     def seen(self) -> dict | None:
-        """See the module's docstring; None where the system does not say, or too little time has passed for its clock."""
+        """See the module's docstring; None if the system does not say, or too little time has passed for its clock."""
         end = self._now()
         if self._begin is None or end is None or end[0] - self._begin[0] < 0.1:
             return None
@@ -62,13 +62,13 @@ class MachineLoad:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """(seconds of wall time, of all processors at work, of this process and its children)."""
+        """Seconds: (wall time, busy time of all processors, time of this process and its children)."""
         busy = busy_seconds()
         return None if busy is None else (time.perf_counter(), busy, sum(os.times()[:4]))
 
 
 def busy_seconds() -> float | None:
-    """Processor time that all programs took since the machine started, and that other virtual machines took from this one."""
+    """Processor time that all programs have used since the machine started, and that other virtual machines took from this one."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -78,7 +78,7 @@ def busy_seconds() -> float | None:
 
 
 def spread(result: dict) -> float | None:
-    """The largest distance of quartiles of a result's times, as a share of their median; None where it was not recorded."""
+    """The largest distance of quartiles of a result's times, as a share of their median; None if it was not recorded."""
     shares = [(high - low) / result[name] for name, (low, high) in _spreads(result).items() if result.get(name)]
     return max(shares, default=None)
 
@@ -88,7 +88,7 @@ def _spreads(result: dict) -> dict[str, list[float]]:
 
 
 def doubts(result: dict) -> list[str]:
-    """Why the figures of a result are not to be relied on, as phrases; empty where nothing speaks against them."""
+    """Why a result's figures are unreliable, as phrases; empty if they are reliable."""
     found = []
     wide = spread(result)
     if wide is not None and wide > MOST_SPREAD:

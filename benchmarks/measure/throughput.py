@@ -1,8 +1,8 @@
-"""How a case is timed, and what its memory is.
+"""Timing and memory of a case.
 
-GPU: medians of CUDA-event times over runs with a cold cache. CPU: medians of wall time. Quartiles stand beside both. Memory:
-the most bytes that one forward and backward pass holds in tensors at once, beyond its inputs, as PyTorch's allocators count
-them on both devices (on a CPU through the profiler's allocation events, so that what the process held before does not count).
+GPU: medians of CUDA-event times over runs with a cold cache. CPU: medians of wall time. Both come with quartiles. Memory: the most
+bytes that one forward and backward pass holds in tensors at once, beyond its inputs, as PyTorch's allocators count them on both
+devices (on a CPU through the profiler's allocation events, so that earlier allocations do not count).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GPU_WARMUP_MS, _GPU_MS = 50, 200
 
 
 class OverLimit(BaseException):
-    """A case ran past its time. Not an Exception, so that no library's fallback takes it for its own failure."""
+    """A case ran past its time. Not an Exception, so that no library's fallback mistakes it for its own failure."""
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
 
 
 def _threads(case: Case | CompileCase, device: torch.device) -> int:
-    """Processors that the program wants while it is timed."""
+    """Processors that the program uses while it is timed."""
     return 1 if device.type == "cuda" or isinstance(case, CompileCase) else torch.get_num_threads()
 
 
@@ -90,8 +90,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def asked(case: Case, device: torch.device) -> tuple[Problem, Peer, bool]:
-    """(what is asked, whom, whether for a backward pass as well)."""
-    # FlexAttention has no backward pass on a CPU and refuses inputs that want one.
+    """(the problem, the peer, whether to run a backward pass)."""
+    # FlexAttention has no backward pass on a CPU and refuses inputs that require one.
     backward = not (device.type == "cpu" and case.peer.startswith("flex"))
     rival = peer(case.peer)
     return problem_of(case, device, DTYPES[device.type], backward).memory_order(rival.order), rival, backward
@@ -144,7 +144,7 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
 
 
 def passes(problem: Problem, fn: Callable, device: torch.device, seconds: float, backward: bool) -> Iterator[tuple[str, Timing]]:
-    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone; ``fn`` has run before, or runs now."""
+    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` once first."""
     with torch.no_grad():
         fn()
         yield "forward_ms", timed_ms(fn, device, seconds)
@@ -155,8 +155,8 @@ def passes(problem: Problem, fn: Callable, device: torch.device, seconds: float,
 
 
 def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
-    """Milliseconds of each pass and of both, memory of both. What is checked against the definition is without dropout, which
-    every peer draws in its own way."""
+    """Milliseconds of each pass and of both, memory of both. The check against the definition runs without dropout, which every
+    peer draws in its own way."""
     fn = rival.prepare(replace(problem, dropout_p=0.0))
     errors = sampled_errors(problem, eagerly(problem, fn), backward)
     correct = is_right(errors, problem.q.dtype)
@@ -217,7 +217,7 @@ def peak_bytes(fn: Callable, device: torch.device) -> int:
 
 @contextmanager
 def _quiet_stderr():
-    """Without the profiler's notes, which its library writes past Python."""
+    """Hides the profiler's notes, which its library writes past Python."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
@@ -236,7 +236,7 @@ def _compile(case: CompileCase) -> dict:
         begin = time.perf_counter()
         mask = sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)
         times.append(time.perf_counter() - begin)
-    # Tracing slows allocation down, so that memory has a run of its own.
+    # Tracing slows allocation, so memory is measured in a separate run.
     tracemalloc.start()
     try:
         sparse_flash.compile_mask(pattern, case.tokens, block_size=case.block_size, progress=False)

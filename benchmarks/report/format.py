@@ -17,14 +17,14 @@ def marked(text: str, doubtful: bool) -> str:
 
 
 def noted(table: ReportTable) -> ReportTable:
-    """The table with the meaning of its marks and spreads, where it has any."""
+    """The table with the meaning of its marks and spreads, if it has any."""
     table = table.without("spread") if "spread" in table.columns else table
     marks = any(cell.endswith(f" {MARK}") for row in table.rows for cell in row)
     return replace(table, notes=[*table.notes, *[SPREAD] * ("spread" in table.columns), *[MARKED] * marks])
 
 
 def spread(row: Row | dict | None) -> str:
-    """How far the times of a row, or of a result, lie apart."""
+    """How far the times of a row or a result spread."""
     share = row and noise.spread(row.result if isinstance(row, Row) else row)
     return "" if share is None else f"{share:.0%}"
 

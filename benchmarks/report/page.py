@@ -45,7 +45,7 @@ _CAPTIONS = {
 
 
 def write(results: Results) -> Path:
-    """Draws the plots and writes the page beside the JSON; returns the page's path."""
+    """Draws the plots and writes the page next to the JSON; returns the page's path."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -81,7 +81,7 @@ def _style(cell: str, column: str) -> str:
 
 
 def headlines(data: dict) -> list[tuple[str, str]]:
-    """(figure, what it says) for the top of the page; of figures that can be relied on alone."""
+    """(figure, what it says) for the top of the page; only reliable figures."""
     found = []
     compared = [gain for gain in gains(data) if gain.total]
     sure = [gain for gain in compared if not gain.doubtful]

@@ -1,4 +1,4 @@
-"""Tables of our speed and that of the peers, with ratios to the best peer of the same run."""
+"""Tables of our speed and the peers', with ratios to the best peer of the same run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..workload.cases import OURS
 from .format import marked, noted, number, spread
 from .rows import ReportTable, Row, around, rows
 
-Passes = tuple[float | None, float | None]  # forward, and backward or both; None where there is no number
+Passes = tuple[float | None, float | None]  # forward, and backward or both; None if there is no number
 _RATIO = (
     "x: how many times as fast as the fastest other in the same run, each pass for itself, as timed again before and after ours"
 )
@@ -20,7 +20,7 @@ def tables(data: dict) -> list[ReportTable]:
 
 
 def ratios_to_best(data: dict) -> list[float]:
-    """Of all rows of the peers suite that can be relied on: our speed over that of the fastest other, forward and backward."""
+    """Our speed over that of the fastest peer, forward and backward, for all reliable rows of the peers suite."""
     found = _problems(rows(data, "peers", every=True))
     main = _ours(found)[:1]
     pairs = [_ratios(row.get(peer), _rivals(row.values()), _ms) for row in found.values() for peer in main]
@@ -198,6 +198,6 @@ def _cell(row: Row | None, value: Callable[[Row], Passes], factor: float = 1.0) 
 
 
 def _all_right(row: dict[str, Row]) -> str:
-    """Whether each of our results is right; empty where there is none."""
+    """Whether each of our results is right; empty if there is none."""
     ours = [r for r in row.values() if r.ours and r.finished]
     return ("yes" if all(r.counts for r in ours) else "NO") if ours else ""

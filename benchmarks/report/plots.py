@@ -121,22 +121,22 @@ def _speedup(data: dict, theme: Theme):
 
 
 def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
-    """The style of a dot: hollow where it is unreliable."""
+    """The style of a dot: hollow if unreliable."""
     face = theme.paper if doubtful else colour
     return {"marker": "o", "markersize": 7, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "", "linewidth": 1}
 
 
 def _bars(y: float, row: Row) -> float | None:
-    """Half of the spread of a row's times about a figure made from them."""
+    """Half the spread of a row's times, around a figure made from them."""
     share = spread(row.result)
     return share and y * share / 2
 
 
 def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]]) -> None:
-    """Each dot's name beside it, where no other name or dot is; with a line to it where that is further away."""
+    """Puts each dot's name next to it, clear of other names and dots, with a line if it is further away."""
     from matplotlib.patheffects import withStroke
 
-    figure.draw_without_rendering()  # sizes of axes and texts are known then
+    figure.draw_without_rendering()  # only then are the sizes of axes and texts known
     ax.autoscale(False)
     places = [ax.transData.transform((x, y)) for x, y, _ in dots]
     pixel, inside = figure.dpi / 72, ax.get_window_extent()
@@ -172,7 +172,7 @@ def _length(data: dict, theme: Theme):
 
 
 def _paper(data: dict, theme: Theme):
-    """The plain variant, ours by the back end that it takes of itself."""
+    """The plain variant, ours with its default back end."""
     return _against_length([row for row in rows(data, "paper") if row.how == "plain" and row.counts and ":" not in row.peer], theme)
 
 

@@ -9,7 +9,7 @@ from ..measure.noise import doubts
 from ..results import finished
 from ..workload.cases import OURS, Shape
 
-TEXT_COLUMNS = ("mask", "by", "why", "as")  # to the left; numbers to the right
+TEXT_COLUMNS = ("mask", "by", "why", "as")  # left-aligned; numbers are right-aligned
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def total_ms(self) -> float | None:
-        """Forward and backward together, or None where there is no backward pass."""
+        """Forward and backward together, or None if there is no backward pass."""
         return self.result["forward_ms"] + self.result["backward_ms"] if "backward_ms" in self.result else None
 
     @property
@@ -66,7 +66,7 @@ class ReportTable:
     notes: list[str] = field(default_factory=list)
 
     def without(self, column: str) -> ReportTable:
-        """The table without a column that is empty in every row; itself where it is not."""
+        """The table without a column that is empty in every row; itself if it is not."""
         place = self.columns.index(column)
         if any(row[place] for row in self.rows):
             return self
@@ -75,8 +75,7 @@ class ReportTable:
 
 
 def around(mine: Row, others: Sequence[Row]) -> list[Row]:
-    """Those of the others that were timed again around this row, with the means of what they had then; all of them as they were
-    alone, where none was."""
+    """The others that were timed again around this row, with the means of those times; if none was, all of them as timed alone."""
     again = mine.result.get("around", {})
     facts = {other.key: {k: v for k, v in other.result.items() if not k.endswith("_spread") and k != "load"} for other in others}
     found = [

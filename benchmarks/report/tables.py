@@ -14,13 +14,13 @@ _WAITING_NAMED = 8  # of the cases that have not been run; a suite may have hund
 
 
 def dense_rivals(data: dict) -> list[Row]:
-    """Dense attention that is not ours at the speedup suite's shape, where its results are right."""
+    """The peers' dense attention at the speedup suite's shape, if its results are right."""
     return [row for row in rows(data, "speedup") if row.label == "full" and not row.ours and row.counts]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One mask's speed-up over the fastest dense rival, as timed around it; ratios are None where one side has no number.
+    """One mask's speed-up over the fastest dense rival, as timed around it; ratios are None if one side has no number.
     rivals: (peer forward, peer forward and backward)."""
 
     row: Row

@@ -11,7 +11,7 @@ _LONG_SPEC = 1000  # characters; a map of 512 x 512 blocks has 262,655
 
 @dataclass(frozen=True)
 class Shape:
-    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as of queries.
+    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as query heads.
     Tensors are (batch, heads, tokens, head_dim)."""
 
     batch: int
@@ -73,7 +73,7 @@ class CallCase(Case):
 @dataclass(frozen=True)
 class PaperCase(Case):
     """A cell of the tables of arXiv:2205.14135, App. E.6. dropout_p: of the attention probabilities. padded: each sequence
-    of the batch has keys up to a length of its own (``problem.padded_lengths``)."""
+    of the batch has keys up to its own length (``problem.padded_lengths``)."""
 
     dropout_p: float = 0.0
     padded: bool = False

@@ -14,7 +14,7 @@ BLOCK = 128
 
 
 def of_many_densities(tokens: int) -> list[Mask]:
-    """Masks of many densities, each of its own kind, sparsest last within a kind."""
+    """Masks of many densities and kinds, sparsest last within a kind."""
     units = tokens // BLOCK
     specs = [
         "random(0.5)",
@@ -48,7 +48,7 @@ def strided(tokens: int) -> Mask:
 
 
 def equal_documents(tokens: int, count: int = 7) -> Mask:
-    """Token t is of document t // (tokens // count): ``count`` equal documents, and the few tokens that are left."""
+    """Token t belongs to document t // (tokens // count): ``count`` equal documents, and the few remaining tokens."""
     length = max(tokens // count, 1)
     bounds = tuple(dict.fromkeys([*range(0, tokens, length), tokens]))
     return Mask(f"causal in {count} documents", f"causal & documents({bounds})")
@@ -69,7 +69,7 @@ def windowed_with_globals(size: int, tokens: int) -> Mask:
 
 
 def mixed_heads(heads: int, window: int = 1024) -> Mask:
-    """Heads in turn under a causal window and under a butterfly."""
+    """Heads alternate between a causal window and a butterfly."""
     return Mask("window and butterfly heads", (f"causal & local({window})", "butterfly") * (heads // 2))
 
 
@@ -78,7 +78,7 @@ def butterfly_of_half_blocks() -> Mask:
 
 
 def bigbird_map(blocks: int) -> np.ndarray:
-    """(blocks, blocks) bool: three diagonals, two global blocks, three random draws a row (arXiv:2007.14062, sec. 2)."""
+    """(blocks, blocks) bool: three diagonals, two global blocks, three random draws per row (arXiv:2007.14062, sec. 2)."""
     i, j = np.ogrid[:blocks, :blocks]
     kept = (abs(i - j) <= 1) | (i < 2) | (j < 2)
     draws = torch.Generator().manual_seed(0)
@@ -94,8 +94,8 @@ def longformer_map(blocks: int) -> np.ndarray:
 
 
 def even_map(blocks: int, kept: int) -> np.ndarray:
-    """(blocks, blocks) bool of ``kept`` blocks: rows differ by one at most, and so do columns. The extra cost of a skewed mask of
-    as many blocks is the price of its skew. Cyclic diagonals, evenly spaced, the last cut short."""
+    """(blocks, blocks) bool with ``kept`` blocks: rows differ by at most one, and so do columns. The extra cost of a skewed mask
+    with as many blocks is the price of its skew. Cyclic diagonals, evenly spaced, the last one cut short."""
     entry = np.arange(kept)
     diagonal, row = entry // blocks, entry % blocks
     shift = diagonal * blocks // -(-kept // blocks)
@@ -105,7 +105,7 @@ def even_map(blocks: int, kept: int) -> np.ndarray:
 
 
 def skewed_and_even(tokens: int) -> list[Mask]:
-    """BigBird's and Longformer's maps of blocks, each followed by an even one of as many blocks."""
+    """BigBird's and Longformer's block maps, each followed by an even one with as many blocks."""
     masks = []
     for name, build in (("bigbird", bigbird_map), ("longformer", longformer_map)):
         kept = build(tokens // BLOCK)
@@ -119,7 +119,7 @@ def _of_map(label: str, kept: np.ndarray) -> Mask:
 
 
 def of_peer_shape(shape: Shape) -> list[Mask]:
-    """The masks of the peers suite at one of its four large shapes: all at the main one, else a choice."""
+    """The masks of the peers suite at one of its four large shapes: all at the main one, else a selection."""
     tokens = shape.tokens
     if shape.head_dim == 64:
         return [FULL, CAUSAL, window(1024), BUTTERFLY]

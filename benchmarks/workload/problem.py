@@ -1,4 +1,4 @@
-"""The task of a peer: tensors, and the mask in both of its forms."""
+"""A peer's task: tensors, and the mask in both of its forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .cases import Case, PaperCase, Shape
 class Problem:
     """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim).
     patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device.
-    dropout_p: of the attention probabilities. kv_lens: (batch,) int32, how many keys of each sequence there are; None: all."""
+    dropout_p: of the attention probabilities. kv_lens: (batch,) int32, the number of keys of each sequence; None: all."""
 
     patterns: tuple[Pattern, ...]
     mask: BlockMask
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """The spec text of each pattern; of one that all heads share, the text alone."""
+        """The spec text of each pattern; just the text of one that all heads share."""
         return "; ".join(map(str, self.patterns))
 
     @property
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def kept_pairs(self) -> int:
-        """Pairs of a query and a key that are kept, over batch and heads."""
+        """Kept (query, key) pairs, over batch and heads."""
         each = torch.from_numpy(self.mask.kept_pairs())[self.mask.mask_index.cpu().long()]
         return int(each.expand(self.q.shape[:2]).sum())
 
@@ -74,6 +74,6 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
 
 
 def padded_lengths(shape: Shape) -> torch.Tensor:
-    """(batch,) int32: from half of the tokens to all of them, any as likely."""
+    """(batch,) int32: uniform from half of the tokens to all of them."""
     draws = torch.Generator().manual_seed(0)
     return torch.randint(max(1, shape.tokens // 2), shape.tokens + 1, (shape.batch,), generator=draws, dtype=torch.int32)

@@ -125,7 +125,7 @@ def _length(device, quick, own) -> Iterator[Case]:
     for tokens in lengths:
         shape = Shape(1, heads, tokens, 64)
         if device == "cuda" or tokens <= 8192:
-            # Dense attention of 16,384 tokens would take most of a CPU's three minutes and say nothing new.
+            # Dense attention over 16,384 tokens would take most of a CPU's three minutes and say nothing new.
             yield from (Case(shape, FULL, peer) for peer in (*DENSE_PEERS[device][:2], OURS))
         if tokens <= most_math:
             yield Case(shape, FULL, "sdpa-math")

@@ -1,4 +1,4 @@
-"""The call: right by the rule of ``oracle.check`` on every back end, and one clear error for what does not fit together."""
+"""The call: right by the rule of ``oracle.check`` on every back end, and one clear error for arguments that do not fit together."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def block_size_near(backend, block_size):
 
 
 def budget(backend):
-    """Triton's interpreter takes about a second for what the others do in a millisecond."""
+    """Triton's interpreter takes about a second where the others take a millisecond."""
     interpreted = backend == "triton" and DEVICE == "cpu"
     return hypothesis_settings(max_examples=3 if interpreted else 40)
 
@@ -56,7 +56,7 @@ def budget(backend):
 @parametrize("pattern", [None, "causal & local(20)"])
 @parametrize("backend", BACKENDS)
 def test_scores_far_below_zero_give_no_weight_to_keys_that_do_not_exist(backend, pattern, shift, length):
-    # exp(0 - lse) of a tile's empty rows is infinite in float16 from a shift of 12 on, in float32 from 90.
+    # exp(0 - lse) of a tile's empty rows is infinite in float16 for shifts from 12, in float32 from 90.
     dtype = torch.float32 if backend == "reference" else torch.float16
     for options in ({}, {"deterministic": True}) if DEVICE == "cuda" else ({},):
         check(backend, pattern, length, dtype=dtype, head_dim=64, block_size=128, score_shift=shift, **options)
@@ -123,7 +123,7 @@ def test_out_of_another_head_dim_lies_in_memory_as_q_does():
     (q, k, _), v = inputs(), inputs(head_dim=24)[2]
     tokens_first = sf.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, LOCAL)
     assert tokens_first.shape == (1, 2, 100, 24) and tokens_first.transpose(1, 2).is_contiguous()
-    repeated = [t.expand(3, -1, -1, -1) for t in (q, k, v)]  # a stride of 0 has no place in a result
+    repeated = [t.expand(3, -1, -1, -1) for t in (q, k, v)]  # a result cannot have a stride of 0
     assert sf.attention(q, k, v, LOCAL).is_contiguous() and sf.attention(*repeated, LOCAL).is_contiguous()
 
 
@@ -194,7 +194,7 @@ def test_every_memory_order_is_right_and_kept(backend, layout, kv_heads):
 @every_backend
 def test_a_query_that_keeps_nothing_gives_zero_and_no_gradient(backend):
     q, k, v = accepted(backend, 100, 40, requires_grad=True)
-    # With more queries than keys, causal leaves the first 60 queries nothing.
+    # With more queries than keys, causal leaves nothing for the first 60 queries.
     out, lse = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
     dq, dk, dv = torch.autograd.grad((out.sum(), lse[:, :, 60:].sum()), (q, k, v))
     assert (out[:, :, :60] == 0).all() and lse[:, :, :60].isneginf().all() and lse[:, :, 60:].isfinite().all()
@@ -292,7 +292,7 @@ def test_gradients_repeat_bit_for_bit(backend, deterministic):
         out = sf.attention(q, k, v, mask, backend=backend, deterministic=deterministic)
         return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
-    # Of a GPU's back ends, these add gradients up in an order that varies, where nobody asks for another: the same to rounding.
+    # On a GPU, these back ends sum gradients in varying order unless asked not to: the same up to rounding.
     in_any_order = not deterministic and DEVICE == "cuda" and backend in ("torch", "hopper")
     tolerances = {"rtol": 1e-2, "atol": 1e-2} if q.dtype == torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
     for first, second in zip(once(), once(), strict=True):
@@ -385,7 +385,7 @@ def test_an_unknown_back_end_is_named_with_the_known_ones():
         sf.attention(*inputs(), backend="cuda")
 
 
-# What bad input gets: one clear error before any kernel runs.
+# Bad input: one clear error before any kernel runs.
 
 
 def changed(**changes):
@@ -532,7 +532,7 @@ def test_the_torch_back_end_takes_memory_linear_in_tokens(pattern, lse_gradient)
     tokens = 32768
     q, k, v = inputs(tokens, heads=1, kv_heads=1, device="cpu")
     mask = sf.compile_mask(pattern, tokens, block_size=64)
-    with LargestTensor() as seen:  # which does not see what operators do within
+    with LargestTensor() as seen:  # which does not see inside operators
         out, lse = torch_backend.forward(q, k, v, mask, 0.25, None)
         torch_backend.backward(out, lse if lse_gradient else None, q, k, v, out, lse, mask, 0.25, False, None)
     assert tokens * 16 <= seen.elements <= max(tokens * 16, torch.get_num_threads() << 21)

@@ -1,4 +1,4 @@
-"""What calls remember, and how it is given back."""
+"""What calls remember, and how it is released."""
 
 import gc
 import subprocess
@@ -70,7 +70,7 @@ def test_captured_graphs_survive_cleared_caches():
     sf.clear_caches()
     gc.collect()
     torch.cuda.empty_cache()
-    noise = [torch.full((1 << 16,), 1 << 20, dtype=torch.int32, device=DEVICE) for _ in range(64)]  # takes what was freed
+    noise = [torch.full((1 << 16,), 1 << 20, dtype=torch.int32, device=DEVICE) for _ in range(64)]  # reuses what was freed
     for _ in range(3):
         graph.replay()
         for outs in (captured, results()):

@@ -1,4 +1,4 @@
-"""attention_decode: what float64 attention by the mask's definition gives for the last queries of each sequence."""
+"""attention_decode equals float64 attention by the mask's definition for the last queries of each sequence."""
 
 import importlib
 
@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, t
 
 
 def kept_by_definition(pattern, mask, length: int, q_len: int, capacity: int) -> torch.Tensor:
-    """(q_len, length) bool, or (heads, q_len, length) for masks of heads."""
+    """(q_len, length) bool, or (heads, q_len, length) for per-head masks."""
     positions, keys = torch.arange(length - q_len, length), torch.arange(length)
     exists = (positions >= 0)[:, None].expand(-1, length)
     if mask is not None:
@@ -72,10 +72,10 @@ def compare(
     layout="heads first",
     given=True,
 ):
-    """Asserts that a back end gives what the definition does. The cache holds NaN past each length.
+    """Asserts that a back end agrees with the definition. The cache holds NaN past each length.
 
-    pattern: spec text, a square BlockMask or None. dtype, head_dim: float32 and 32 by default, or others where the back end does
-    not accept these. given: pass kv_lens, of which ``lengths`` are all the capacity if not.
+    pattern: spec text, a square BlockMask or None. dtype, head_dim: float32 and 32 by default, or others if the back end does not
+    accept these. given: pass kv_lens; if not, ``lengths`` all equal the capacity.
     """
     mask = pattern if isinstance(pattern, sf.BlockMask) else None
     asked = {name: value for name, value in (("dtype", dtype), ("head_dim", head_dim)) if value is not None}
@@ -243,7 +243,7 @@ def test_a_growing_cache_compiles_its_pattern_once():
         lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         sf.attention_decode(q, k, k, "causal & local(64)", kv_lens=lens, backend="torch")
     assert decode._compiled.cache_info().misses == 1
-    for tokens in range(3600, 4096):  # a cache that is a tensor more with every token
+    for tokens in range(3600, 4096):  # a cache that grows by concatenation, token by token
         decode._resolved("causal & local(64)", tokens, q)
     assert decode._compiled.cache_info().misses <= 3
     assert all(n <= decode._rounded(n) <= max(128, n * 9 / 8 + 128) for n in range(1, 5000))

@@ -1,4 +1,4 @@
-"""What people type who come from other libraries: their keywords, text beside patterns."""
+"""What users of other libraries type: their keywords, and text mixed with patterns."""
 
 import inspect
 import re

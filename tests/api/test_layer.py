@@ -1,4 +1,4 @@
-"""SparseAttention: what a layer of PyTorch's own parts would compute, token by token or all at once."""
+"""SparseAttention equals a layer built from PyTorch's own parts, token by token or all at once."""
 
 import copy
 import pickle
@@ -106,7 +106,7 @@ def test_a_table_that_does_not_cover_the_cache_is_refused_before_the_cache_takes
     with pytest.raises(ValueError, match="cover the cache's room of 41 tokens; got q_len=40, kv_len=40; compile it for 41"):
         attn(inputs(5), cache)
     assert cache.tokens == 0
-    assert attn(inputs(40), cache).shape == (2, 40, DIM)  # of these very tokens it is the mask
+    assert attn(inputs(40), cache).shape == (2, 40, DIM)  # the mask is for exactly these tokens
     attn.mask = sf.compile_mask(WINDOW, 1, 41)
     assert attn(inputs(1), cache).shape == (2, 1, DIM)
 

@@ -1,4 +1,4 @@
-"""topk_blocks: keeps the blocks that its definition names, looks at no later key, and its masks are right on every back end."""
+"""topk_blocks keeps the blocks that its definition names, uses no later key, and its masks are right on every back end."""
 
 import math
 from fractions import Fraction

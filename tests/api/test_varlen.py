@@ -1,4 +1,4 @@
-"""Packed documents: the call equals one call for each document, and its table by kernels equals that made on the host."""
+"""Packed documents: the call equals one call per document, and the table made by kernels equals the one made on the host."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ FEWER, MORE = (130, 1, 0, 40, 5), (300, 1, 7, 200, 0)
 
 @dataclass(frozen=True)
 class EveryThird(sf.Pattern):
-    """A rule of a user's own, with no name and no block rule."""
+    """A user's own rule, without a name or a block rule."""
 
     def token_rule(self, q, kv):
         return ((q + kv) % 3 == 0) & (kv <= q)
@@ -42,7 +42,7 @@ PATTERNS = {
     "random": "random(0.4, block=16)",
     "custom": EveryThird(),
 }
-# Whose queries each keep one run of keys, ascending: documents are attended to where they lie.
+# Patterns in which each query keeps one run of keys, ascending: documents are attended to in place.
 SINGLE_RUNS = {
     "none": None,
     "causal": "causal",
@@ -90,8 +90,8 @@ def check(
     beyond=0,
     **options,
 ):
-    """Asserts that the call is right by the rule of ``oracle.check``, lse and its gradient included. beyond: tokens that are
-    of no document. dtype, head_dim: float32 and 16 by default, or others where the back end does not accept these."""
+    """Asserts that the call is right by the rule of ``oracle.check``, lse and its gradient included. beyond: tokens that belong to
+    no document. dtype, head_dim: float32 and 16 by default, or others if the back end does not accept these."""
     asked = {name: value for name, value in (("dtype", dtype), ("head_dim", head_dim)) if value is not None}
     usual = {name: value for name, value in (("dtype", torch.float32), ("head_dim", 16)) if name not in asked}
     asked |= fitted(backend, usual, **asked)
@@ -119,7 +119,7 @@ def check(
 
 @pytest.fixture(params=["host", "kernels"])
 def packer(request, monkeypatch):
-    """Both ways to lay out documents and to make their table; Triton's interpreter runs the kernels without a GPU."""
+    """Both ways to lay out documents and make their table; without a GPU, Triton's interpreter runs the kernels."""
     if request.param == "kernels" and backends.backend("triton").available():
         pytest.skip(backends.backend("triton").available())
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: request.param == "kernels")
@@ -317,7 +317,7 @@ def test_the_table_in_place_by_kernels_equals_that_made_on_the_host(name, starts
     assert torch.equal(device.to_dense(), host.to_dense())
     assert_well_formed(device)
     full = [mask.by_query.row_split[0, :, 0] - mask.by_query.row_ptr[0, :-1] for mask in (host, device)]
-    assert torch.equal(*full)  # and no block that is full has a tile
+    assert torch.equal(*full)  # and no full block has a tile
 
 
 @given(
@@ -362,7 +362,7 @@ def test_only_single_runs_that_ascend_are_taken_in_place(pattern):
 
 
 def assert_well_formed(mask):
-    """By ``Table``'s docstring: segments ascend, work is the rows' bounds, heaviest first, and both tables say the same."""
+    """By ``Table``'s docstring: segments ascend, work is the rows' bounds, heaviest first, and both tables agree."""
     said = []
     for table in (mask.by_query, mask.by_key):
         ptr, split, order, cols, tiles = (t.cpu().numpy() for t in (*(t[0] for t in table[:3]), *table[3:5]))
@@ -389,7 +389,7 @@ def test_the_table_equals_that_of_a_mask_made_from_all_pairs():
     token = packed.queries.token_of_row.long()
     of_documents = documents_mask("causal & local(60)", lengths, lengths, 331, 331).to(DEVICE)
     of_documents = of_documents[token][:, token] & (token >= 0)[:, None] & (token >= 0)
-    kept = packed.mask.to_dense() & (token >= 0)[:, None]  # what places of no query keep does not matter
+    kept = packed.mask.to_dense() & (token >= 0)[:, None]  # places without a query do not matter
     assert torch.equal(kept, of_documents)
     assert torch.equal(token[packed.queries.row_of_token.long()], torch.arange(331, device=DEVICE))
 
@@ -462,7 +462,7 @@ def test_a_compiled_function_takes_new_lengths_without_a_graph_break_or_a_recomp
 def test_opcheck_passes():
     starts = cu_seqlens((100, 200), torch.int64)
     plan, tables = repack._planned("causal", *[300] * 4, 2, True, starts.device)
-    # On a GPU the room that a table does not use holds anything.
+    # On a GPU, the unused room of a table holds arbitrary values.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
     torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
     plan, constants = in_place._planned("causal", *[300] * 4, True, starts.device)

@@ -94,7 +94,7 @@ def test_dense_gradients_are_right_of_expanded_keys_and_cotangents():
 
 
 def repeats(mask) -> bool:
-    """Whether gradients are the same each time, with three threads."""
+    """Whether gradients repeat, with three threads."""
     inputs, before = leaves(600, kv_heads=2), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -200,7 +200,7 @@ def test_pytorchs_private_operators_take_and_give_what_is_relied_on():
     torch.testing.assert_close(lse[..., ~empty], scores.logsumexp(-1)[..., ~empty])
     assert (out[:, :, empty] == 0).all()
     torch.testing.assert_close(out[:, :, ~empty], (scores.softmax(-1) @ v)[:, :, ~empty])
-    # Of lse over more keys than these, weights are the smaller; +inf is that of a query without weights.
+    # An lse over more keys than these makes weights smaller; +inf is the lse of a query without weights.
     shifted = (lse + 1.0).masked_fill(empty, float("inf"))
     weights = (scores - shifted[..., None]).exp()
     delta = (dout * out).sum(-1, keepdim=True)
@@ -224,11 +224,11 @@ def test_a_slow_down_is_the_usual_time_beside_others_by_the_least_alone():
     assert "       2.50       1.00" in busy.table({busy.PEER: one}) and one.ratio == 2.5
 
 
-# Other systems. No such machine was at hand: what follows proves what is chosen, and what its operations are made of.
+# Other systems. No such machine was available: these tests prove what is chosen, and which operations it uses.
 
 
 class DataTypes(TorchDispatchMode):
-    """The dtypes of what operations return."""
+    """The dtypes that operations return."""
 
     def __init__(self):
         super().__init__()
@@ -249,13 +249,13 @@ def test_auto_takes_the_torch_back_end_on_mps(monkeypatch, dtype, interpreted):
         assert backends.choose("auto", call) == "torch"
         with pytest.raises(ValueError, match="float64, which devices of type mps do not have"):
             backends.choose("reference", call)
-    with torch.autocast("mps", enabled=False):  # as the back end enters it
+    with torch.autocast("mps", enabled=False):  # as the back end does
         pass
 
 
 @parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_other_devices_operations_make_no_float64_which_mps_does_not_have(monkeypatch, dtype):
-    monkeypatch.setattr(torch_backend, "_by_pytorchs", lambda *_: False)  # PyTorch's kernel is for CPUs alone
+    monkeypatch.setattr(torch_backend, "_by_pytorchs", lambda *_: False)  # PyTorch's kernel is only for CPUs
     q, k, v = (t.detach() for t in leaves(70, kv_heads=2, dtype=dtype))
     slopes, bias = torch.ones(4), torch.zeros(4, 9, requires_grad=True)
     options = {"dropout_p": 0.3, "softcap": 5.0, "alibi_slopes": slopes, "rel_bias": bias, "kv_lens": torch.tensor([70, 9])}

@@ -1,4 +1,4 @@
-"""The fuzzer itself: its draws are what they say, and nothing that goes wrong is lost."""
+"""The fuzzer itself: its draws are as described, and no failure is lost."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import fuzz
 import pytest
 
-# The drawing module imports torch, and is imported where it is needed: the process below starts faster without.
+# The drawing module imports torch, so it is imported only where needed: the process below starts faster without it.
 
 
 def misbehave(backend, pipe):
-    """In place of ``fuzz.work``: seed 3 hangs, 5 ends the process, 6 is wrong, 9 breaks the device."""
+    """Replaces ``fuzz.work``: seed 3 hangs, 5 ends the process, 6 is wrong, 9 breaks the device."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send(("ready", None))
     while seeds := pipe.recv():

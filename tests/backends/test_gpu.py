@@ -43,7 +43,7 @@ def test_every_pattern_head_dim_and_dtype_is_right(backend, name, head_dim, dtyp
     check(backend, PATTERNS[name], 385, 380, block_size=128, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, batch=2)
 
 
-# Some seconds of compiling each, so not all in all dtypes.
+# Each takes some seconds to compile, so not all are tested in all dtypes.
 V_HEAD_DIMS = [(*pair, torch.bfloat16) for pair in ((192, 128), (64, 128), (40, 72), (16, 256), (128, 64), (100, 36))]
 V_HEAD_DIMS += [(192, 128, torch.float16), (192, 128, torch.float32), (64, 128, torch.float32)]
 
@@ -53,7 +53,7 @@ V_HEAD_DIMS += [(192, 128, torch.float16), (192, 128, torch.float32), (64, 128, 
 def test_v_may_have_a_head_dim_of_its_own(name, head_dim, v_head_dim, dtype):
     pattern = PATTERNS[name] if name else None
     for layout in LAYOUTS:
-        # Each in turn with v like q and k: a launch is made again for what it was compiled for.
+        # Alternates with v like q and k: a launch is repeated only for what it was compiled for.
         for width in (head_dim, v_head_dim):
             options = {"head_dim": head_dim, "v_head_dim": width, "layout": layout, "dtype": dtype, "block_size": 128}
             check("triton", pattern, 385, 380, heads=4, kv_heads=2, batch=2, **options)
@@ -219,7 +219,7 @@ def test_numbers_that_are_not_finite_reach_the_gradients(deterministic):
 
 
 def test_offsets_beyond_two_to_the_31_are_right():
-    # 1 x 9 x 1,048,576 tokens x 256 is more than 2^31 numbers, of which the window needs little.
+    # 1 x 9 x 1,048,576 tokens x 256 is more than 2^31 numbers; the window needs few of them.
     tokens = 1 << 20
     q = torch.randn(1, 9, tokens, 256, device="cuda", dtype=torch.bfloat16)
     mask = sf.compile_mask("causal & local(64)", tokens, device="cuda")

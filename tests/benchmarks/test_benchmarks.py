@@ -31,7 +31,7 @@ QUIET = Console(quiet=True)
 
 
 def problem(spec, tokens=256, block=128, heads=2, head_dim=16, batch=1, kv_heads=None):
-    """spec: one for all heads, or a tuple of one for each."""
+    """spec: one for all heads, or a tuple with one per head."""
     case = cases.Case(cases.Shape(batch, heads, tokens, head_dim, kv_heads), cases.Mask("", spec, block), "sparse_flash")
     return problem_of(case, CPU, torch.float32)
 
@@ -160,7 +160,7 @@ def test_flex_gets_the_same_pairs(spec):
     head, q, kv = torch.meshgrid(torch.arange(heads), torch.arange(256), torch.arange(256), indexing="ij")
     kept = block_mask.mask_mod(0, head, q, kv)
     blocks = block_mask.to_dense()[0].bool().repeat_interleave(32, 1).repeat_interleave(32, 2)
-    # Outside partial blocks FlexAttention does not ask the rule, so that only kept blocks matter.
+    # FlexAttention evaluates the rule only in partial blocks, so only kept blocks matter.
     assert torch.equal(kept & blocks, p.mask.to_dense().view(heads, 256, 256))
 
 
@@ -178,7 +178,7 @@ def test_flex_gets_the_keys_that_each_sequence_has(spec):
 
 
 def full_blocks(block_mask) -> torch.Tensor:
-    """(batch, q_blocks, kv_blocks) bool: the blocks where the rule is not asked."""
+    """(batch, q_blocks, kv_blocks) bool: the blocks in which the rule is not evaluated."""
     count, index = block_mask.full_kv_num_blocks[:, 0], block_mask.full_kv_indices[:, 0].long()
     return torch.zeros_like(index, dtype=torch.bool).scatter_(2, index, torch.arange(index.shape[2]) < count[..., None])
 
@@ -266,7 +266,7 @@ def test_a_deterministic_peer_whose_gradients_differ_is_wrong(monkeypatch):
 
     def unsteady(self, p):
         fn = prepare(self, p)
-        return lambda: fn() * (1 + 1e-6 * (next(number) % 5))  # never twice the same in a row
+        return lambda: fn() * (1 + 1e-6 * (next(number) % 5))  # never the same twice in a row
 
     monkeypatch.setattr(registry.SparseFlash, "prepare", unsteady)
     shaky = throughput.run(case, CPU, seconds=0.01)

@@ -1,4 +1,4 @@
-"""The benchmark on a machine that others use: what is shown of it, measured with clocks and peers that are made up."""
+"""The benchmark on a machine that others use: what it reports, with fake clocks and peers."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ STEADY = {"others": 0.0, "threads": 2, "cpus": 2}
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only where a test says so."""
+    """Time that passes only when a test says so."""
     now = SimpleNamespace(s=0.0)
     for module in (throughput, latency, noise):
         monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
@@ -52,7 +52,7 @@ def test_the_time_of_a_call_and_its_host_time_have_quartiles_over_runs(clock):
     steps = itertools.cycle([1.0, 2.0, 4.0])
 
     def call():
-        clock.s += next(steps) * 1e-2  # as long as a run may take, so that a run is one call
+        clock.s += next(steps) * 1e-2  # the longest that a run may take, so each run is one call
 
     for timing in latency.microseconds(call, CPU, 0.05):
         assert timing == Timing(pytest.approx(2e4), pytest.approx(1e4, rel=0.6), pytest.approx(4e4, rel=0.3))
@@ -65,7 +65,7 @@ def test_what_other_programs_use_is_counted_and_what_this_one_uses_is_not(clock,
     monkeypatch.setattr(noise.os, "times", lambda: (seconds.own, 0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
     load = MachineLoad(threads=2)
-    assert load.seen() is None  # too soon to say
+    assert load.seen() is None  # too early to say
     clock.s, seconds.busy, seconds.own = 10.0, 118.0, 13.0
     assert load.seen() == {"others": 0.5, "threads": 2, "cpus": 2}
     assert doubts({"load": load.seen()}) == ["other programs used 0.5 of 2 cores, and it wants 2"]
@@ -137,7 +137,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr(page, "write", lambda results: None)  # pictures take the most time of all
+    monkeypatch.setattr(page, "write", lambda results: None)  # pictures take most of the time
     return Machine(monkeypatch)
 
 
@@ -163,7 +163,7 @@ def test_baselines_are_timed_before_and_after_each_row_and_what_came_after_one_c
 
 
 def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
-    """From our first row on the machine is half as fast: the ratio stays what it is."""
+    """From our first row on, the machine is half as fast; the ratio does not change."""
 
     def slower(key):
         if len(machine.timed) == 1:
@@ -179,7 +179,7 @@ def test_a_ratio_is_to_what_was_measured_around_the_row(machine, tmp_path):
 
 def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_no_headline(machine, tmp_path, monkeypatch):
     def slower(key):
-        if len(machine.timed) == 5:  # what is timed after the last row
+        if len(machine.timed) == 5:  # timed after the last row
             machine.speed = 0.5
 
     machine.before_timing = slower
@@ -284,7 +284,7 @@ def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
         "speedup": {"sparse_flash": {"sdpa-cudnn", "sdpa-efficient"}},
     }
     ours = {peer: found for peer, found in by_peer.items() if found}
-    if suite == "peers":  # the last shape of the suite has no flex; the fastest of those there are
+    if suite == "peers":  # the suite's last shape has no flex, so the fastest of the others
         assert ours.keys() == expected[suite].keys() and "fa4" in ours["sparse_flash"]
     else:
         assert ours == expected[suite]

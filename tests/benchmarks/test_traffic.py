@@ -1,4 +1,4 @@
-"""Traffic against density: ncu's output is read in every form it takes, and the line through the figures is the right one."""
+"""Traffic against density: ncu's output is read in every form, and the line fitted to the figures is right."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def test_rows_of_a_block_map_keep_equally_many_blocks(density):
 
 
 def stand_in(folder, text, status=0):
-    """A program that takes ncu's options, writes this log and runs nothing."""
+    """A program that accepts ncu's options, writes this log and runs nothing."""
     path = folder / "ncu"
     worker = [sys.executable, "-m", "sparse_flash.benchmarks.traffic", "--worker", "0.5", "--backend", "auto"]
     path.write_text(

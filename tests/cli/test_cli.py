@@ -105,7 +105,7 @@ def test_without_colours_a_terminal_shows_states_by_signs():
         process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment)
         os.close(theirs)
         parts = []
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while part := os.read(ours, 1 << 16):
                 parts.append(part)
         os.close(ours)

@@ -1,4 +1,4 @@
-"""Versions: what was tested, what is allowed, what the matrix installs and what the docs say are one thing; what Triton needs."""
+"""Versions: what was tested, what is allowed, what the matrix installs and what the docs say all agree; what Triton needs."""
 
 import importlib.metadata
 import re
@@ -26,7 +26,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def bounds() -> dict[str, tuple[str, str | None]]:
-    """The first version that pyproject.toml allows of each dependency, and the first that it does not."""
+    """For each dependency, the first version that pyproject.toml allows and the first that it does not."""
     found = {}
     for requirement in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["transformers"]]:
         name, first, stop = re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)(?:,<([\d.]+))?(?:;.*)?", requirement).groups()

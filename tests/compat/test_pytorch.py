@@ -1,4 +1,4 @@
-"""What the package relies on of PyTorch's private names, each on its own: a release that changes one fails here."""
+"""What the package needs from each of PyTorch's private names: a release that changes one fails here."""
 
 import re
 from types import SimpleNamespace

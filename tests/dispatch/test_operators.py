@@ -1,4 +1,4 @@
-"""The PyTorch operators: what opcheck asks of them, and torch.compile without a graph break or a needless recompile."""
+"""The PyTorch operators pass opcheck, and torch.compile has no graph break and no needless recompile."""
 
 from dataclasses import dataclass, replace
 
@@ -352,7 +352,7 @@ def test_dispatch_modes_see_the_operator():
 
 
 def twice_differentiated():
-    """By name: (function of one tensor, the tensors whose gradients depend on attention's)."""
+    """By name: (function of one tensor, the tensors whose gradients depend on attention's gradients)."""
     q, k, v = inputs(60)
     rel_bias, rows = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((2, 9), (60, 2, 16)))
     layer, x = sf.SparseAttention(32, 2, LOCAL, device=DEVICE), torch.randn(1, 60, 32, device=DEVICE, requires_grad=True)

@@ -18,7 +18,7 @@ def tensors(*shapes, grad=False):
 
 
 def expected(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0, extra=None):
-    """Of one sequence: q (q_len, heads, dim), k and v (kv_len, kv_heads, dim), of which keys before ``first`` do not exist."""
+    """For one sequence: q (q_len, heads, dim), k and v (kv_len, kv_heads, dim). Keys before ``first`` do not exist."""
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
@@ -103,7 +103,7 @@ def test_sequences_are_each_the_definition(causal, window, terms, paged):
 
 
 def rotated(x, cos, sin, position, interleaved):
-    """By the definition: each pair of dimensions is a complex number, times cos + i sin."""
+    """By definition: each pair of dimensions is a complex number, times cos + i sin."""
     half = cos.shape[1]
     pairs = x[..., : 2 * half]
     pairs = pairs.unflatten(-1, (half, 2)) if interleaved else pairs.unflatten(-1, (2, half)).transpose(-1, -2)

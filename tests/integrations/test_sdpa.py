@@ -1,4 +1,4 @@
-"""The drop-in for PyTorch's call gives what PyTorch's call gives, or says why not."""
+"""The drop-in for PyTorch's call gives the same results, or says why not."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def tensors(q_len: int = 150, kv_len: int = 150, heads: int = 4, kv_heads: int =
 
 def masked(*shape: int) -> torch.Tensor:
     kept = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) < 0.4
-    kept[..., 0] = True  # PyTorch makes NaN of a query that keeps nothing
+    kept[..., 0] = True  # PyTorch returns NaN for a query that keeps nothing
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Transformers' models under a mask: the same as with PyTorch's attention and the mask's pairs."""
+"""Transformers' models under a mask equal PyTorch's attention with the mask's pairs."""
 
 import copy
 from functools import partial
@@ -39,7 +39,7 @@ PATTERN = "causal & (local(20) | sinks(2))"
 
 
 def twins(name: str):
-    """Two models of the same weights, the second with PyTorch's attention."""
+    """Two models with the same weights, the second with PyTorch's attention."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
     dense = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="sdpa")
@@ -235,9 +235,9 @@ def test_padded_batches_give_what_dense_attention_gives(name, side):
         padding[0, :40] = 0
     else:
         padding[0, 110:] = 0
-    # Nothing that exists foretells the first token.
+    # No existing token precedes the first one, so nothing predicts it.
     labels = x.masked_fill(padding.cumsum(1) * padding <= 1, -100)
-    # A row that keeps nothing keeps itself, where PyTorch would give NaN.
+    # Adds the diagonal, because PyTorch would return NaN for rows that keep nothing.
     kept = pairs(within(name, PATTERN), *x.shape) & padding.bool()[:, None, None] | torch.eye(TOKENS, dtype=torch.bool)
     positions = (padding.cumsum(1) - 1).clamp(min=0)
     ours = model(x, attention_mask=padding, labels=labels, position_ids=positions)
@@ -285,8 +285,8 @@ OWN_SCORES = {
 
 
 def own_scores(name: str):
-    """Two models of the same weights, the second eager: both are causal, and the first layer has a window. Queries and keys are
-    large, so that scores reach the soft cap, and so are sinks."""
+    """Two models with the same weights, the second eager. Both are causal, and the first layer has a window. Queries, keys and
+    sinks are large, so scores reach the soft cap."""
     kind, options = OWN_SCORES[name]
     sizes = SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 33, "pad_token_id": 0}
     config = kind(**sizes, **options, layer_types=["sliding_attention", "full_attention"])

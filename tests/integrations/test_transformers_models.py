@@ -1,5 +1,5 @@
-"""Transformers' architectures under a mask, each with random weights: as with its own attention, where a pair is kept by its own
-mask and by the pattern; or refused. No architecture may be changed, or stay as it is, in silence."""
+"""Transformers' architectures under a mask, each with random weights. Each equals its own attention with the pairs that its own
+mask and the pattern both keep, or is refused. No architecture may be changed, or left unchanged, silently."""
 
 import inspect
 
@@ -21,12 +21,12 @@ PATTERNS = {
     "distance": "causal & (local(5) | strided(11, block=1))",
     "place": "causal & (local(3) | sinks(2) | block_diagonal(block=7))",
 }
-# Pairs of positions that every causal mask of a model under the oracle keeps, beside its own.
+# Pairs of positions that every causal mask of a model under the oracle must keep, in addition to its own rule.
 KEPT: dict[str, torch.Tensor] = {}
 
 
 def oracle_mask(mask_function, allow_is_bidirectional_skip=None, **arguments):
-    """Transformers' own mask and the pattern, in numbers that are added to scores."""
+    """Transformers' own mask and the pattern, as numbers that are added to scores."""
     if "pairs" in KEPT and (allow_is_bidirectional_skip is None or KEPT["everywhere"]):
         mask_function = and_masks(mask_function, lambda batch, head, q, kv: KEPT["pairs"][q, kv])
     return eager_mask(mask_function=mask_function, **arguments)
@@ -112,7 +112,7 @@ def config_of(name: str, **more):
 
 
 def made(kind, config):
-    """The model with weights so large that attention is far from even."""
+    """The model, with weights large enough to make attention far from uniform."""
     torch.manual_seed(0)
     model = (kind.from_config(config) if kind is transformers.AutoModel else kind._from_config(config)).eval()
     for parameter in model.parameters():

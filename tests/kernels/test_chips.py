@@ -24,7 +24,7 @@ parametrize = pytest.mark.parametrize
 
 @pytest.fixture
 def pointers(monkeypatch, poison):
-    """Kernels get pointers in place of descriptors, as on chips that cannot address tiles; what they got."""
+    """Gives kernels pointers in place of descriptors, as on chips that cannot address tiles. Returns what they got."""
     made, rows_of = [], launch.rows_of
     monkeypatch.setattr(launch, "rows_of", lambda tensor, dim: made.append(rows_of(tensor, dim)) or made[-1])
     monkeypatch.setattr(launch, "addresses_tiles", lambda device: False)
@@ -34,7 +34,7 @@ def pointers(monkeypatch, poison):
 @parametrize("layout", LAYOUTS)
 def test_tiles_by_pointers_are_right_in_every_memory_order(pointers, layout):
     check("triton", "causal & local(20)", 40, 50, dtype=torch.float16, layout=layout, kv_heads=1, head_dim=40, block_size=32)
-    assert len(pointers) >= 16  # four of the forward pass, six of each backward one; on a GPU, more that are only compiled
+    assert len(pointers) >= 16  # four of the forward pass, six of each backward pass; on a GPU, more that are only compiled
 
 
 @parametrize("dtype, head_dim", [(torch.float16, 16), (torch.bfloat16, 72), (torch.float32, 20), (torch.float32, 32)], ids=str)
@@ -103,7 +103,7 @@ def test_a_chip_that_no_tiles_fit_is_refused_by_name(monkeypatch, chip, kib, rea
 
 def test_torch_compile_asks_what_a_chip_refuses_and_does_not_trace_how_it_is_found_out(monkeypatch):
     def look(device):
-        os.getpid()  # as the driver's calls, it cannot be traced
+        os.getpid()  # like the driver's calls, it cannot be traced
         return (9, 0), 232448
 
     monkeypatch.setattr(configs, "chip_of", look)
@@ -141,7 +141,7 @@ def test_hoppers_kernels_ask_for_cuda_first_as_rocm_says_9_0_of_some_chips(monke
 
 @pytest.fixture
 def limited(monkeypatch):
-    """Forward launches in which a tile's keys times stages pass this number fail as Triton's do; the configs that ran."""
+    """Makes forward launches fail as Triton's do if a tile's keys times stages exceed a limit. Returns the configs that ran."""
     ran, as_it_is = [], launch.launch
 
     def launched(kernel, grid, arguments, constants, options, *more):
@@ -165,7 +165,7 @@ def test_a_kernel_that_does_not_fit_takes_smaller_tiles_and_is_not_tried_again(l
     (key, config), *_ = launch.within_memory.items()
     assert config == configs.Config(32, 32, 2, 1) and key[-1] == configs.Config(128, 64, 4, 3)
     q = torch.zeros(1, 1, 40, 32, dtype=torch.float16)
-    with pytest.raises(OutOfResources):  # a config that was asked for is the one that runs
+    with pytest.raises(OutOfResources):  # a requested config runs or fails; nothing replaces it
         forward.attention_forward(q, q, q, None, 1.0, config=configs.Config(64, 64, 4, 1))
 
 

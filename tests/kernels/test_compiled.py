@@ -1,4 +1,4 @@
-"""The kernels as a Hopper GPU would get them, compiled here without one."""
+"""The kernels as compiled for a Hopper GPU, without one."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from sparse_flash.kernels.portable import configs
 triton = pytest.importorskip("triton")
 
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
-# Bytes of stack (spilled registers) of the kernels that were measured to be fastest in spite of them.
+# Bytes of stack (spilled registers) of the kernels that were measured to be fastest despite them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
 STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 16}
 
@@ -25,7 +25,7 @@ def kernels():
 
 
 def compiled_by(program: str) -> list[dict]:
-    """What a program of this folder says of the kernels that it compiles."""
+    """What a program in this folder reports about the kernels that it compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = pathlib.Path(__file__).parents[1] / program
     run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
 
 
 def test_registers_stack_and_shared_memory_are_those_recorded(kernels):
-    """A change of code that is to change no kernel changes none of these. One that is to does: `make record` writes them anew."""
+    """A change that should not affect a kernel changes none of these. After one that should, `make record` rewrites them."""
     from sm90 import RECORD, RECORDED  # not at the top: it needs triton
 
     record = json.loads(RECORD.read_text())
@@ -51,7 +51,7 @@ def test_registers_stack_and_shared_memory_are_those_recorded(kernels):
 
 def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_registers(kernels):
     for k in kernels:
-        if k["kernel"] == "decode":  # tiles of few rows; rows of keys in pages, which the copy engine cannot address
+        if k["kernel"] == "decode":  # tiles with few rows; rows of keys in pages, which the copy engine cannot address
             assert k["wgmma"] + k["mma"] > 0 and k["async"] > 0, k
         else:
             assert k["wgmma"] > 0 and k["tma"] > 0, k
@@ -74,13 +74,13 @@ def test_a_thread_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels
             for kernel in (name, f"{name}_of_dropout")
         )
         draws = table[64].tile_m * table[64].tile_n // (32 * dropped["warps"]) // 4
-        # Seven products each in both walks of a dense kernel, and a program's own draw.
+        # Seven products per draw in both walks of a dense kernel, plus one draw per program.
         assert 2 * 6 * draws <= dropped["products"] - plain["products"] <= 2 * 7 * draws + 40, dropped
         assert dropped["shared"] == plain["shared"], dropped
 
 
 def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout_that_it_holds(kernels):
-    # Draws of a thread in a step; places where weights are made, in the forward pass for each of two warp groups.
+    # Draws per thread in a step; places where weights are computed, in the forward pass for each of two warp groups.
     for name, draws, places in (("hopper_forward", 64 * 128 // 128 // 4, 2 * 2), ("hopper_backward", 128 * 64 // 256 // 4, 1)):
         for dim in (64, 128):
             plain = next(k for k in kernels if (k["kernel"], k["dim"], k["sparse"]) == (name, dim, False))
@@ -105,7 +105,7 @@ def test_the_assembler_runs_no_hopper_product_alone(kernels):
 
 
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
-    # 228 KiB a multiprocessor, 1 KiB of it reserved for each program; 65,536 registers, four warps a program.
+    # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
     of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]
     assert {k["kernel"] for k in of_four} == {"forward", "decode"}
     assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []

@@ -1,4 +1,4 @@
-"""What is done around compiling a kernel, with stand-ins for compilers."""
+"""What happens around compiling a kernel, with fake compilers."""
 
 import multiprocessing
 import os
@@ -46,7 +46,7 @@ def test_nothing_is_said_of_what_takes_no_time(cache, monkeypatch, capsys):
 
 
 def _compile(folder: str, key: str, barrier) -> None:
-    """Compiles unless the cache has it, as Triton does, and notes that it did."""
+    """Compiles unless the cache has it, like Triton, and records that it did."""
     barrier.wait()
     with first_calls.first_call("a kernel", (key,)):
         if not os.path.exists(f"{folder}/{key}.compiled"):
@@ -83,7 +83,7 @@ def test_kernels_are_compiled_in_processes_of_their_own_side_by_side(tmp_path):
     def compile_one(number: int):
         def call():
             place = tmp_path / str(number)
-            if not place.exists():  # as Triton's cache
+            if not place.exists():  # like Triton's cache
                 time.sleep(0.3)
                 place.write_text(str(os.getpid()))
             return place.read_text()

@@ -1,4 +1,4 @@
-"""Launches made again: what CUDA's driver is handed, read by a stand-in for it, as no GPU is needed to pack parameters."""
+"""Repeated launches: a stand-in for the CUDA driver reads what it is passed; packing parameters needs no GPU."""
 
 import ctypes
 import struct
@@ -42,7 +42,7 @@ SIZES = [128, *[4] * 4, *[8] * 4, 8, 4, 4, 8, 8, 8]
 
 
 class Driver:
-    """Notes what is launched; statuses are returned one after the other, then 0."""
+    """Records what is launched. Returns the statuses one after another, then 0."""
 
     def __init__(self, *statuses):
         self.statuses, self.launches, self.encoded, self.context = list(statuses), [], 0, None
@@ -105,7 +105,7 @@ def call(kernel, arguments, tensors, rooms=()):
 def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(replay, "raw_stream", lambda device: 5)
-    monkeypatch.setattr(replay, "current_gpu", lambda: None)  # as the index of a CPU
+    monkeypatch.setattr(replay, "current_gpu", lambda: None)  # like the index of a CPU
     monkeypatch.setattr(replay, "_driver", lambda: stand_in)
     replay._driver_version.cache_clear()
     yield stand_in
@@ -119,7 +119,7 @@ def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_o
     launch.again(moved)
     grid, stream, function, values = driver.launches[-1]
     assert grid == (3, 2, 1, 128, 1, 1, 1000) and (stream, function) == (5, 77)
-    # What Triton calls element type 9 on the device is 8 to the driver. Dimensions run from the innermost.
+    # Triton's element type 9 on the device is 8 for the driver. Dimensions start with the innermost.
     encoded = struct.unpack("<16Q", values[0])
     assert encoded[:3] == (moved[0].data_ptr(), 8, 4) and encoded[3:7] == (16, 100, 2, 1)
     assert encoded[7:10] == (32, 3200, 6400) and encoded[11:15] == (16, 64, 1, 1)

@@ -1,4 +1,4 @@
-"""No kernel is made for the value of an integer that another launch may change: see ``tests/specialization.py``."""
+"""No kernel is specialized on the value of an integer that another launch may change: see ``tests/specialization.py``."""
 
 from itertools import product
 

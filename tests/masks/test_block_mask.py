@@ -1,4 +1,4 @@
-"""BlockMask: the table decodes as its docstring says, both ways; maps made at run time; masks of several heads."""
+"""BlockMask: the table decodes as its docstring says, both ways; block maps at run time; masks of several heads."""
 
 import pickle
 
@@ -41,7 +41,7 @@ def assembled(found, mask, q_len, kv_len, by_key=False):
     for (r, c), block in found.items():
         r, c = (c, r) if by_key else (r, c)
         dense[r * size : (r + 1) * size, c * size : (c + 1) * size] = block
-    # Blocks cut short by the lengths have tiles that say so: nothing is kept outside.
+    # Blocks cut short by the lengths have tiles for that: nothing outside is kept.
     assert not dense[q_len:].any() and not dense[:, kv_len:].any()
     return dense[:q_len, :kv_len]
 
@@ -125,7 +125,7 @@ def test_block_map_of_run_time_keeps_its_blocks_cut_to_the_lengths(blocks, block
 @settings(max_examples=60)
 @given(blocks=maps, block_size=st.sampled_from([16, 32]), cut=st.integers(0, 15))
 def test_block_map_of_run_time_keeps_what_the_compiled_pattern_keeps(blocks, block_size, cut):
-    # The pattern counts units from the last position, the map blocks from the first query; alike where both are cut alike.
+    # The pattern counts units from the last position, the map blocks from the first query; the two agree if both are cut alike.
     one = blocks[0, 0]
     q_len, kv_len = (n * block_size - cut for n in one.shape)
     run_time = sf.BlockMask.from_blocks(one, block_size, q_len, kv_len)
@@ -157,7 +157,7 @@ def test_block_map_of_run_time_within_a_pattern_keeps_what_both_keep(pattern, le
         for by_key, table in ((False, mask.by_query), (True, mask.by_key)):
             shape = mask.grid.shape[::-1] if by_key else mask.grid.shape
             found = decoded(mask, number, table, *shape)
-            assert len(found) == states[number].count_nonzero()  # no block is visited that keeps nothing
+            assert len(found) == states[number].count_nonzero()  # no visited block keeps nothing
             np.testing.assert_array_equal(assembled(found, mask, *lengths, by_key), expected[number].numpy())
             ptr, split = table.row_ptr[number], table.row_split[number]
             for segment in torch.stack([ptr[:-1], split[:, 0], split[:, 1], ptr[1:]], 1).unfold(1, 2, 1).reshape(-1, 2).tolist():

@@ -1,4 +1,4 @@
-"""The compiler: tables hold what the token rule says, are canonical, and cost what they keep."""
+"""The compiler: tables follow the token rule, are canonical, and their cost follows what they keep."""
 
 import tracemalloc
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def states_of(kept, size):
 def test_block_rules_call_no_block_empty_or_full_that_is_not(pattern, lengths, block_size):
     grid = BlockGrid(*lengths, block_size)
     states = pattern.block_rule(grid)
-    assume(states is not None)  # as of small units, and of derived patterns
+    assume(states is not None)  # as for small units and derived patterns
     claimed = states.at(np.arange(grid.q_blocks * grid.kv_blocks)).reshape(grid.shape)
     truth = states_of(strategies.dense(pattern, *lengths), block_size)
     settled = claimed != PARTIAL
@@ -187,7 +187,7 @@ def test_million_token_table_keeps_the_number_of_pairs_of_the_closed_form(patter
 )
 def test_compiling_takes_a_hundredth_of_the_memory_of_the_attention_matrix(pattern):
     n, peaks = 65_536, []
-    for _ in range(2):  # threads that tests before have left may allocate beside one of them
+    for _ in range(2):  # threads left by earlier tests may allocate during one of them
         tracemalloc.start()
         sf.compile_mask(pattern, n)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -282,7 +282,7 @@ def test_only_patterns_and_their_text_compile():
 
 
 def test_progress_bar_changes_nothing_but_standard_error(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars for terminals alone
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars only for terminals
     pattern = sf.from_mask_fn(lambda q, kv: q % 3 == kv % 3)
     shown = sf.compile_mask(pattern, 500, block_size=32, progress=True)
     told = capsys.readouterr()

@@ -163,7 +163,7 @@ def test_a_flex_mask_passed_as_the_mask_is_read_once_and_goes_with_it(rule, batc
     torch.testing.assert_close(sf.attention(q, k, v, flex, softcap=1e6), expected, atol=1e-4, rtol=1e-3)
     made = cache.from_flex_once(flex)
     assert cache.from_flex_once(flex) is made
-    flex.mask_mod = causal  # as who shifts a mask for decoding does
+    flex.mask_mod = causal  # as done to shift a mask for decoding
     assert cache.from_flex_once(flex) is not made
     alive = weakref.ref(flex)
     del flex
@@ -198,4 +198,4 @@ def test_a_flex_mask_that_cannot_be_read_now_is_refused_with_the_way_out(monkeyp
     expected = sf.attention(q, q, q, flex)
     torch.testing.assert_close(torch.compile(lambda q: sf.attention(q, q, q, flex), backend="eager")(q), expected)
     monkeypatch.setattr(cache, "is_recorded", lambda device: True)
-    torch.testing.assert_close(sf.attention(q, q, q, flex), expected)  # it was read before
+    torch.testing.assert_close(sf.attention(q, q, q, flex), expected)  # it was already read

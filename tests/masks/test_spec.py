@@ -236,7 +236,7 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
 
 @dataclass(frozen=True)
 class Offered(sf.Pattern):
-    """What another package would offer."""
+    """What another package would provide."""
 
     n: int = 1
 
@@ -246,7 +246,7 @@ class Offered(sf.Pattern):
 
 @pytest.fixture
 def installed(registry, monkeypatch):
-    """Stands for packages that offer patterns: the group is read anew, with the entry points that the test gives."""
+    """Simulates packages that provide patterns: the group is read again, with the test's entry points."""
     monkeypatch.setattr(Offered, "name", None)
 
     def install(*entries):

@@ -1,4 +1,4 @@
-"""Each pattern keeps the pairs that its formula says, and takes and refuses the parameters that it should."""
+"""Each pattern keeps the pairs of its formula, and accepts and refuses the right parameters."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from sparse_flash import patterns
 from sparse_flash.masks.pattern import pattern_class
 
 TOKENS = 44
-EARLIEST = -9  # queries before the first key, as where there are more queries than keys
+EARLIEST = -9  # queries before the first key, as with more queries than keys
 
 
 def splitmix64(x):
@@ -41,7 +41,7 @@ def is_power(n):
 
 
 def in_window_of(p, q, kv):
-    """``neighborhood``: cell by cell, the window moved inward step by step until it lies on the grid."""
+    """``neighborhood``: cell by cell, with the window moved inward step by step until it fits on the grid."""
     cells = int(np.prod(p.shape))
     if not (0 <= q < cells and 0 <= kv < cells):
         return False
@@ -214,7 +214,7 @@ def test_random_pairs_have_the_density_asked_for_in_every_row_block_and_depend_o
     one, other = (strategies.dense(sf.random(0.2, seed, block=1), 600, 600) for seed in (0, 1))
     spread = 5 * (0.2 * 0.8 / 600) ** 0.5
     assert abs(one.mean() - 0.2) < 0.005 and (abs(one.mean(0) - 0.2) < spread).all() and (abs(one.mean(1) - 0.2) < spread).all()
-    # Independent of the other seed and of the transpose: kept together as often as chance has it.
+    # Independent of the other seed and of the transpose: kept together as often as by chance.
     assert abs((one & other).mean() - 0.04) < 0.004 and abs((one & one.T).mean() - 0.04) < 0.004
     assert strategies.dense(sf.random(1, block=1), 50, 50).all()
 

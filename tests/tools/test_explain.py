@@ -200,7 +200,7 @@ def test_the_functions_stay_where_the_modules_of_their_names_are_loaded():
 
 
 class Allocations(TorchDispatchMode):
-    """What the tensors made within hold: bytes, each storage once."""
+    """The bytes that tensors made within hold, each storage once."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ class Allocations(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for t in pytree.tree_leaves(made):
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
-                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()  # kept, so that no other takes its address
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()  # kept, so no other takes its address
         return made
 
     @property
@@ -234,7 +234,7 @@ CALLS = [
 @pytest.mark.parametrize("spec, options", CALLS, ids=str)
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
-    """Of kernels that are not launched: what they are given is all that counts."""
+    """The kernels are not launched: only their arguments count."""
     pytest.importorskip("triton")
     folder = "sparse_flash.kernels.hopper" if backend == "hopper" else "sparse_flash.kernels.portable"
     passes = [importlib.import_module(f"{folder}.{name}") for name in ("forward", "backward")]
@@ -275,7 +275,7 @@ def test_memory_is_what_launchers_allocate(backend, spec, options, monkeypatch):
 
 
 def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at():
-    """On a CPU what is left of a call; on a GPU also the peak."""
+    """On a CPU, what remains after a call; on a GPU, also the peak."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mask = sf.compile_mask("causal & local(200)", 4096, device=device)
     m = explain(mask, heads=4, dtype=torch.float16).memory

@@ -1,4 +1,4 @@
-"""The shadow check: quiet where attention is right, loud where anything about it is wrong, and nobody's business otherwise."""
+"""The shadow check: silent if attention is right, loud if anything about it is wrong, and otherwise without effect."""
 
 import copy
 import io
@@ -77,7 +77,7 @@ def test_terms_are_computed_again_as_well(name, mask):
     checked = sf.check(run, every=1, rows=8)
     qkv = tensors(dtype=torch.float64)
     if "kv_lens" in TERMS[name]:
-        qkv[1].data[1, :, 97:] = qkv[2].data[1, :, 97:] = float("nan")  # what does not exist is never used
+        qkv[1].data[1, :, 97:] = qkv[2].data[1, :, 97:] = float("nan")  # tokens that do not exist are never used
     checked(*qkv)
     forward, backward = checked.reports
     assert set(forward.errors) == {"out", "lse"} and set(backward.errors) == {"dq", "dk", "dv"}

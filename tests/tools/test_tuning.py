@@ -28,7 +28,7 @@ GPU_NAME = tuned.gpu_name
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder of the test's own, and a GPU to tune for, by name only."""
+    """The test's own empty cache folder, and a GPU to tune for, in name only."""
     monkeypatch.setenv("SPARSE_FLASH_CACHE", str(tmp_path))
     monkeypatch.setattr(tuned, "gpu_name", lambda device: "Test GPU")
     tuned.forget()
@@ -203,7 +203,7 @@ def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kerne
 
 
 class FakeClock:
-    """Milliseconds by config: what ``task`` says of the config that it launched last."""
+    """Milliseconds by config: the time that ``task`` gives for the config that it launched last."""
 
     def __init__(self, times):
         self.times, self.last = times, None
@@ -217,7 +217,8 @@ class FakeClock:
 
 
 def fake(times, wrong=(), failing=(), large=()):
-    """(task, clock) whose candidates take times(number) ms; these numbers give wrong results, or none, or do not fit."""
+    """(task, clock) whose candidates take times(number) ms. wrong, failing, large: numbers that give wrong results, none, or do not
+    fit."""
     candidates = configs.candidates("forward", torch.float16, DIM, BLOCK)
     clock = FakeClock(times)
 

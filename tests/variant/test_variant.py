@@ -1,4 +1,4 @@
-"""Lengths, dropout and score terms: each as its definition says, on every back end, and all together."""
+"""Lengths, dropout and score terms: each matches its definition on every back end, and so do all together."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -138,7 +138,7 @@ def definition(q, k, v, kept, given: dict, survives):
         kept = kept & (k_pos % 5 != 0)
     kept = kept & keys[:, :, None] & queries[..., None]
     some = kept.any(-1)
-    # Finite where a row keeps nothing, for the sake of gradients.
+    # Finite if a row keeps nothing, for the sake of gradients.
     scores = scores.masked_fill(~kept & some[..., None], -float("inf"))
     lse = torch.where(some, scores.logsumexp(-1), -float("inf"))
     weights = torch.where(some[..., None], scores.softmax(-1), 0.0)
@@ -153,7 +153,7 @@ def definition(q, k, v, kept, given: dict, survives):
 
 
 def results(attend, tensors, given: dict, dout):
-    """[out, lse, dq, dk, dv, gradients of what else is learned]; lse has a gradient as well."""
+    """[out, lse, dq, dk, dv, gradients of what else is learned]; lse has a gradient too."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     learned = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     out, lse = attend(*leaves)
@@ -164,7 +164,7 @@ def results(attend, tensors, given: dict, dout):
 
 
 def terms_in_call(q, k, given: dict):
-    """What ``attention`` hands a back end of these arguments; it does sinks itself."""
+    """What ``attention`` passes to a back end for these arguments; it applies sinks itself."""
     return checked_variant(q, k, **{name: value for name, value in given.items() if name != "sinks"})
 
 
@@ -174,7 +174,7 @@ def usable(backend: str, q, k, given: dict, v=None, mask=None) -> None:
 
 
 def accepted(backend, given: dict, **shape):
-    """``inputs`` of float32 and head_dim 16, or of the nearest that the back end accepts."""
+    """``inputs`` with float32 and head_dim 16, or the nearest that the back end accepts."""
     tensors = inputs(**fitted(backend, {"dtype": torch.float32, "head_dim": 16}), **shape)
     usable(backend, *tensors[:2], given)
     return tensors
@@ -243,7 +243,7 @@ def test_terms_are_right_in_16_bits(name, dtype):
     check("triton", name, dtype=dtype)
 
 
-# Some seconds of compiling each, so not all with all.
+# Each takes some seconds to compile, so not all combinations are tested.
 ON_GPU = [(name, "causal", torch.bfloat16, 64) for name in TERMS]
 ON_GPU += [
     (name, mask, dtype, head_dim)
@@ -323,7 +323,7 @@ def test_what_lies_in_tokens_that_do_not_exist_does_not_matter(backend, name, ma
         spoiled = [torch.where(exist, t, filling) for t, exist in ((q, queries), (k, keys), (v, keys))]
         leaves = [t.requires_grad_() for t in spoiled]
         torch.manual_seed(0)
-        # PyTorch's additions on a GPU come in any order otherwise.
+        # Otherwise PyTorch's additions on a GPU come in any order.
         options = {"deterministic": True} if backend == "torch" else {}
         out, lse = sf.attention(*leaves, mask, return_lse=True, backend=backend, **given, **options)
         learned = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -384,7 +384,7 @@ def test_entries_beyond_a_length_are_not_visited_and_cut_ones_are_known(sparse):
             visited_whole = list(range(whole_begin - begin, whole_end - begin))
             assert set(visited_whole) <= set(whole)
             assert low <= whole_begin <= whole_end <= high or not held
-            # A dense walk masks its ragged end; nothing else that is whole is masked.
+            # A dense walk masks its ragged end; no other whole tile is masked.
             assert set(whole) - set(visited_whole) <= (set() if sparse else {count - 1})
 
 
@@ -485,7 +485,7 @@ def test_pairs_are_dropped_as_defined_at_the_tile_sizes_of_a_gpu(backend, head_d
         torch.diagonal(named, first, -1, -2).fill_(1.0)
         return named
 
-    for turn, first in enumerate(range(0, kv_len, head_dim)):  # also launches that are made again, under another seed
+    for turn, first in enumerate(range(0, kv_len, head_dim)):  # also repeats launches, under another seed
         v = names(torch.empty(2, KV_HEADS, kv_len, head_dim, device=DEVICE, dtype=dtype), first).requires_grad_()
         dout = names(torch.empty_like(q), first)
         wanted = surviving(q, k, 0.3, turn)
@@ -653,7 +653,7 @@ def test_functions_of_one_name_are_kept_apart_under_compile():
         torch.testing.assert_close(attend(function), sf.attention(q, k, v, scale=0.25 * factor, backend="torch"))
 
 
-# Compilers, and who looks on.
+# Compilers and observers.
 
 
 @parametrize("name", ["lengths", "dropout", "softcap", "bias", "own", "sinks", "all"])
@@ -710,7 +710,7 @@ def test_the_shadow_check_finds_calls_with_terms_right(name):
     assert len(check.reports) == 1 and check.reports[0].worst < 1e-5
 
 
-# What cannot be run, and what does not fit.
+# Calls that cannot run, and arguments that do not fit.
 
 
 @parametrize("name", [name for name in TERMS if name not in ("dropout", "sinks")])
@@ -778,7 +778,7 @@ def test_terms_that_do_not_fit_are_one_clear_error(options, error, message):
         sf.attention(q, k, v, "causal", **options)
 
 
-# What int32 cannot hold, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
+# Values beyond int32, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
 FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
 
 
