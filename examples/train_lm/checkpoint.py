@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -54,7 +57,8 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
     world.wait()
     state = {**_tensors(model, optimizer), f"random/{world.rank}": _random_state(world.device)}
     try:
-        dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=world.mesh is None)
+        with _quiet():
+            dcp.save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=world.mesh is None)
         if world.is_first:
             _write(
                 partial / "run.json",
@@ -63,7 +67,7 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
             _sync(partial)
             os.replace(partial, target)
             _sync(folder)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception
         raise OSError(f"checkpoint {target.name} could not be written to {folder}: {_cause(error)}; {_last_of(folder)}") from error
     world.wait()
     if world.is_first:
@@ -92,7 +96,8 @@ def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: W
     there = mine in reader.read_metadata().state_dict_metadata
     if there:  # a rank that the saving run did not have starts with its own
         state[mine] = _random_state(world.device)
-    dcp.load(state, storage_reader=reader, no_dist=world.mesh is None)
+    with _quiet():
+        dcp.load(state, storage_reader=reader, no_dist=world.mesh is None)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if there:
         _set_random_state(state[mine], world.device)
@@ -102,8 +107,17 @@ def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: W
 def load_model(path: Path, model: nn.Module) -> None:
     """Fills the parameters alone, in one process."""
     state = {"model": model.state_dict()}
-    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    with _quiet():
+        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
     model.load_state_dict(state["model"])
+
+
+@contextmanager
+def _quiet():
+    """Without DCP's warning that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _tensors(model, optimizer) -> dict:

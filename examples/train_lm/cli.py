@@ -181,8 +181,8 @@ def compare(
         console.print(f"plot {report.plot(runs, out / 'compare.png')}", soft_wrap=True, markup=False)
         console.print(
             "This shows that data, training, evaluation and saving work here, and that both learn. It does not show which is "
-            "better: the model is tiny, the run short, and at this length attention is a small part of a step. What GPUs show is in "
-            "docs/guides/train_lm.md."
+            "better: the model is tiny, the run short, and at this length attention is a small part of a step. What GPUs "
+            "show is in docs/guides/train_lm.md."
         )
 
 

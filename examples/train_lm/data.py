@@ -206,12 +206,11 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
                 continue
-            if most_bytes is not None and size >= most_bytes // 8:
-                break
-            if text.strip():
+            encoded = text.encode()
+            if text.strip() and (most_bytes is None or size + len(encoded) <= most_bytes // 8):
                 documents.append(Document(name, path, text))
-                digest.update(text.encode())
-                size, files = size + len(text.encode()), files + 1
+                digest.update(encoded)
+                size, files = size + len(encoded), files + 1
         about[name] = {"version": version, "sha256": digest.hexdigest(), "files": files, "bytes": size}
         total += size
     if not documents:

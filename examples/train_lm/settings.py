@@ -128,8 +128,8 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
     together = settings.micro_tokens * ranks
     if settings.step_tokens % together:
         raise ValueError(
-            f"step_tokens must be a multiple of micro_tokens x GPUs, {settings.micro_tokens:,} x {ranks}; got {settings.step_tokens:,}; "
-            f"pass --step-tokens {max(1, settings.step_tokens // together) * together} or fewer --micro-tokens"
+            f"step_tokens must be a multiple of micro_tokens x GPUs, {settings.micro_tokens:,} x {ranks}; got "
+            f"{settings.step_tokens:,}; pass --step-tokens {max(1, settings.step_tokens // together) * together}, or fewer tokens"
         )
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")

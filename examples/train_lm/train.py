@@ -202,9 +202,9 @@ class Run:
         stop = progress.position + self.settings.step_tokens
         return (
             f"loss {loss}, gradient norm {norm} at step {progress.step + 1}, tokens {progress.position:,} to {stop:,} of the text: "
-            f"the first that is not finite is {found[0] if found else 'on another rank'} (rank {self.world.rank}). No parameter was "
-            f"changed by this step; {f'{last.name} is the last checkpoint' if last else 'there is no checkpoint'}; try a lower "
-            "--learning-rate, or --check-every 1"
+            f"the first that is not finite is {found[0] if found else 'on another rank'} (rank {self.world.rank}). No parameter "
+            f"was changed by this step; {f'{last.name} is the last checkpoint' if last else 'there is no checkpoint'}; try a "
+            "lower --learning-rate, or --check-every 1"
         )
 
     @torch.no_grad()

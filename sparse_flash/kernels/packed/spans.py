@@ -48,9 +48,9 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     row = tl.program_id(0)
     token = row * BLOCK + tl.arange(0, BLOCK)
     starts = layout + Q_START * (documents + 1)
-    nought = token * 0
+    zero = token * 0
     # Of documents that start at the same token, all but the last are empty.
-    document = tl.maximum(first_not_below(starts, nought, nought + documents, token + 1) - 1, 0)
+    document = tl.maximum(first_not_below(starts, zero, zero + documents, token + 1) - 1, 0)
     local = token - tl.load(starts + document)
     q_len = tl.load(layout + Q_LEN * (documents + 1) + document)
     k_start = tl.load(layout + K_START * (documents + 1) + document)

@@ -1,0 +1,31 @@
+"""A prepared folder of tokens, and runs in new folders."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # examples are no package of their own
+
+from tiny_lm import ON_CPU, SETTINGS, random_tokens
+
+from examples.train_lm.train import Run
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory) -> Path:
+    return random_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def run(tokens, tmp_path):
+    """Makes a Run in a new folder, or in ``folder``."""
+
+    def make(folder: str = "run", fresh: bool = False, **changes) -> Run:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return Run(replace(SETTINGS, **changes), tmp_path / folder, tokens, ON_CPU, fresh=fresh)
+
+    yield make
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,154 @@
+"""Text: what is dropped, what is held out, and in which order tokens are read."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from examples.train_lm.data import END, Deduplicator, Dropped, Stream, Tokens, import_tokens, prepare
+
+VOCABULARY = 400
+
+
+def text(name: str, lines: int = 30) -> str:
+    return "\n".join(f"def {name}_{i}(value): return value + {i}" for i in range(lines))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twelve folders of text; a file stands twice, and another with one line changed, across folders."""
+    for number in range(12):
+        folder = tmp_path / "text" / f"package{number}"
+        folder.mkdir(parents=True)
+        for file in range(3):
+            (folder / f"file{file}.py").write_text(text(f"f{number}_{file}"))
+        (folder / "copied.py").write_text(text("same"))
+        (folder / "nearly.py").write_text(text("near").replace("near_3(", f"near_{number}_other("))
+        (folder / "picture.png").write_bytes(b"\x89PNG")
+        (folder / "broken.py").write_bytes(b"\xff\xfe\xff")
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+    return tmp_path / "data", prepare(tmp_path / "data", VOCABULARY, corpus, quiet=True)
+
+
+def decoded(folder, split: str) -> list[str]:
+    tokenizer, tokens = Tokenizer.from_file(str(folder / "tokenizer.json")), Tokens(folder, split, VOCABULARY)
+    bounds = [*tokens.starts[:, 0].tolist(), len(tokens)]
+    pieces = [tokens.tokens[a:b] for a, b in pairwise(bounds)]
+    assert all(piece[-1] == tokenizer.token_to_id(END) for piece in pieces)
+    return [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
+
+
+def test_tokens_are_the_text_without_duplicates_and_without_what_is_held_out(prepared, corpus):
+    folder, manifest = prepared
+    held_out = {name for name, group in manifest["groups"].items() if group["held_out"]}
+    train, held = decoded(folder, "train"), decoded(folder, "held_out")
+    own = {name: [text(f"f{name[7:]}_{file}") for file in range(3)] for name in manifest["groups"]}
+    for name, texts in own.items():
+        assert all((one in held, one in train) == (name in held_out, name not in held_out) for one in texts)
+    assert 1 <= len(held_out) <= 2
+    # What is in both halves stays in the held-out one.
+    assert (train + held).count(text("same")) == 1 and text("same") in held
+    assert sum("near_29(" in one for one in train) == 0 and sum("near_29(" in one for one in held) == 1
+    assert manifest["dropped"] == {"the same file": 11, "alike by shingles": 11}
+    assert manifest["tokens"] == {
+        "train": len(Tokens(folder, "train", VOCABULARY)),
+        "held_out": len(Tokens(folder, "held_out", VOCABULARY)),
+    }
+
+
+def test_a_prepared_folder_is_taken_as_it_is_and_another_request_is_an_error(prepared, corpus, tmp_path):
+    folder, manifest = prepared
+    before = (folder / "train.bin").stat().st_mtime_ns
+    assert prepare(folder, VOCABULARY, corpus) == json.loads(json.dumps(manifest))
+    assert (folder / "train.bin").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="pass another --data"):
+        prepare(folder, VOCABULARY + 1, corpus)
+
+
+def test_folders_without_text_are_clear_errors(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        prepare(tmp_path / "data", VOCABULARY, tmp_path / "empty")
+    with pytest.raises(ValueError, match="must be a folder of text"):
+        prepare(tmp_path / "data", VOCABULARY, tmp_path / "missing")
+    (tmp_path / "empty" / "one").mkdir()
+    (tmp_path / "empty" / "one" / "a.txt").write_text("some text")
+    with pytest.raises(ValueError, match="whole packages or folders, and there is only one"):
+        prepare(tmp_path / "data", VOCABULARY, tmp_path / "empty", quiet=True)
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_installed_packages_are_the_default_and_the_manifest_names_their_versions(tmp_path):
+    manifest = prepare(tmp_path / "data", VOCABULARY, most_bytes=1 << 18, quiet=True)
+    assert manifest["groups"]["python"]["version"] and len(manifest["groups"]) >= 8
+    assert all(group["sha256"] and group["version"] for group in manifest["groups"].values())
+
+
+def test_files_more_than_half_alike_are_dropped():
+    known = Deduplicator()
+    known.check(text("a", 40))
+    known.check(text("a", 10) + "\n" + text("b", 30))
+    with pytest.raises(Dropped, match="alike"):
+        known.check(text("a", 30) + "\n" + text("c", 10))
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(2000))
+    import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 2000)
+    return tmp_path / "data"
+
+
+def test_runs_of_any_length_and_batch_read_the_same_tokens_in_the_same_order(numbered):
+    def read(length: int, sequences: int) -> torch.Tensor:
+        stream = Stream(Tokens(numbered, "train", 2000), chunk=96, seed=5)
+        batches = [stream.batch(position, sequences, length) for position in range(0, 3840, length * sequences)]
+        assert all(torch.equal(b.labels, b.tokens + 1) for b in batches)
+        return torch.cat([b.tokens.flatten() for b in batches])
+
+    wanted = read(96, 1)
+    assert torch.equal(read(32, 5), wanted) and torch.equal(read(48, 8), wanted)
+    epoch = wanted[: 19 * 96]
+    assert sorted(epoch.tolist()) == list(range(19 * 96))
+    assert not torch.equal(epoch, wanted[19 * 96 : 2 * 19 * 96])  # 1,824 tokens are an epoch; the next has another order
+    assert epoch.tolist() != sorted(epoch.tolist())
+
+
+def test_boundaries_are_where_documents_start(numbered):
+    np.save(numbered / "train.starts.npy", np.array([[0, 0], [10, 0], [40, 1], [96, 1], [100, 2]]))
+    tokens = Tokens(numbered, "train", 2000)
+    assert tokens.documents_within(0, 96).tolist() == [0, 10, 40]
+    assert tokens.documents_within(10, 30).tolist() == [0]
+    assert tokens.documents_within(90, 20).tolist() == [0, 6, 10]
+
+
+def test_the_share_of_far_text_counts_tokens_past_the_distance_in_their_group_and_window(numbered, monkeypatch):
+    from examples.train_lm import data
+
+    monkeypatch.setattr(data, "FAR", 8)
+    np.save(numbered / "train.starts.npy", np.array([[0, 0], [30, 1], [45, 1]]))
+    tokens = Tokens(numbered, "train", 2000)
+    group = np.where(np.arange(1900) < 30, 0, 1)
+    expected = sum(group[i] == group[i - 9] and i % 100 >= 9 for i in range(9, 1900)) + 0
+    # A token is far where its ninth predecessor is of its group and its window.
+    assert tokens.far_share(100) * 1900 == pytest.approx(expected, abs=20)
+
+
+def test_token_files_that_do_not_fit_are_clear_errors(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.array([0, 5, 9]))
+    with pytest.raises(ValueError, match="holds token 9, and the vocabulary has 9; pass --vocabulary 10"):
+        import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 9)
+    np.save(tmp_path / "tokens.npy", np.ones((2, 2)))
+    with pytest.raises(ValueError, match="one dimension of integers"):
+        import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 9)
+    with pytest.raises(ValueError, match="fewer than one chunk"):
+        np.save(tmp_path / "tokens.npy", np.arange(50))
+        import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 50)
+        Stream(Tokens(tmp_path / "data", "train", 50), 64, 0)

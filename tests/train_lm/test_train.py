@@ -1,0 +1,385 @@
+"""Training: it learns, stops where it must, saves whole, and goes on where it was."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_lm import ON_CPU, SETTINGS, SHAPE
+from typer.testing import CliRunner
+
+from examples.train_lm import checkpoint, memory
+from examples.train_lm.cli import app
+from examples.train_lm.data import Tokens
+from examples.train_lm.evaluate import by_position, loaded, losses
+from examples.train_lm.settings import PRESETS, Settings, checked, every_nth_dense
+from examples.train_lm.train import NotFinite
+from sparse_flash.tools.shadow_check import CheckError
+
+ROOT = Path(__file__).parents[2]
+
+
+def state(run) -> list[torch.Tensor]:
+    moments = [t for s in run.optimizer.state.values() for t in s.values()]
+    return [*(p.detach().clone() for p in run.model.parameters()), *(m.clone() for m in moments)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def test_a_run_learns_and_leaves_its_numbers_and_pictures(run):
+    one = run(steps=30)
+    before = one.evaluate(4)
+    assert before == pytest.approx(math.log(300), abs=0.2)
+    assert one.train(save_every=10, evaluate_every=15, windows=4)
+    assert one.evaluate(4) < before - 0.5
+    rows = list(csv.DictReader((one.folder / "steps.csv").open()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 31))
+    assert [int(row["tokens"]) for row in rows] == [256 * step for step in range(1, 31)]
+    assert len(list(csv.DictReader((one.folder / "evaluations.csv").open()))) == 2
+    assert (one.folder / "loss.png").stat().st_size > 5000
+    assert any((one.folder / "tensorboard").iterdir())
+    assert sorted(p.name for p in one.folder.glob("step-*")) == ["step-0000020", "step-0000030"]
+
+
+def test_a_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(run):
+    whole = run("whole")
+    whole.train()
+    first = run("parts")
+    for _ in range(3):
+        first.step()
+    first.save()
+    second = run("parts")
+    assert second.progress.step == 3 and second.progress.position == 3 * 256 and second.resumed
+    second.train()
+    assert same(state(whole), state(second))
+
+
+def test_accumulated_passes_take_the_step_of_one_pass(run):
+    once, twice = run("once", micro_tokens=256), run("twice", micro_tokens=64)
+    losses = [(once.step()["loss"], twice.step()["loss"]) for _ in range(3)]
+    assert all(a == pytest.approx(b, rel=1e-5) for a, b in losses)
+    torch.testing.assert_close(state(once)[:3], state(twice)[:3], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("moment", ["while tensors are written", "before it is renamed", "before earlier ones are removed"])
+def test_a_save_that_is_killed_leaves_the_last_one_whole(moment, run, tokens, tmp_path):
+    place = {
+        "while tensors are written": "checkpoint.FileSystemWriter.finish",
+        "before it is renamed": "checkpoint.os.replace",
+        "before earlier ones are removed": "checkpoint.shutil.rmtree",
+    }[moment]
+    one = run()
+    for _ in range(3):  # two to keep, and one to remove
+        one.step()
+        one.save()
+    wanted = state(one)
+    script = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from pathlib import Path
+import torch
+from examples.train_lm import checkpoint
+from examples.train_lm.train import Run
+from tiny_lm import ON_CPU, SETTINGS
+run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
+assert run.progress.step == 3
+run.step()
+{place} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+run.save()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    again = run()
+    renamed = moment == "before earlier ones are removed"
+    assert again.progress.step == (4 if renamed else 3)
+    if not renamed:
+        assert same(state(again), wanted)
+    again.step()
+    again.save()  # what the killed save left is in nobody's way
+    assert checkpoint.latest(one.folder).name == f"step-{again.progress.step:07d}"
+    assert not list(one.folder.glob("*.partial"))
+
+
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_whole(run, tokens):
+    one = run()
+    one.step()
+    one.save()
+    script = f"""
+import resource, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from pathlib import Path
+from examples.train_lm.train import Run
+from tiny_lm import ON_CPU, SETTINGS
+run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
+run.step()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    run.save()
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "step-0000002 could not be written" in done.stdout and "the last one, step-0000001, is whole" in done.stdout
+    assert run().progress.step == 1
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
+    one = run()
+    one.step()
+    one.save()
+    with pytest.raises(
+        ValueError, match=r"learning_rate is 0.5 here and 0.01 there; give the same settings, another --out, or --fresh"
+    ):
+        run(learning_rate=0.5)
+    assert run(learning_rate=0.5, fresh=True).progress.step == 0
+    (one.folder / "step-0000001" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no checkpoint of this program"):
+        run()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(run):
+    one = run()
+    one.step()
+    one.save()
+    with torch.no_grad():
+        one.model.blocks[1].gate_proj.weight.mul_(1e25)  # its product with the next is past float32
+        one.model.blocks[1].up_proj.weight.mul_(1e25)
+    with pytest.raises(
+        NotFinite, match=r"at step 2, tokens 256 to 512 .*the output of blocks\.1\.down_proj.*step-0000001 is the last"
+    ) as error:
+        one.step()
+    assert "rank 0" in str(error.value)
+    with torch.no_grad():
+        one.model.blocks[0].attention.gain[1] = math.nan
+    with pytest.raises(NotFinite, match=r"parameter blocks\.0\.attention\.gain"):
+        one.step()
+
+
+def test_a_time_budget_becomes_steps(run, monkeypatch):
+    from examples.train_lm import train
+
+    monkeypatch.setattr(train, "TIMED_STEPS", 3)
+    monkeypatch.setattr(train, "UNTIMED_STEPS", 1)
+    one = run(steps=0, minutes=0.02)
+    assert one.train(evaluate_every=1000)
+    rows = list(csv.DictReader((one.folder / "steps.csv").open()))
+    assert len(rows) == one.progress.steps > 4
+    assert float(rows[-1]["seconds"]) == pytest.approx(1.2, rel=0.6)
+    assert float(rows[-1]["learning_rate"]) < 0.2 * SETTINGS.learning_rate
+
+
+def test_the_check_finds_attention_that_is_wrong(run, monkeypatch):
+    one = run(check_every=2)
+    one.step()
+    from sparse_flash.backends import torch as backend
+
+    right = backend.forward
+    monkeypatch.setattr(backend, "forward", lambda *a: (right(*a)[0] * 1.5, right(*a)[1]))
+    one.step()  # not this one's turn
+    with pytest.raises(CheckError):
+        one.step()
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(run, monkeypatch):
+    one = run()
+    step = one.step
+
+    def interrupted():
+        if one.progress.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(one, "step", interrupted)
+    assert not one.train()
+    assert checkpoint.latest(one.folder).name == "step-0000003"
+    assert run().progress.step == 3
+
+
+def test_evaluation_reaches_beyond_the_trained_length(run, tokens):
+    one = run()
+    one.train()
+    model = loaded(one.folder, torch.device("cpu"))
+    nats = losses(model, Tokens(tokens, "held_out", 300), 200, 2, torch.device("cpu"))
+    assert nats.shape == (2, 200) and nats.isfinite().all()
+    assert by_position(nats)[0].last == 200
+    at_trained = losses(model, Tokens(tokens, "held_out", 300), 64, 4, torch.device("cpu"))
+    assert at_trained.mean().item() == pytest.approx(one.evaluate(4), rel=1e-4)
+    with pytest.raises(ValueError, match="fewer than one sequence of 5,000"):
+        losses(model, Tokens(tokens, "held_out", 300), 5000, 1, torch.device("cpu"))
+
+
+BAD = {
+    "preset": (["--preset", "7B"], "preset must be one of tiny, 30M, 150M, 1B; got '7B'"),
+    "mask": (["--mask", "causal & locl(3)"], "locl"),
+    "looks ahead": (["--mask", "local(64)"], "write 'causal & (local(64))'"),
+    "packed sdpa": (["--mask", "sdpa", "--packed"], "use 'causal'"),
+    "chunk": (["--length", "96", "--chunk", "128"], "pass --chunk 192"),
+    "micro": (["--length", "64", "--micro-tokens", "100"], "pass --micro-tokens 64"),
+    "step": (["--length", "64", "--micro-tokens", "64", "--step-tokens", "100"], "pass --step-tokens 64"),
+    "steps and minutes": (["--minutes", "1"], "either --steps or --minutes"),
+    "parallel": (["--parallel", "pp"], "ddp or fsdp"),
+    "recompute": (["--recompute", "some"], "none, selective, full"),
+    "no text": (["--text", "/nowhere"], "must be a folder of text"),
+    "dense every": (["--mask", "causal", "--mask", "causal", "--dense-every", "4"], "--mask causal"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp_path):
+    given, message = BAD[case]
+    paths = ["--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
+    small = [] if "--length" in given else ["--length", "128"]
+    result = CliRunner().invoke(app, ["train", "--steps", "2", *small, *given, *paths, "--device", "cpu"])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split()) and "Traceback" not in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_memory_is_said_with_what_to_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (139 << 30, 141 << 30))
+    from examples.train_lm.parallel import World
+
+    settings = checked(Settings(PRESETS["1B"], length=131_072, micro_tokens=131_072, step_tokens=131_072, chunk=131_072))
+    with pytest.raises(ValueError, match=r"needs 18\d GiB, has 139: use --recompute selective"):
+        memory.check(settings, World(torch.device("cuda", 0)), "ddp")
+    assert "about 18" in memory.check(settings, ON_CPU, "ddp")
+
+
+def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
+    one = Settings(SHAPE, masks=("causal", "causal & local(16)"), length=64, step_tokens=128, micro_tokens=64, chunk=64)
+    parameters = 2 * (2 * 32 * 8 * (4 + 2) + 4 + 3 * 32 * 64 + 64) + 32 + 300 * 32
+    pairs = (64 * 65 / 2 + (16 * 17 / 2 + 48 * 16)) / 2
+    assert memory.step_flop(one) == pytest.approx(6 * parameters * 128 + 12 * pairs * 2 * 2 * 4 * 8)
+    from examples.train_lm.model import Decoder
+
+    assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters
+
+
+def test_every_nth_layer_is_dense():
+    assert every_nth_dense("causal & local(4)", 4) == ("causal & local(4)",) * 3 + ("causal",)
+    assert every_nth_dense("causal & local(4)", 0) == ("causal & local(4)",)
+
+
+def test_settings_survive_their_file():
+    assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
+    assert json.loads(SETTINGS.to_json())["shape"]["dim"] == 32
+
+
+def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
+    """The whole way of a user, on text of their own."""
+    for number in range(12):
+        (tmp_path / "text" / f"p{number}").mkdir(parents=True)
+        (tmp_path / "text" / f"p{number}" / "a.py").write_text("\n".join(f"x{number}_{i} = {i} * {number}" for i in range(200)))
+    data = ["--data", str(tmp_path / "data")]
+    common = [
+        "--preset",
+        "tiny",
+        "--vocabulary",
+        "300",
+        "--length",
+        "64",
+        "--chunk",
+        "128",
+        "--step-tokens",
+        "256",
+        "--micro-tokens",
+        "256",
+    ]
+    runner = CliRunner()
+
+    def invoke(*arguments: str):
+        result = runner.invoke(app, [*map(str, arguments)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    train = [
+        "train",
+        *common,
+        "--mask",
+        "causal & local(32)",
+        "--packed",
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "run",
+    ]
+    said = invoke(*train, *data, "--text", tmp_path / "text", "--steps", 4, "--evaluate-every", 2, "--windows", 2)
+    assert "held out" in said and "memory: about" in said and "held-out loss" in said
+    assert "positions" in invoke(
+        "evaluate", tmp_path / "run", "--length", 64, "--length", 128, "--windows", 2, *data, "--device", "cpu"
+    )
+    assert invoke("generate", tmp_path / "run", "--prompt", "x1_1 =", "--count", 5, *data, "--device", "cpu").startswith("x1_1 =")
+    assert "from_pretrained" in invoke("export", tmp_path / "run", tmp_path / "hf", *data)
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    invoke("plot", tmp_path / "run", "--target", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(20_000 + os.getpid() % 9000),
+    ]
+    command += ["-m", "examples.train_lm", "train", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens, tmp_path):
+    shape = [
+        "--preset",
+        "tiny",
+        "--vocabulary",
+        "300",
+        "--length",
+        "64",
+        "--chunk",
+        "128",
+        "--step-tokens",
+        "256",
+        "--micro-tokens",
+        "64",
+    ]
+    rest = [
+        "--mask",
+        "causal & local(32)",
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--data",
+        tokens,
+        "--tokens",
+        tokens.parent / "tokens.npy",
+    ]
+    rest += ["--evaluate-every", "2", "--save-every", "2", "--windows", "3", "--warmup", "2", "--parallel", sharding]
+    launched(1, *shape, *rest, "--steps", 4, "--out", tmp_path / "one")
+    launched(2, *shape, *rest, "--steps", 4, "--out", tmp_path / "two")
+    rows = [list(csv.DictReader((tmp_path / name / "steps.csv").open())) for name in ("one", "two")]
+    for a, b in zip(*rows, strict=True):
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-4)
+        assert float(a["gradient_norm"]) == pytest.approx(float(b["gradient_norm"]), rel=1e-3)
+    shutil.rmtree(tmp_path / "one" / "step-0000004")
+    # The first run's third and fourth step, by two ranks.
+    launched(2, *shape, *rest, "--steps", 4, "--out", tmp_path / "one")
+    again = list(csv.DictReader((tmp_path / "one" / "steps.csv").open()))
+    assert [float(row["loss"]) for row in again] == pytest.approx([float(row["loss"]) for row in rows[0]], rel=1e-4)
