@@ -35,7 +35,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench test lint docs chips record wheel matrix clean
+.PHONY: bench train test ranks lint docs chips record wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -44,6 +44,9 @@ bench: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
 	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
+
+ranks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)
 
 # mypy does not know pyproject.toml's package-dir, so it checks a folder in which links make one package of the three.
 lint: $(READY)

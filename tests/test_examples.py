@@ -6,16 +6,13 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import sparse_flash as sf
 from sparse_flash.masks import pattern as pattern_module
@@ -36,14 +33,6 @@ def load(name: str):
 def own_registry(monkeypatch):
     """Removes the patterns that a test registers."""
     monkeypatch.setattr(pattern_module, "_registry", dict(pattern_module._registry))
-
-
-@pytest.fixture(scope="module")
-def train_bytes():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices this small lose more to waiting threads than they gain
-    yield load("train_bytes")
-    torch.set_num_threads(threads)
 
 
 def test_every_example_is_tested_here():
@@ -91,111 +80,6 @@ def test_long_context_reports_every_length(capsys):
     seconds = load("long_context").main(pattern="causal & local(64)", longest=2048, rows=3, heads=1, head_dim=16)
     assert len(seconds) == 3
     assert re.findall(r"│ +([\d,]+) │ \d", capsys.readouterr().out) == ["128", "512", "2,048"]
-
-
-SMALL = {"context": 128, "steps": 12, "batch": 2, "dim": 32, "eval_every": 4, "eval_windows": 2}
-
-
-def small_run(module, out: Path, **changes):
-    settings = replace(module.QUICK, **{**SMALL, **changes})
-    out.mkdir(exist_ok=True)
-    return module.Run(settings, torch.device("cpu"), out)
-
-
-def same(a, b) -> bool:
-    """Whether two checkpoints are equal bit for bit, except for the seconds that they took."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a if key != "seconds")
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def test_an_interrupted_and_resumed_run_ends_bit_for_bit_where_the_uninterrupted_one_ends(train_bytes, tmp_path, monkeypatch):
-    whole = small_run(train_bytes, tmp_path / "whole")
-    assert train_bytes.train(whole)
-
-    first = small_run(train_bytes, tmp_path / "parts")
-    step, before = first.train_step, signal.getsignal(signal.SIGINT)
-
-    def interrupted_step():
-        if first.step == 5:
-            signal.raise_signal(signal.SIGINT)
-        return step()
-
-    monkeypatch.setattr(first, "train_step", interrupted_step)
-    assert not train_bytes.train(first)
-    assert first.step == 6
-    assert signal.getsignal(signal.SIGINT) is before
-
-    second = small_run(train_bytes, tmp_path / "parts")
-    second.load()
-    assert second.step == 6
-    assert train_bytes.train(second)
-    ends = [torch.load(run.checkpoint, weights_only=True) for run in (whole, second)]
-    assert ends[0]["data_position"] == 24
-    assert same(*ends)
-
-
-def test_the_quick_run_learns_beside_its_dense_twin_and_leaves_a_plot(train_bytes, tmp_path):
-    result = CliRunner().invoke(train_bytes_app(train_bytes), ["--quick", "--steps", "30", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    for twin in ("sparse", "dense"):
-        nats = [row[twin]["nats"] for row in state["history"]]
-        assert nats[0] == pytest.approx(math.log(256), abs=0.01)
-        assert nats == sorted(nats, reverse=True)
-        assert nats[-1] < 3.7
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
-    assert "pairs kept" in result.output
-
-    again = CliRunner().invoke(train_bytes_app(train_bytes), ["--quick", "--steps", "31", "--out", str(tmp_path)])
-    assert again.exit_code == 2
-    assert "steps is 31 here, 30 there" in " ".join(again.output.replace("│", " ").split())
-
-
-def train_bytes_app(module):
-    import typer
-
-    app = typer.Typer()
-    app.command()(module.main)
-    return app
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--pattern", "local(32)"], "lets bytes see later ones"),
-        (["--pattern", "causal & locl(32)"], "did you mean 'local'"),
-        (["--dim", "30", "--heads", "4"], "multiple of 2 x heads"),
-        (["--context", "0"], "--context must be at least 1"),
-        (["--device", "abacus"], "cannot be used here"),
-        (["--block-size", "100"], "power of two in 16..256"),
-    ],
-)
-def test_bad_input_gets_one_clear_message(train_bytes, tmp_path, arguments, message):
-    result = CliRunner().invoke(train_bytes_app(train_bytes), ["--quick", "--out", str(tmp_path / "out"), *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_checkpoint_is_named(train_bytes, tmp_path):
-    run = small_run(train_bytes, tmp_path)
-    run.checkpoint.write_bytes(b"not a checkpoint")
-    with pytest.raises(Exception, match="is no checkpoint of this program"):
-        run.load()
-
-
-def test_validation_files_are_never_trained_on_and_batches_depend_on_the_position_alone(train_bytes, tmp_path):
-    run = small_run(train_bytes, tmp_path)
-    corpus, settings = run.corpus, run.settings
-    assert 0.01 < len(corpus.held_out) / len(corpus.train) < 0.2
-    assert torch.equal(corpus.batch(settings, 7), train_bytes.Corpus().batch(settings, 7))
-    both = torch.cat([corpus.batch(settings, 6), corpus.batch(settings, 8)])
-    assert torch.equal(both[1], corpus.batch(settings, 7)[0])
-    window = bytes(corpus.validation(settings)[1].tolist())
-    assert window not in bytes(corpus.train.tolist())
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -150,7 +150,7 @@ def compare(
     mask: Annotated[str, typer.Option(help="The sparse arm's.")] = "causal & (local(128) | power_of_two(block=32))",
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "tiny",
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Steps of each arm.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of each arm.")] = 150,
     most_bytes: Annotated[int, typer.Option(help="Bytes of text to read.")] = 6 << 20,
     device: Device = "auto",
 ) -> None:
