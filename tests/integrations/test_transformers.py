@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -189,21 +190,55 @@ def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
     assert torch.equal(made.dense, pairs("causal & local(5)", 1, TOKENS))
 
 
-@pytest.mark.parametrize("starts", [[[0, 50, 100], [0, 50, 100]], [[0, 7], [0, 131]]], ids=["alike", "each its own"])
-@pytest.mark.parametrize("name", ["llama", "mistral, window"])
-def test_packed_sequences_see_themselves_alone(name, starts):
-    model, dense = twins(name)
-    use_sparse_flash(model, PATTERN)
+STARTS = {"alike": [[0, 50, 100], [0, 50, 100]], "each its own": [[0, 7], [0, 131]]}
+
+
+def packed_words(starts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, slice]]]:
+    """(tokens, position_ids, cu_seqlens of all rows end to end, (row, place) of each sequence)"""
     x = words()
-    sequence = torch.zeros_like(x)
-    for row, first in enumerate(starts):
-        sequence[row, first[1:]] = 1
-    sequence = sequence.cumsum(1)
-    kept = pairs(within(name, PATTERN), *x.shape) & (sequence[:, None, :, None] == sequence[:, None, None])
-    positions = torch.stack([torch.arange(TOKENS) - torch.tensor(first)[numbers] for first, numbers in zip(starts, sequence)])
-    ours = model(x, position_ids=positions, use_cache=False).logits
-    theirs = dense(x, position_ids=positions, attention_mask=kept).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    bounds = [[*row, TOKENS] for row in starts]
+    places = [(row, slice(a, b)) for row, edges in enumerate(bounds) for a, b in pairwise(edges)]
+    positions = torch.zeros_like(x)
+    for row, place in places:
+        positions[row, place] = torch.arange(place.stop - place.start)
+    ends = [row * TOKENS + place.stop for row, place in places]
+    return x, positions, torch.tensor([0, *ends], dtype=torch.int32), places
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
+def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
+    torch._dynamo.reset()
+    model, _ = twins(name)
+    use_sparse_flash(model, PATTERN, packed=given == "position_ids")
+    x, positions, ends, places = packed_words(STARTS[starts])
+    options = {"position_ids": positions, "use_cache": False}
+    if given == "cu_seq_lens":
+        options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": TOKENS, "max_length_k": TOKENS}
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    logits = call(x, **options).logits
+    logits.square().mean().backward()
+    gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    model.zero_grad()
+    alone = [model(x[row : row + 1, place], use_cache=False).logits[0] for row, place in places]
+    for (row, place), one in zip(places, alone, strict=True):
+        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+    (sum(one.square().sum() for one in alone) / logits.numel()).backward()
+    torch.testing.assert_close(gradient, model.model.layers[0].self_attn.k_proj.weight.grad, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mask", [PATTERN, "causal & (local(9) | sinks(3))"])
+def test_packed_sequences_of_layers_with_soft_caps_are_what_each_is_alone(mask):
+    model = use_sparse_flash(own_scores("gemma2")[0].eval(), mask)
+    x, positions, ends, places = packed_words(STARTS["each its own"])
+    logits = model(x, position_ids=positions, use_cache=False).logits
+    for row, place in places:
+        one = model(x[row : row + 1, place], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="packed sequences with a soft cap are not supported"):
+        model(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
 
 
 def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
@@ -344,7 +379,6 @@ def test_soft_caps_and_sinks_are_carried_in_generation(name, padded):
     [
         {"output_attentions": True},
         {"position_bias": torch.zeros(1, 4, 5, 5)},
-        {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5},
         {"indices": torch.zeros(1)},
         {"of_a_later_version": 1.0},
     ],
@@ -431,7 +465,7 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
             )
         with pytest.raises(RuntimeError, match="zeros between its ones"):
             compiled(x, attention_mask=holes)
-        with pytest.raises(RuntimeError, match="packed sequences"):
+        with pytest.raises(RuntimeError, match=r"packed sequences.*cu_seq_lens_q.*packed=True"):
             compiled(x, position_ids=torch.arange(60)[None].remainder(25), use_cache=False)
 
 

@@ -8,10 +8,11 @@ The model keeps its projections, rotary positions, key-value cache and ``generat
 if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
-(Llama 4), packed sequences, padding. A pair is kept if both keep it. Padding belongs at either end of a sequence; a pattern counts
-padded positions, also for global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between
-tokens, a model's own functions) are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention
-weights, and keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
+(Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by position_ids or cu_seq_lens_q,
+attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded positions, also for global tokens
+and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions) are kept pair
+by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are neither supported
+nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import transformers
@@ -29,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...api.arguments import check_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
+from ...api.varlen import attention_varlen
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern, parse
 from ...variant.definition import with_sinks
@@ -72,6 +74,7 @@ class _Settings(NamedTuple):
     backend: str = "auto"
     deterministic: bool | None = None
     moves: bool = False
+    packed: bool = False
 
 
 def use_sparse_flash(
@@ -80,6 +83,7 @@ def use_sparse_flash(
     *,
     backend: str = "auto",
     deterministic: bool | None = None,
+    packed: bool = False,
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
@@ -91,9 +95,12 @@ def use_sparse_flash(
     say so: "causal & ...".
     backend, deterministic: as for ``sparse_flash.attention``.
 
+    packed: compiled code is to expect packed sequences, whose position_ids restart with each. It cannot look, and separating costs
+    time. Code that is not compiled looks; sequences given by cu_seq_lens_q are separated in either.
+
     The model may be compiled, before or after, also with fullgraph=True, for all lengths. Compiled code cannot read values, so it
-    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and for packed sequences given
-    by position_ids. In layers with chunks, compiled code treats packed sequences as single ones.
+    fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
+    position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
     The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and for
     masks that do not fit them; the model is then unchanged.
@@ -105,7 +112,7 @@ def use_sparse_flash(
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one = masks[number]
-        setattr(layer, _SETTINGS, _Settings(one, backend, deterministic, one != OWN and depends_on_position(one)))
+        setattr(layer, _SETTINGS, _Settings(one, backend, deterministic, one != OWN and depends_on_position(one), packed))
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         setattr(part, _WATCHED, True)
@@ -225,9 +232,14 @@ def _masked(
     softcap=None,
     s_aux=None,
     is_causal=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    max_length_q=None,
+    max_length_k=None,
     **kwargs,
 ):
-    """s_aux: (heads,) sink logits."""
+    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start. max_length_q
+    and max_length_k are not needed."""
     # An option that is off is None, or False for a switch.
     unknown = sorted(
         name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
@@ -252,6 +264,14 @@ def _masked(
     mask = settings.mask
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
+    cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
+    if cu_seqlens is not None:
+        reason = _not_packed(own, mask, query, key, dropout, softcap, s_aux)
+        if reason is None:
+            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling), None
+        if own.sequences is None:
+            raise ValueError(f"packed sequences with {reason} are not supported here; leave it out, or do not pack")
+        own, mask = own.separated(mask)
     kv_lens = None
     if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
         kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
@@ -289,6 +309,40 @@ def _masked(
             backend=settings.backend,
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
+    """Where packed sequences start in all tokens of the batch; None for sequences that are not packed."""
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; self-attention has one list of sequences")
+        return cu_seq_lens_q.to(query.device)
+    if not torch.compiler.is_compiling():
+        return None if own.sequences is None else own.cu_seqlens(query.shape[0])
+    if settings.packed and own.arguments is not None and own.starts is None and query.shape[2] == own.kv_length > 1:
+        return own.cu_seqlens(query.shape[0])
+    own.single_or_fail()
+    return None
+
+
+def _not_packed(own, mask, query, key, dropout, softcap, s_aux) -> str | None:
+    """What of a call ``attention_varlen`` does not support, or None."""
+    named = {"dropout": dropout, "a soft cap": softcap, "sink logits": s_aux is not None, "padding": own.starts is not None}
+    named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
+    named["a 4-D attention_mask"] = own.dense is not None
+    named["a restriction of its own for each batch entry"] = any(len(limit) > 1 for limit in own.limits)
+    named["a cache"] = query.shape[2] != key.shape[2] or own.kv_offset or own.end_tensor is not None
+    return next((name for name, used in named.items() if used), None)
+
+
+def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling) -> torch.Tensor:
+    """(batch, tokens, heads, head_dim): each packed sequence as it would be alone, the model's window included."""
+    mask = own.joined(mask, query.device)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attention_varlen(
+        q, k, v, cu_seqlens, mask=mask, scale=scaling, deterministic=settings.deterministic, backend=settings.backend
+    )
+    return cast(torch.Tensor, out).unflatten(0, (query.shape[0], query.shape[2]))
 
 
 _outside_of_graphs = torch.compiler.disable(_masked)

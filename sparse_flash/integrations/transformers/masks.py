@@ -6,8 +6,10 @@ gets a ``ModelMask``, which holds spec text instead of a tensor of pairs.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from transformers import AttentionMaskInterface
@@ -40,6 +42,8 @@ class ModelMask(FlexBlockMask):
     kv_offset: the position of the first key. end: the number of keys up to the last query's, or None if only ``end_tensor``, 0-d,
     knows; that is None if no key comes after.
     starts, stops: (batch,) int32, which keys exist; None for all up to ``end``.
+    sequences: (batch | 1, q_length) integers, the packed sequence of each token, ascending; None for one sequence. In compiled code
+    None too, as values cannot be read: see ``single_or_fail``.
     refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
 
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
@@ -66,6 +70,7 @@ class ModelMask(FlexBlockMask):
         self.base, self.limits, self.dense = base, limits, dense
         self.end, self.end_tensor = end, end_tensor
         self.starts, self.stops = starts, stops
+        self.sequences, self._single = None, False
         self.refusal, self.arguments = refusal, arguments
         self._made = {}
 
@@ -102,6 +107,46 @@ class ModelMask(FlexBlockMask):
                 return made
             self._made[implementation] = made
         return self._made[implementation]
+
+    def cu_seqlens(self, batch: int) -> torch.Tensor:
+        """Where packed sequences start in all tokens of the batch, and where the last ends: (sequences + 1,) int32.
+
+        In compiled code, which cannot read how many there are, (tokens + 1,): the sequences past the last are empty.
+        """
+        if "cu_seqlens" not in self._made:
+            self._made["cu_seqlens"] = _cu_seqlens(self._starts_sequence(batch))
+        return self._made["cu_seqlens"]
+
+    def _starts_sequence(self, batch: int) -> torch.Tensor:
+        """(batch, q_length) bool: whether a sequence starts with this token."""
+        if torch.compiler.is_compiling():
+            follows = _sees_previous(self.arguments)
+        else:
+            follows = (self.sequences[:, 1:] == self.sequences[:, :-1]).expand(batch, -1)
+        return torch.cat([torch.ones_like(follows[:, :1]), ~follows], 1)
+
+    def single_or_fail(self) -> None:
+        """Makes compiled code fail, once in a pass, on packed sequences, where some token does not see the previous one."""
+        if self._single or self.arguments is None or self.arguments.get("attention_mask") is not None:
+            return
+        self._single = True
+        if _may_be_packed(self.arguments):
+            assert_in_graph(_sees_previous(self.arguments).all(), f"position_ids are of packed sequences; {_PACKED}")
+
+    def separated(self, mask) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
+        """(this mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. A mask that
+        depends on positions goes to the limits, where they count from the start of each sequence."""
+        one = copy(self)
+        one._made, one.sequences = {}, None
+        restarts = depends_on_position(mask) and not isinstance(mask, BlockMask)
+        limits: list[Pattern | str] = []
+        for row in self.sequences.tolist():
+            starts = [0, *(k for k in range(1, len(row)) if row[k] != row[k - 1])]
+            apart = f"documents({[*starts, len(row)]})"
+            own = _Restarted(parse(mask) if isinstance(mask, str) else mask, tuple(starts)) if restarts else None
+            limits.append(apart if own is None else And.of(parse(apart), own))
+        one.limits = (*self.limits, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
+        return one, None if restarts else mask
 
     def joined(self, mask, device: torch.device) -> Pattern | str | BlockMask | None:
         """The intersection of ``mask``, which replaces ``base``, and the model's other restrictions, for keys 0 .. end - 1.
@@ -152,17 +197,15 @@ def model_mask(**arguments) -> ModelMask:
         _check_place(mask)
         if arguments.get("attention_mask") is not None:
             _set_tokens(mask, arguments["attention_mask"].bool())
-        else:
-            _assert_single(arguments, q_length)
         return mask
     read = _Reading(arguments["batch_size"])
     read.function(arguments["mask_function"])
-    mask.base, mask.limits = read.base, tuple(read.limits)
+    mask.base, mask.limits, mask.sequences = read.base, tuple(read.limits), read.sequences
     if not read.unknown:
         _check_place(mask)
     padding = arguments.get("attention_mask")
     if read.unknown:
-        mask.base, mask.limits = "full", ()
+        mask.base, mask.limits, mask.sequences = "full", (), None
         mask.dense = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     elif padding is not None:
         total = kv_offset + kv_length if mask.end is None else kv_offset + mask.end
@@ -214,25 +257,47 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
 _UNCOMPILED = "sparse_flash carries that in a model that is not compiled"
 
 
-def _assert_single(arguments, q_length) -> None:
-    """Makes compiled code fail on packed sequences, where some token does not see the previous one."""
+_PACKED = (
+    "in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too (DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or "
+    "say use_sparse_flash(..., packed=True)"
+)
+
+
+def _may_be_packed(arguments) -> bool:
+    """Whether the mask function separates sequences where position_ids say so; they may still be those of one."""
+    q_length, size = arguments["q_length"], arguments.get("local_size")
     if arguments["mask_function"].__name__ != "and_mask" or q_length != arguments["kv_length"] or q_length < 2:
-        return
-    size = arguments.get("local_size")
-    if size is not None and size == getattr(arguments.get("config"), "attention_chunk_size", None):
-        return  # with chunks, the first token of one does not see the previous token either
+        return False
+    # With chunks, the first token of one does not see the previous token either.
+    return size is None or size != getattr(arguments.get("config"), "attention_chunk_size", None)
+
+
+def _sees_previous(arguments) -> torch.Tensor:
+    """(batch, q_length - 1) bool, by the model's own mask function, on the device."""
     device = arguments.get("device", "cpu")
-    token = torch.arange(1, q_length, device=device)
+    token = torch.arange(1, arguments["q_length"], device=device)
     batch = torch.arange(arguments["batch_size"], device=device)[:, None]
     seen = arguments["mask_function"](batch, torch.zeros_like(batch), token, token - 1)
-    assert_in_graph(seen.all(), f"position_ids are of packed sequences; {_UNCOMPILED}")
+    return seen.expand(arguments["batch_size"], -1)
+
+
+def _cu_seqlens(starts: torch.Tensor) -> torch.Tensor:
+    """See ``ModelMask.cu_seqlens``. starts: (batch, tokens) bool."""
+    starts = starts.flatten()
+    tokens = starts.shape[0]
+    if not torch.compiler.is_compiling():
+        return torch.nn.functional.pad(starts.nonzero().flatten(), (0, 1), value=tokens).to(torch.int32)
+    # The first token of each sequence writes its place to the sequence's number; all others write past the end.
+    number = torch.where(starts, starts.cumsum(0) - 1, tokens + 1)
+    place = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    return torch.full((tokens + 2,), tokens, dtype=torch.int32, device=starts.device).scatter(0, number, place)[:-1]
 
 
 def _said(arguments) -> tuple[str, str | None]:
     """(base, limit) of a mask within torch.compile, which cannot inspect functions: from the arguments that Transformers passes
     along.
 
-    Packed sequences cannot be distinguished from single ones there: see ``_assert_single``.
+    Packed sequences cannot be distinguished from single ones there: see ``ModelMask.single_or_fail``.
     """
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")
@@ -262,6 +327,7 @@ class _Reading:
     def __init__(self, batch: int):
         self.batch, self.base, self.unknown = batch, "full", False
         self.limits: list[tuple[Pattern | str, ...]] = []
+        self.sequences: torch.Tensor | None = None
 
     def function(self, function) -> None:
         code = getattr(function, "__code__", None)
@@ -285,7 +351,8 @@ class _Reading:
         elif name == "chunked_overlay":
             self.chunks(held["chunk_size"], held["left_padding"].tolist())
         elif name == "packed_sequence_mask_function":
-            self.packed(held["packed_sequence_mask"])
+            numbers = held["packed_sequence_mask"]
+            self.sequences = None if bool((numbers == numbers[:, :1]).all()) else numbers
         elif name == "remap_positions_for_packed_sequence":
             # The distance of two tokens of one sequence does not change; another restriction separates sequences.
             before = len(self.limits)
@@ -300,15 +367,6 @@ class _Reading:
             str(block_diagonal(size)) if left % size == 0 else moved(block_diagonal(size), -left) for left in left_padding
         )
         self.limits.append(limits[:1] if len(set(limits)) == 1 else limits)
-
-    def packed(self, numbers: torch.Tensor) -> None:
-        """numbers: (batch | 1, tokens), the sequence of each token, from 0."""
-        limits = []
-        for row in numbers.tolist():
-            starts = [k for k in range(1, len(row)) if row[k] != row[k - 1]]
-            limits.append(f"documents({[0, *starts, len(row)]})" if starts else "full")
-        if set(limits) != {"full"}:
-            self.limits.append(tuple(limits) if len(set(limits)) > 1 else (limits[0],))
 
 
 def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
@@ -386,6 +444,19 @@ class _Moved(Pattern):
     def row_runs(self, q):
         runs = self.pattern.row_runs(q + self.offset)
         return None if runs is None else tuple(edge - self.offset for edge in runs)
+
+
+@dataclass(frozen=True)
+class _Restarted(Pattern):
+    """A pattern whose positions count from the start of each packed sequence. starts: ascending, from 0."""
+
+    pattern: Pattern
+    starts: tuple[int, ...]
+
+    def token_rule(self, q, kv):
+        starts = np.asarray(self.starts)
+        first = starts[np.searchsorted(starts, q, side="right") - 1]
+        return self.pattern.token_rule(q - first, kv - first)
 
 
 def moved(pattern: Pattern, offset: int) -> Pattern:
