@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 
 from .parallel import World
 from .settings import Settings, differences
@@ -104,12 +104,23 @@ def resume(path: Path, settings: Settings, model: nn.Module, optimizer, world: W
     return progress
 
 
-def load_model(path: Path, model: nn.Module) -> None:
-    """Fills the parameters alone, in one process."""
-    state = {"model": model.state_dict()}
+def load_model(path: Path, model: nn.Module, world: World | None = None) -> None:
+    """Fills the parameters alone; world: None for a process alone. Raises ValueError where the checkpoint is of another model."""
+    read(path)
+    state = {"model": get_model_state_dict(model)}
+    reader = FileSystemReader(path)
+    there = {
+        n.removeprefix("model."): tuple(m.size) for n, m in reader.read_metadata().state_dict_metadata.items() if n[:6] == "model."
+    }
+    if other := [name for name, value in state["model"].items() if there.get(name) != tuple(value.shape)]:
+        name = other[0]
+        raise ValueError(
+            f"{path} is of another model: {name} is {tuple(state['model'][name].shape)} here and {there.get(name)} there; "
+            "pass the --preset and --vocabulary that it was trained with"
+        )
     with _quiet():
-        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
-    model.load_state_dict(state["model"])
+        dcp.load(state, storage_reader=reader, no_dist=world is None or world.mesh is None)
+    set_model_state_dict(model, state["model"])
 
 
 @contextmanager

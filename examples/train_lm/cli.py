@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fs
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,9 @@ def train(
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
     windows: Annotated[int, typer.Option(help="Held-out sequences of an evaluation.")] = 16,
+    start: Annotated[
+        Path | None, typer.Option(help="A run or checkpoint whose parameters are the first: from dense to sparse.")
+    ] = None,
     device: Device = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's last checkpoint.")] = False,
 ) -> None:
@@ -115,7 +119,7 @@ def train(
                     data.import_tokens(folder, tokens, shape.vocabulary)
             else:
                 data.prepare(folder, shape.vocabulary, text, most_bytes, quiet=not world.is_first)
-        run = Run(settings, out, folder, world, sharding, fresh)
+        run = Run(settings, out, folder, world, sharding, fresh, start and _checkpoint_of(start))
         if world.is_first:
             out.mkdir(parents=True, exist_ok=True)
             _introduce(run, said)
@@ -296,6 +300,32 @@ def export(
         console.print(
             f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
         )
+
+
+@app.command()
+def hf_train(
+    mask: Annotated[str | None, typer.Option(help="Spec text, for use_sparse_flash.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="In place of a mask, PyTorch's own: CUDNN_ATTENTION, ...")] = None,
+    layout: Annotated[str, typer.Option(help="whole, padded or packed sequences.")] = "whole",
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 16_384,
+    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 50,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch_compile=True.")] = True,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    out: Out = Path("runs/train_lm/hf"),
+) -> None:
+    """Train through transformers.Trainer; writes the loss of each step to OUT/losses.json."""
+    from .hf_train import Arm
+    from .hf_train import losses as losses_of
+
+    with user_errors():
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        out.mkdir(parents=True, exist_ok=True)
+        found = losses_of(Arm(mask, kernel), PRESETS[preset], folder, out, layout, length, batch, steps, compiled=compiled)
+        (out / "losses.json").write_text(json.dumps(found))
+        console.print(f"loss {found[0]:.4f} at first, {found[-1]:.4f} at step {len(found)}: {out / 'losses.json'}", soft_wrap=True)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .data import END
+from .hf_model import SparseLMConfig, SparseLMForCausalLM
 from .model import Decoder
 from .settings import SDPA, Settings
 
@@ -23,17 +24,10 @@ _LAYER = {
 }
 
 
-def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
-    """Writes the folder ``target`` and returns the Hugging Face model. Raises FileExistsError where there is something already."""
-    from transformers import PreTrainedTokenizerFast
-
-    from .hf_model import SparseLMConfig, SparseLMForCausalLM
-
-    if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty; pass another folder")
+def config_of(settings: Settings, masks: list[str]) -> SparseLMConfig:
+    """masks: of each layer."""
     shape = settings.shape
-    masks = ["causal" if (mask := settings.mask_of(layer)) == SDPA else mask for layer in range(shape.layers)]
-    config = SparseLMConfig(
+    return SparseLMConfig(
         sparse_flash_masks=masks,
         vocab_size=shape.vocabulary,
         hidden_size=shape.dim,
@@ -46,7 +40,20 @@ def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
         rope_parameters={"rope_type": "default", "rope_theta": shape.rotary_base},
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
     )
+
+
+def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
+    """Writes the folder ``target`` and returns the Hugging Face model. Raises FileExistsError where there is something already."""
+    from transformers import PreTrainedTokenizerFast
+
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty; pass another folder")
+    shape = settings.shape
+    masks = ["causal" if (mask := settings.mask_of(layer)) == SDPA else mask for layer in range(shape.layers)]
+    config = config_of(settings, masks)
     SparseLMConfig.register_for_auto_class()
     SparseLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     exported = SparseLMForCausalLM(config)

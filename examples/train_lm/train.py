@@ -33,9 +33,19 @@ class NotFinite(RuntimeError):
 
 
 class Run:
-    """A model in training. folder: of its checkpoints and logs. data: a prepared folder."""
+    """A model in training. folder: of its checkpoints and logs. data: a prepared folder. start: a checkpoint of the same model,
+    whose parameters are the first ones; masks and lengths may differ."""
 
-    def __init__(self, settings: Settings, folder: Path, data: Path, world: World, parallel: Parallel = "ddp", fresh: bool = False):
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        data: Path,
+        world: World,
+        parallel: Parallel = "ddp",
+        fresh: bool = False,
+        start: Path | None = None,
+    ):
         self.settings, self.folder, self.world = settings, folder, world
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -52,6 +62,8 @@ class Run:
         self.optimizer = optimizer(self.model, settings)
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
+        if start and not last:
+            checkpoint.load_model(start, self.model, world)
         if last:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
         self.resumed = last

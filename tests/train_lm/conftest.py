@@ -23,9 +23,9 @@ def tokens(tmp_path_factory) -> Path:
 def run(tokens, tmp_path):
     """Makes a Run in a new folder, or in ``folder``."""
 
-    def make(folder: str = "run", fresh: bool = False, **changes) -> Run:
+    def make(folder: str = "run", fresh: bool = False, start: Path | None = None, **changes) -> Run:
         (tmp_path / folder).mkdir(exist_ok=True)
-        return Run(replace(SETTINGS, **changes), tmp_path / folder, tokens, ON_CPU, fresh=fresh)
+        return Run(replace(SETTINGS, **changes), tmp_path / folder, tokens, ON_CPU, fresh=fresh, start=start)
 
     yield make
     torch.use_deterministic_algorithms(False)

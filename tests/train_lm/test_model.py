@@ -111,3 +111,13 @@ def test_a_hugging_face_export_gives_the_same_logits_dense_and_sparse(tmp_path):
     assert generated == list(generate(model, IDS[0, :20].tolist(), 5))
     with pytest.raises(FileExistsError, match="not empty"):
         export(model, SETTINGS, tmp_path / "none.json", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("layout", ["whole", "padded", "packed"])
+def test_transformers_trainer_sees_the_losses_of_pytorchs_attention(layout, tokens, tmp_path):
+    from examples.train_lm.hf_train import Arm, gap, losses
+
+    options = {"layout": layout, "length": 64, "batch": 2, "steps": 4, "compiled": False}
+    ours, theirs = (losses(arm, SETTINGS.shape, tokens, tmp_path, **options) for arm in (Arm(mask="causal"), Arm(kernel="MATH")))
+    assert len(ours) == 4 and gap(ours, theirs) < 1e-4
+    assert ours[-1] < ours[0]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(run, monkeypatch):
     assert not one.train()
     assert checkpoint.latest(one.folder).name == "step-0000003"
     assert run().progress.step == 3
+
+
+def test_a_dense_checkpoint_goes_on_under_sparse_masks(run):
+    dense = run("dense", masks=("causal",))
+    dense.train()
+    sparse = run("sparse", masks=("causal & local(16)", "causal"), start=checkpoint.latest(dense.folder))
+    assert sparse.progress.step == 0 and same(list(dense.model.parameters()), list(sparse.model.parameters()))
+    assert sparse.evaluate(4) < math.log(300) - 0.05
+    sparse.train()
+    assert run("sparse", masks=("causal & local(16)", "causal"), start=checkpoint.latest(dense.folder)).progress.step == 6
+    with pytest.raises(ValueError, match=r"of another model: embed.weight is \(400, 32\) here and \(300, 32\) there"):
+        run("other", shape=replace(SHAPE, vocabulary=400), start=checkpoint.latest(dense.folder))
 
 
 def test_evaluation_reaches_beyond_the_trained_length(run, tokens):
