@@ -8,7 +8,7 @@ from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
 from ..packed.repack import Axis, Side, pack
-from .arguments import autocast, check_packed, checked_documents
+from .arguments import autocast, check_packed, check_types, checked_documents
 from .attention import attention
 from .keywords import shown_without_foreign, unexpected
 
@@ -41,7 +41,7 @@ def attention_varlen(
     mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
-    scale, return_lse, deterministic, backend: as for ``attention``.
+    scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
@@ -60,6 +60,8 @@ def attention_varlen(
     """
     if foreign:
         raise unexpected(attention_varlen, foreign)
+    check_types(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_packed(q, k, v)
     mask = "full" if mask is None else mask
     if not isinstance(mask, (Pattern, str)):
@@ -80,7 +82,6 @@ def attention_varlen(
     if same and keys.longest < queries.longest:
         queries = keys
 
-    q, k, v = autocast(q, k, v)
     in_place = mask_in_place(mask, queries, None if same else keys)
     if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))

@@ -532,3 +532,15 @@ def test_impossible_lengths_raise_on_a_cpu(starts):
         sf.attention_varlen(*packed(), torch.tensor(starts))
     with pytest.raises(ValueError, match="a document of q has 10 tokens, more than max_seqlen_q=9"):
         sf.attention_varlen(*packed(), torch.tensor([0, 10]), max_seqlen_q=9)
+
+
+def test_autocast_casts_tensors_of_unlike_dtypes():
+    q, k, v = (torch.randn(40, 2, 16) for _ in range(3))
+    ends = torch.tensor([0, 15, 40], dtype=torch.int32)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        sf.attention_varlen(q, k, v.bfloat16(), ends, mask="causal", backend="torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sf.attention_varlen(q, k, v.bfloat16(), ends, mask="causal", backend="torch")
+    assert out.dtype == torch.bfloat16
+    wanted = sf.attention_varlen(*(t.bfloat16() for t in (q, k, v)), ends, mask="causal", backend="torch")
+    assert torch.equal(out, wanted)

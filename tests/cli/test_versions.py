@@ -138,7 +138,7 @@ def test_the_extra_for_transformers_brings_what_its_trainer_needs():
     assert requirement.startswith("transformers[torch]")
     brought = importlib.metadata.requires("transformers")
     assert any(re.match(r"accelerate\b.*extra == ['\"]torch['\"]", line) for line in brought)
-    assert "sparse-flash[transformers]" in PROJECT["optional-dependencies"]["dev"]
+    assert "sparse-flash[transformers,train]" in PROJECT["optional-dependencies"]["dev"]
     assert all("accelerate" in pinned for pinned in (OLDEST, CI, NEWEST))
 
 
