@@ -375,8 +375,6 @@ class Batch:
         tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
         if not packed:
             return tokens, labels, None
-        # The number of documents differs from step to step: empty ones at the end make it a multiple of 64.
-        count = -(-len(self.boundaries) // 64) * 64
-        bounds = np.pad(self.boundaries, (0, count - len(self.boundaries)), mode="edge").astype(np.int32)
+        bounds = self.boundaries.astype(np.int32)
         documents = Documents(torch.from_numpy(bounds).to(device), self.tokens.shape[1])
         return tokens.reshape(1, -1), labels.reshape(1, -1), documents

@@ -61,7 +61,7 @@ class Side(NamedTuple):
 class RepackPlan(NamedTuple):
     """What the host knows of a call: tokens, longest document and blocks of queries and keys; block rows of the long document's
     table before position 0; capacity for entries; whether keys share the documents of the queries; whether the table has bit
-    tiles."""
+    tiles, and how many tiles it has of each kind."""
 
     q_tokens: int
     k_tokens: int
@@ -73,6 +73,8 @@ class RepackPlan(NamedTuple):
     entries: int
     same: int  # 0 or 1: operators take a plan as integers
     has_bits: int
+    run_tiles: int
+    bit_tiles: int
 
 
 def pack(pattern, queries: Side, keys: Side | None) -> Packed:
@@ -84,8 +86,8 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     keys = queries if keys is None else keys
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the table of one long document.
-    sizes = (*queries[1:], *keys[1:], starts[0].shape[0] - 1)
-    q_tokens, q_longest, k_tokens, k_longest, documents = map(index, sizes)
+    q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
+    documents = _most_documents(starts[0].shape[0] - 1)
     plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
     *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
@@ -111,7 +113,19 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     keep_if_captured(document, device)
     sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
-    return [*map(int, sizes), int(same), int(document.has_bits)], document.tables
+    tiles = document.mask.tiles
+    return [*map(int, sizes), int(same), int(document.has_bits), *map(len, tiles)], document.tables
+
+
+def _most_documents(documents: int) -> int:
+    """How many documents a plan is made for. In compiled code, where this is symbolic, the next power of two: code that is compiled
+    for each number of documents would be compiled anew in each step of training."""
+    if not torch.compiler.is_compiling():
+        return documents
+    most = 1
+    while most < documents:
+        most *= 2
+    return most
 
 
 def power_of_two(number: int) -> int:
@@ -188,11 +202,11 @@ def _(tables, q_starts, k_starts, plan):
     def size(known: int) -> int | torch.SymInt:
         return fake_size(known, by_kernels)
 
-    runs, bits = (t.shape for t in tables[-3:-1])
+    # All sizes are the plan's: a length that is known as that of an argument alone is no number in a backward graph.
     shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
     shapes += fake_table(plan.q_blocks, plan.entries, by_kernels) + fake_table(plan.k_blocks, plan.entries, by_kernels)
-    shapes.append((size(runs[0] + plan.q_blocks), *runs[1:]))
-    shapes.append((size(bits[0] + plan.q_blocks * plan.has_bits), *bits[1:]))
+    shapes.append((size(plan.run_tiles + plan.q_blocks), BLOCK))
+    shapes.append((size(plan.bit_tiles + plan.q_blocks * plan.has_bits), BLOCK, BLOCK // 32))
     return [tables[0].new_empty(shape) for shape in shapes]
 
 

@@ -12,6 +12,8 @@ from accepted import fitted
 from hypothesis import given, settings
 from oracle import BACKENDS, DEVICE, kept_pairs, make_call, measure, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -544,3 +546,37 @@ def test_autocast_casts_tensors_of_unlike_dtypes():
     assert out.dtype == torch.bfloat16
     wanted = sf.attention_varlen(*(t.bfloat16() for t in (q, k, v)), ends, mask="causal", backend="torch")
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal & (local(9) | sinks(3))"], ids=["in place", "moved"])
+def test_compiled_code_serves_many_numbers_of_documents(mask):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sf.attention_varlen, fullgraph=True, backend=counter)
+    qkv = [torch.randn(200, 2, 16, requires_grad=True) for _ in range(3)]
+    for documents in (40, 33, 64, 50, 47, 61, 35, 59, 38, 44, 34, 62):
+        ends = torch.linspace(0, 200, documents + 1).to(torch.int32)
+        ours, theirs = (call(*qkv, ends, mask=mask, backend="torch") for call in (compiled, sf.attention_varlen))
+        torch.testing.assert_close(ours, theirs)
+        for a, b in zip(*(torch.autograd.grad(out.square().sum(), qkv) for out in (ours, theirs)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count <= 3  # one number, many numbers, and at most once for the power of two above them
+
+
+def test_sizes_of_packed_tables_are_plain_numbers_where_those_of_their_arguments_are_symbols(monkeypatch):
+    # Inductor cannot compile a backward pass that is given a size and not the symbol that it is made of.
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    pattern = sf.parse("causal & (local(9) | sinks(3))")
+    plan, tables = repack._planned(pattern, 1000, 400, 1000, 400, 8, True, torch.device("cpu"))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def dynamic(tensor):
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+        return mode.from_tensor(tensor, symbolic_context=context)
+
+    starts = dynamic(torch.zeros(9, dtype=torch.int32))
+    fake = [dynamic(t) for t in tables]
+    assert any(isinstance(size, torch.SymInt) for t in fake for size in t.shape)
+    with mode:
+        made = torch.ops.sparse_flash.pack_documents(fake, starts, starts, plan)
+    assert all(type(size) is int for t in made for size in t.shape)
