@@ -186,7 +186,7 @@ def compare(
         console.print(
             "This shows that data, training, evaluation and saving work here, and that both learn. It does not show which is "
             "better: the model is tiny, the run short, and at this length attention is a small part of a step. What GPUs "
-            "show is in docs/guides/train_lm.md."
+            "show is in docs/guides/train-lm.md."
         )
 
 
@@ -339,6 +339,16 @@ def plot(
             if not (run / "steps.csv").exists():
                 raise ValueError(f"{run} holds no steps.csv; pass folders that train --out wrote")
         print(report.plot({run.name: run for run in runs}, target))
+
+
+@app.command()
+def plot_costs(
+    source: Annotated[Path, typer.Argument(help="A file that cost --out wrote.")],
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("costs.png"),
+) -> None:
+    """Tokens per second against length, from measured costs."""
+    with user_errors():
+        print(report.plot_costs(source, target))
 
 
 def _checkpoint_of(run: Path) -> Path:

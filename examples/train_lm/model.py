@@ -21,8 +21,8 @@ LOGITS_TOGETHER = 1 << 26  # logits that exist at a time: 256 MiB in float32
 
 
 class Documents(NamedTuple):
-    """Packed documents. cu_seqlens: (documents + 1,) int32, where each starts, and where the last ends. longest: no document has more
-    tokens."""
+    """Packed documents. cu_seqlens: (documents + 1,) int32, where each starts, and where the last ends. longest: no document has
+    more tokens."""
 
     cu_seqlens: torch.Tensor
     longest: int

@@ -339,6 +339,24 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
+def test_measured_costs_are_printed_written_and_drawn(tmp_path):
+    given = ["cost", "--preset", "tiny", "--no-compile", "--step-tokens", "256", "--steps", "1", "--device", "cpu"]
+    given += ["--mask", "sdpa", "--mask", "causal & local(32)", "--length", "128", "--length", "256"]
+    result = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "costs.json")])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "costs.json").read_text())
+    assert [(cost["mask"], cost["length"]) for cost in found["costs"]] == [
+        (mask, length) for mask in ("sdpa", "causal & local(32)") for length in (128, 256)
+    ]
+    assert all(cost["tokens_per_second"] == pytest.approx(256 / cost["seconds"]) for cost in found["costs"])
+    assert result.output.count("tokens/s") == 4
+    for cost in found["costs"]:
+        cost["compiled"] = True
+    (tmp_path / "costs.json").write_text(json.dumps(found))
+    drawn = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "costs.json"), "--target", str(tmp_path / "costs.png")])
+    assert drawn.exit_code == 0 and (tmp_path / "costs.png").stat().st_size > 5000
+
+
 def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
     command = [
         sys.executable,
