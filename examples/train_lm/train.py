@@ -103,10 +103,14 @@ class Run:
 
     def _all_stop(self) -> bool:
         """Whether any rank was asked to stop: all must leave the loop at the same step."""
+        return self._any(self.stopped)
+
+    def _any(self, here: bool) -> bool:
+        """Whether this holds on any rank."""
         if self.world.mesh is None:
-            return self.stopped
-        (asked,) = self.world.sum(torch.tensor(float(self.stopped), device=self.world.device))
-        return asked.item() > 0
+            return here
+        (ranks,) = self.world.sum(torch.tensor(float(here), device=self.world.device))
+        return ranks.item() > 0
 
     def step(self) -> dict:
         """One optimizer step; returns its row of the log."""
@@ -209,7 +213,9 @@ class Run:
     def _where(self, loss: float, norm: float) -> str:
         """Which module first gave a number that is not finite; which text was read."""
         model, progress, last = self.model, self.progress, checkpoint.latest(self.folder)
-        found = [f"parameter {name}" for name, p in model.named_parameters() if not _is_finite(p)] or self._first_module()
+        found = [f"parameter {name}" for name, p in model.named_parameters() if not _is_finite(p)]
+        if not self._any(bool(found)):  # the same on all ranks, as all of them run the model, or none
+            found = self._first_module()
         found = found or [f"the gradient of {name}" for name, p in model.named_parameters() if not _is_finite(p.grad)]
         stop = progress.position + self.settings.step_tokens
         return (

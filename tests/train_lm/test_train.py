@@ -375,6 +375,27 @@ def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
 
 
 @pytest.mark.ranks
+def test_ranks_stop_together_where_a_number_is_not_finite(tokens, tmp_path):
+    shape = "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile".split()
+    given = [
+        *shape,
+        "--mask",
+        "causal & local(32)",
+        "--device",
+        "cpu",
+        "--data",
+        str(tokens),
+        "--tokens",
+        str(tokens.parent / "tokens.npy"),
+    ]
+    # A learning rate past all reason: some steps later numbers are infinite, in some rank's part of the parameters.
+    said = launched(
+        2, *given, "--steps", 60, "--warmup", 0, "--learning-rate", 1e30, "--parallel", "fsdp", "--out", tmp_path, expected=1
+    )
+    assert "the first that is not finite is" in " ".join(said.split())
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens, tmp_path):
     shape = [
