@@ -374,64 +374,33 @@ def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
     return done.stdout
 
 
+OF_RANKS = (
+    "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile --device cpu "
+    "--mask causal&local(32)"
+)
+
+
 @pytest.mark.ranks
 def test_ranks_stop_together_where_a_number_is_not_finite(tokens, tmp_path):
-    shape = "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile".split()
-    given = [
-        *shape,
-        "--mask",
-        "causal & local(32)",
-        "--device",
-        "cpu",
-        "--data",
-        str(tokens),
-        "--tokens",
-        str(tokens.parent / "tokens.npy"),
-    ]
+    given = [*OF_RANKS.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", "fsdp"]
     # A learning rate past all reason: some steps later numbers are infinite, in some rank's part of the parameters.
-    said = launched(
-        2, *given, "--steps", 60, "--warmup", 0, "--learning-rate", 1e30, "--parallel", "fsdp", "--out", tmp_path, expected=1
-    )
+    said = launched(2, *given, "--steps", 60, "--warmup", 0, "--learning-rate", 1e30, "--out", tmp_path, expected=1)
     assert "the first that is not finite is" in " ".join(said.split())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens, tmp_path):
-    shape = [
-        "--preset",
-        "tiny",
-        "--vocabulary",
-        "300",
-        "--length",
-        "64",
-        "--chunk",
-        "128",
-        "--step-tokens",
-        "256",
-        "--micro-tokens",
-        "64",
-    ]
-    rest = [
-        "--mask",
-        "causal & local(32)",
-        "--no-compile",
-        "--device",
-        "cpu",
-        "--data",
-        tokens,
-        "--tokens",
-        tokens.parent / "tokens.npy",
-    ]
-    rest += ["--evaluate-every", "2", "--save-every", "2", "--windows", "3", "--warmup", "2", "--parallel", sharding]
-    launched(1, *shape, *rest, "--steps", 4, "--out", tmp_path / "one")
-    launched(2, *shape, *rest, "--steps", 4, "--out", tmp_path / "two")
+    given = [*OF_RANKS.split(), "--data", tokens, "--tokens", tokens.parent / "tokens.npy", "--parallel", sharding]
+    given += ["--evaluate-every", "2", "--save-every", "2", "--windows", "3", "--warmup", "2", "--steps", "4"]
+    launched(1, *given, "--out", tmp_path / "one")
+    launched(2, *given, "--out", tmp_path / "two")
     rows = [list(csv.DictReader((tmp_path / name / "steps.csv").open())) for name in ("one", "two")]
     for a, b in zip(*rows, strict=True):
         assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-4)
         assert float(a["gradient_norm"]) == pytest.approx(float(b["gradient_norm"]), rel=1e-3)
     shutil.rmtree(tmp_path / "one" / "step-0000004")
     # The first run's third and fourth step, by two ranks.
-    launched(2, *shape, *rest, "--steps", 4, "--out", tmp_path / "one")
+    launched(2, *given, "--out", tmp_path / "one")
     again = list(csv.DictReader((tmp_path / "one" / "steps.csv").open()))
     assert [float(row["loss"]) for row in again] == pytest.approx([float(row["loss"]) for row in rows[0]], rel=1e-4)
