@@ -138,8 +138,9 @@ def _introduce(run: Run, memory_line: str) -> None:
     masks = ", ".join(settings.masks)
     console.print(f"{settings.shape.parameters / 1e6:.1f}M parameters; {masks}: {pairs:.1%} of causal pairs", markup=False)
     far = stream.tokens.far_share(settings.length)
+    epochs = f" ({settings.steps * settings.step_tokens / stream.epoch_tokens:.2f} epochs)" if settings.steps else ""
     console.print(
-        f"{len(stream.tokens):,} training tokens ({settings.steps * settings.step_tokens / stream.epoch_tokens:.2f} epochs), "
+        f"{len(stream.tokens):,} training tokens{epochs}, "
         f"{len(run.held_out):,} held out; in sequences of {settings.length:,}, {far:.0%} of tokens have text of their own package "
         f"more than {data.FAR:,} tokens back"
     )
