@@ -142,7 +142,7 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):
         raise TypeError(
-            f"torch.compile of PyTorch {torch.__version__} takes no Pattern objects; pass pattern.to_spec(), or a table"
+            f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
         )
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)

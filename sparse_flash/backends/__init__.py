@@ -86,7 +86,7 @@ def backend(name: str) -> ModuleType:
 def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
     """The refusal of a back end that supports only these features."""
     features = [name for name in call.features if name not in (*carried, LEARNED)]
-    return f"it does not carry {' and '.join(features)}" if features else None
+    return f"it does not support {' and '.join(features)}" if features else None
 
 
 def choose(name: str, call: Call) -> str:

@@ -93,7 +93,7 @@ def supports(call: Call) -> str | None:
     if interpreted() and call.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float16 or float32"
     if call.score_mod is not None and call.score_mod.triton is None:
-        return f"it does not carry the score_mod {call.score_mod.name}, which has no function for triton"
+        return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
     if call.deterministic and LEARNED in call.features:
         return "it adds up the gradient of rel_bias in an order that varies, and this call is deterministic"
     return None

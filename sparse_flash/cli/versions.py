@@ -55,7 +55,7 @@ def verdict(python: str, torch: str, triton: str | None, gpu: bool) -> tuple[boo
             (major, oldest), newest = releases[0], releases[-1][1]
             return (
                 False,
-                f"{name} {version} is none that is supported: pip install '{name}>={major}.{oldest},<{major}.{newest + 1}'",
+                f"{name} {version} is not supported: pip install '{name}>={major}.{oldest},<{major}.{newest + 1}'",
             )
     same = [row for row in TESTED if _alike(row, torch, triton) == 2]
     there = [row for row in same if row.on_gpu == gpu]
@@ -80,7 +80,7 @@ def no_compiler() -> str | None:
     if compiler():
         return None
     if "CC" in os.environ:
-        return f"CC is {os.environ['CC']!r}, which is no program here: name one, or unset it"
+        return f"CC is {os.environ['CC']!r}, but there is no such program: name one, or unset it"
     return "none, and Triton's first call needs one: apt-get install gcc, dnf install gcc, or set CC to its path"
 
 

@@ -116,8 +116,8 @@ def _constant_tables(
 def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"the table of {pattern} for {q_len} queries and {kv_len} keys is not there yet, and cannot be made while a CUDA graph "
-            "is captured; make the call once before, or pass compile_mask(...)"
+            f"the table of {pattern} for {q_len} queries and {kv_len} keys does not exist yet, and cannot be made while a CUDA "
+            "graph is captured; make the call once before, or pass compile_mask(...)"
         )
     # In a separate thread: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs are
     # per thread, and a lasting table must not belong to any of them.

@@ -214,7 +214,7 @@ def test_patterns_of_users_compile_and_those_without_spec_text_for_one_length():
                 assert torch.equal(got, wanted)
         assert counter.frame_count == 3
     else:
-        with pytest.raises(Exception, match=r"takes no Pattern objects; pass pattern\.to_spec\(\)"):
+        with pytest.raises(Exception, match=r"does not trace Pattern objects; pass pattern\.to_spec\(\)"):
             function(*inputs(), Unregistered())
 
 

@@ -246,7 +246,7 @@ def _masked(
     )
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not carry; use another "
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not support; use another "
             "implementation, such as model.set_attn_implementation('eager')"
         )
     own = attention_mask
@@ -255,11 +255,11 @@ def _masked(
     elif not isinstance(own, ModelMask):
         own = given(own, query, key)
     if own.refusal is not None:
-        raise ValueError(f"{own.refusal}; {NAME!r} cannot follow that")
+        raise ValueError(f"{own.refusal}; {NAME!r} does not support that")
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
-            f"and {own.kv_length}, which {NAME!r} cannot follow"
+            f"and {own.kv_length}, which {NAME!r} does not support"
         )
     mask = settings.mask
     if isinstance(mask, str) and mask == OWN:

@@ -41,7 +41,7 @@ def self_attention(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
         refused = sorted(_REFUSED_KEYWORDS & _names(kind))
         if refused:
             raise ValueError(
-                f"{type(module).__name__} passes {', '.join(refused)} to its attention, which sparse_flash does not carry; use "
+                f"{type(module).__name__} passes {', '.join(refused)} to its attention, which sparse_flash does not support; use "
                 "another implementation, such as model.set_attn_implementation('sdpa')"
             )
     numbers = [number for module in found if (number := getattr(module, "layer_idx", None)) is not None]

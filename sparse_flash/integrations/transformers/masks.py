@@ -173,7 +173,7 @@ class ModelMask(FlexBlockMask):
             return _of_entries(tuple(joined(mask, one, self.kv_offset) for one in each), self.q_length, self.end, device)
         if self.dense[..., :1, :1].numel() * self.q_length * self.end > _MOST_PAIRS:
             raise ValueError(
-                f"the model's mask is none that patterns can say, and {self.q_length} x {self.end} pairs of each of "
+                f"the model's mask is not a pattern, and {self.q_length} x {self.end} pairs of each of "
                 f"{self.dense.shape[0]} sequences are too many to keep one by one; use shorter sequences or smaller batches"
             )
         kept = self.dense[..., : self.end].to(device).expand(-1, -1, self.q_length, -1)
@@ -254,7 +254,7 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
     mask.starts, mask.stops = (t.clamp(min=0).to(torch.int32) for t in (starts, stops))
 
 
-_UNCOMPILED = "sparse_flash carries that in a model that is not compiled"
+_UNCOMPILED = "sparse_flash supports that only in a model that is not compiled"
 
 
 _PACKED = (
@@ -395,7 +395,7 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
         if not (kept | (mask <= torch.finfo(mask.dtype).min / 2)).all():
             raise ValueError(
                 "the model passes an attention mask that adds numbers other than 0 and -inf to scores, which a mask of pairs "
-                "cannot say; use another implementation, such as model.set_attn_implementation('eager')"
+                "cannot express; use another implementation, such as model.set_attn_implementation('eager')"
             )
     elif mask.dtype != torch.bool:
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
