@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
 
 from .checkpoint import Progress as RunProgress
 
@@ -33,8 +34,6 @@ class Log:
                 writer = csv.DictWriter(file, fields)
                 writer.writeheader()
                 writer.writerows(rows)
-        from torch.utils.tensorboard import SummaryWriter
-
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=done.step + 1)
         columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
         self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())

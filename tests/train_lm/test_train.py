@@ -374,6 +374,13 @@ def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("name", ["tokenizers", "tensorboard"])
+def test_a_missing_library_is_named_with_the_way_to_install_it(name):
+    program = f"import sys, runpy; sys.modules[{name!r}] = None; runpy.run_module('examples.train_lm', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.strip() == f"{name} is missing: pip install 'sparse-flash[train]'"
+
+
 OF_RANKS = (
     "--preset tiny --vocabulary 300 --length 64 --chunk 128 --step-tokens 256 --micro-tokens 64 --no-compile --device cpu "
     "--mask causal&local(32)"
