@@ -202,6 +202,8 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
             continue
         digest, size, files = hashlib.sha256(), 0, 0
         for path in paths:
+            if most_bytes is not None and size > most_bytes // 10:  # near its eighth: the next file would hardly fit
+                break
             try:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):

@@ -71,6 +71,7 @@ def test_accumulated_passes_take_the_step_of_one_pass(run):
     torch.testing.assert_close(state(once)[:3], state(twice)[:3], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("moment", ["while tensors are written", "before it is renamed", "before earlier ones are removed"])
 def test_a_save_that_is_killed_leaves_the_last_one_whole(moment, run, tokens, tmp_path):
     place = {
@@ -110,6 +111,7 @@ run.save()
     assert not list(one.folder.glob("*.partial"))
 
 
+@pytest.mark.ranks
 def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_whole(run, tokens):
     one = run()
     one.step()
@@ -374,6 +376,7 @@ def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["tokenizers", "tensorboard"])
 def test_a_missing_library_is_named_with_the_way_to_install_it(name):
     program = f"import sys, runpy; sys.modules[{name!r}] = None; runpy.run_module('examples.train_lm', run_name='__main__')"
