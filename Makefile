@@ -1,4 +1,5 @@
 # make bench   runs the benchmark on this machine                 make test   runs the tests
+# make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv

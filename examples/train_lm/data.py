@@ -81,7 +81,7 @@ def packages() -> Iterator[tuple[str, str, list[Path]]]:
         found.setdefault((distribution.metadata["Name"] or "").lower(), (distribution.version, paths))
     for name, (version, paths) in sorted(found.items()):
         if name and paths:
-            yield name, version, sorted(path for path in paths if path.is_file())
+            yield name, version, sorted(paths)
 
 
 def folder_groups(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
@@ -163,12 +163,13 @@ def prepare(folder: Path, vocabulary: int, source: Path | None = None, most_byte
         return manifest
     if source is not None and not source.is_dir():
         raise ValueError(f"--text must be a folder of text; got {source}")
-    groups = list(folder_groups(source) if source else packages())
-    if not groups:
-        raise ValueError(f"{source} holds no text: no file ends in {', '.join(sorted(_TEXT))}")
-    folder.mkdir(parents=True, exist_ok=True)
     with _progress(quiet) as progress:
-        documents, about_groups = _read(groups, most_bytes, progress)
+        documents, about_groups = _read(folder_groups(source) if source else packages(), most_bytes, progress)
+        if not about_groups:
+            raise ValueError(f"{source} holds no text: no file ends in {', '.join(sorted(_TEXT))}")
+        if not documents:
+            raise ValueError(f"no file in {source} is UTF-8 text that is not empty")
+        folder.mkdir(parents=True, exist_ok=True)
         held_out = held_out_groups({name: about["bytes"] for name, about in about_groups.items() if about["bytes"]})
         documents, dropped = _deduplicated(documents, held_out, progress)
         tokenizer = _trained([d for d in documents if d.group not in held_out], vocabulary, progress)
@@ -195,11 +196,11 @@ def _progress(quiet: bool) -> Progress:
 def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dict[str, dict]]:
     documents, about = [], {}
     total = 0
-    bar = progress.add_task("reading packages", total=len(groups))
+    bar = progress.add_task("reading", total=None)
     for name, version, paths in groups:
         progress.advance(bar)
         if most_bytes is not None and total >= most_bytes:
-            continue
+            break
         digest, size, files = hashlib.sha256(), 0, 0
         for path in paths:
             if most_bytes is not None and size > most_bytes // 10:  # near its eighth: the next file would hardly fit
@@ -215,8 +216,7 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
                 size, files = size + len(encoded), files + 1
         about[name] = {"version": version, "sha256": digest.hexdigest(), "files": files, "bytes": size}
         total += size
-    if not documents:
-        raise ValueError("no file of the text folder is UTF-8 text that is not empty")
+    progress.update(bar, total=len(about))
     return documents, about
 
 

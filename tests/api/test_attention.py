@@ -185,10 +185,10 @@ def test_query_heads_may_share_keys(backend, heads, kv_heads, pattern):
 
 @every_backend
 @parametrize("layout", LAYOUTS)
-@parametrize("kv_heads", [2, 4])
+@parametrize("kv_heads", [1, 2])
 def test_every_memory_order_is_right_and_kept(backend, layout, kv_heads):
     for length in (128, 150):
-        check(backend, LOCAL, length, batch=2, heads=4, kv_heads=kv_heads, usual={"head_dim": 16}, layout=layout)
+        check(backend, LOCAL, length, batch=2, heads=2, kv_heads=kv_heads, usual={"head_dim": 16}, layout=layout)
 
 
 @every_backend
@@ -284,9 +284,10 @@ def test_gradients_of_lse_alone_are_right(backend):
 @every_backend
 @parametrize("deterministic", [None, True])
 def test_gradients_repeat_bit_for_bit(backend, deterministic):
-    q, k, v = accepted(backend, 260, heads=4, requires_grad=True)
+    tokens, heads = (260, 4) if DEVICE == "cuda" else (130, 2)  # the interpreter takes long
+    q, k, v = accepted(backend, tokens, heads=heads, requires_grad=True)
     pattern = "causal & (local(40) | strided(9))"
-    mask = sf.compile_mask(pattern, 260, block_size=block_size_near(backend, 16), device=DEVICE)
+    mask = sf.compile_mask(pattern, tokens, block_size=block_size_near(backend, 16), device=DEVICE)
 
     def once():
         out = sf.attention(q, k, v, mask, backend=backend, deterministic=deterministic)
