@@ -73,9 +73,9 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("workers, torch, failed", [((), 3, 1), (("-n", "2"), 4, 0)], ids=["alone", "two workers"])
-def test_a_whole_run_is_held_to_floors(run, workers, torch, failed):
-    status, printed = run(*workers, torch=torch)
+@pytest.mark.parametrize("given, torch, failed", [(("-m", "not ranks"), 3, 1), (("-n", "2"), 4, 0)], ids=["alone", "two workers"])
+def test_a_whole_run_is_held_to_floors(run, given, torch, failed):
+    status, printed = run(*given, torch=torch)
     assert status == failed and f"results compared with the oracle: torch {torch}" in printed, printed
     assert printed.count("FAILED torch computed 3 results that were compared with the oracle; 4 are the least") == failed
 
