@@ -44,6 +44,11 @@ def latest(folder: Path) -> Path | None:
     return max(found, default=None)
 
 
+def of_run(path: Path) -> Path:
+    """The last checkpoint of a run's folder; a checkpoint itself."""
+    return path if (path / "run.json").exists() else latest(path) or path
+
+
 def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module, optimizer, world: World, keep: int = 2) -> Path:
     """Saves, and removes all but the last ``keep``. Raises OSError, with the earlier ones untouched, where it cannot be written."""
     target = folder / f"step-{progress.step:07d}"

@@ -22,13 +22,14 @@ from . import checkpoint, data, memory, parallel, report
 from .evaluate import by_position, loaded, losses
 from .report import console
 from .settings import PRESETS, Settings, checked, every_nth_dense
+from .settings import preset as preset_of
 from .train import NotFinite, Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 SPARSE = "causal & (local(1024) | power_of_two(block=128))"
 
 Out = Annotated[Path, typer.Option(help="Folder of the run: checkpoints, logs, plot.")]
-Data = Annotated[Path, typer.Option(help="Folder of prepared tokens, made where it is missing.")]
+Data = Annotated[Path, typer.Option("--data", help="Folder of prepared tokens; train makes it where it is missing.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
 
 
@@ -70,7 +71,7 @@ def train(
     text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
     tokens: Annotated[Path | None, typer.Option(help="A .npy file of token numbers.")] = None,
     most_bytes: Annotated[int | None, typer.Option(help="Read no more text than this.")] = None,
-    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    folder: Data = Path("runs/train_lm/data"),
     out: Out = Path("runs/train_lm/run"),
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
@@ -83,11 +84,10 @@ def train(
 ) -> None:
     """Train a decoder, dense or sparse, on one GPU or, under torchrun, on several."""
     with user_errors(), parallel.world(device) as world:
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
         if sharding not in ("ddp", "fsdp"):
             raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
-        shape = replace(PRESETS[preset], vocabulary=vocabulary or PRESETS[preset].vocabulary)
+        shape = preset_of(preset)
+        shape = replace(shape, vocabulary=vocabulary or shape.vocabulary)
         masks = tuple(mask or [SPARSE])
         if dense_every and len(masks) > 1:
             raise ValueError("--dense-every goes with one --mask; with several, write the dense ones among them: --mask causal")
@@ -119,7 +119,7 @@ def train(
                     data.import_tokens(folder, tokens, shape.vocabulary)
             else:
                 data.prepare(folder, shape.vocabulary, text, most_bytes, quiet=not world.is_first)
-        run = Run(settings, out, folder, world, sharding, fresh, start and _checkpoint_of(start))
+        run = Run(settings, out, folder, world, sharding, fresh, start and checkpoint.of_run(start))
         if world.is_first:
             out.mkdir(parents=True, exist_ok=True)
             _introduce(run, said)
@@ -161,7 +161,7 @@ def compare(
 ) -> None:
     """Train dense and sparse, one after the other, on the same tokens: does everything work here?"""
     with user_errors(), parallel.world(device) as world:
-        shape = PRESETS[preset]
+        shape = preset_of(preset)
         folder = out / "data"
         data.prepare(folder, shape.vocabulary, None, most_bytes)
         table = Table(
@@ -210,9 +210,7 @@ def cost(
     from . import cost as costs_of
 
     with user_errors(), parallel.world(device) as world:
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
-        base = Settings(PRESETS[preset], step_tokens=step_tokens, recompute=recompute, compiled=compiled)
+        base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled)
         costs = []
         for one in mask or ["sdpa", SPARSE]:
             for tokens in length or [65_536]:
@@ -241,13 +239,13 @@ def evaluate(
         list[int] | None, typer.Option(help="Tokens of a sequence; several are evaluated in turn. [the trained one]")
     ] = None,
     windows: Annotated[int, typer.Option(help="Held-out sequences.")] = 16,
-    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    folder: Data = Path("runs/train_lm/data"),
     device: Device = "auto",
 ) -> None:
     """Held-out loss by position, also at lengths beyond the trained one."""
     with user_errors(), parallel.world(device) as world:
         model = loaded(run, world.device)
-        settings, _ = checkpoint.read(_checkpoint_of(run))
+        settings, _ = checkpoint.read(checkpoint.of_run(run))
         text = data.Tokens(folder, "held_out", settings.shape.vocabulary)
         for one in length or [settings.length]:
             table = Table(title=f"nats a token, {windows} held-out sequences of {one:,} (trained at {settings.length:,})")
@@ -266,7 +264,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "def main(",
     count: Annotated[int, typer.Option(help="Tokens to write.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    folder: Data = Path("runs/train_lm/data"),
     device: Device = "auto",
 ) -> None:
     """Write text with a checkpoint."""
@@ -287,16 +285,14 @@ def generate(
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
     target: Annotated[Path, typer.Argument(help="A new folder.")],
-    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens, for the tokenizer.")] = Path(
-        "runs/train_lm/data"
-    ),
+    folder: Data = Path("runs/train_lm/data"),
 ) -> None:
     """Write a Hugging Face model: weights, config, tokenizer, and the file that defines it."""
     from .export import export as exported
 
     with user_errors():
         model = loaded(run, torch.device("cpu"))
-        settings, _ = checkpoint.read(_checkpoint_of(run))
+        settings, _ = checkpoint.read(checkpoint.of_run(run))
         exported(model, settings, folder / "tokenizer.json", target)
         console.print(
             f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
@@ -313,7 +309,7 @@ def hf_train(
     batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 50,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch_compile=True.")] = True,
-    folder: Annotated[Path, typer.Option("--data", help="Folder of prepared tokens.")] = Path("runs/train_lm/data"),
+    folder: Data = Path("runs/train_lm/data"),
     out: Out = Path("runs/train_lm/hf"),
 ) -> None:
     """Train through transformers.Trainer; writes the loss of each step to OUT/losses.json."""
@@ -321,10 +317,9 @@ def hf_train(
     from .hf_train import losses as losses_of
 
     with user_errors():
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        shape = preset_of(preset)
         out.mkdir(parents=True, exist_ok=True)
-        found = losses_of(Arm(mask, kernel), PRESETS[preset], folder, out, layout, length, batch, steps, compiled=compiled)
+        found = losses_of(Arm(mask, kernel), shape, folder, out, layout, length, batch, steps, compiled=compiled)
         (out / "losses.json").write_text(json.dumps(found))
         console.print(f"loss {found[0]:.4f} at first, {found[-1]:.4f} at step {len(found)}: {out / 'losses.json'}", soft_wrap=True)
 
@@ -350,7 +345,3 @@ def plot_costs(
     """Tokens per second against length, from measured costs."""
     with user_errors():
         print(report.plot_costs(source, target))
-
-
-def _checkpoint_of(run: Path) -> Path:
-    return run if (run / "run.json").exists() else checkpoint.latest(run) or run

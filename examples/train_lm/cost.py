@@ -74,7 +74,7 @@ def profiled(settings: Settings, world: World, kernels: int = 25) -> str:
 def _run(settings: Settings, world: World, folder: Path) -> Run:
     """A run on random tokens of twenty steps."""
     tokens = np.random.default_rng(0).integers(0, settings.shape.vocabulary, 20 * max(settings.chunk, settings.step_tokens) + 1)
-    np.save(folder / "tokens.npy", tokens.astype(np.uint16 if settings.shape.vocabulary <= 1 << 16 else np.uint32))
+    np.save(folder / "tokens.npy", tokens.astype(data.dtype_of(settings.shape.vocabulary)))
     data.import_tokens(folder / "data", folder / "tokens.npy", settings.shape.vocabulary)
     return Run(settings, folder, folder / "data", world)
 

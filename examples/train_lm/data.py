@@ -65,6 +65,11 @@ class Document:
     text: str
 
 
+def dtype_of(vocabulary: int) -> type[np.unsignedinteger]:
+    """Of the numbers in a token file."""
+    return np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+
 class Dropped(Exception):
     """Not an error: why a file is left out."""
 
@@ -178,7 +183,7 @@ def prepare(folder: Path, vocabulary: int, source: Path | None = None, most_byte
         counts = {}
         for split in ("train", "held_out"):
             mine = [d for d in documents if (d.group in held_out) == (split == "held_out")]
-            counts[split] = _write(folder / split, mine, names, tokenizer, progress)
+            counts[split] = _write(folder / split, mine, names, tokenizer, vocabulary, progress)
     for name, about in about_groups.items():
         about["held_out"] = name in held_out
     manifest = {**wanted, "tokens": counts, "dropped": dropped, "groups": {name: about_groups[name] for name in names}}
@@ -246,11 +251,11 @@ def _trained(documents: list[Document], vocabulary: int, progress) -> Tokenizer:
     return tokenizer
 
 
-def _write(path: Path, documents: list[Document], names: list[str], tokenizer: Tokenizer, progress, together: int = 64) -> int:
+def _write(path: Path, documents: list[Document], names: list[str], tokenizer: Tokenizer, vocabulary: int, progress) -> int:
     """Writes the tokens of the documents, in order of their groups; returns how many."""
+    together = 64
     documents = sorted(documents, key=lambda d: (d.group, str(d.path)))
     number, end = {name: i for i, name in enumerate(names)}, tokenizer.token_to_id(END)
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     starts, count = [], 0
     bar = progress.add_task(f"tokens of {path.name}", total=len(documents))
     with path.with_suffix(".bin").open("wb") as file:
@@ -258,7 +263,7 @@ def _write(path: Path, documents: list[Document], names: list[str], tokenizer: T
             some = documents[first : first + together]
             for document, encoded in zip(some, tokenizer.encode_batch_fast([d.text for d in some]), strict=True):
                 starts.append((count, number[document.group]))
-                np.array([*encoded.ids, end], dtype).tofile(file)
+                np.array([*encoded.ids, end], dtype_of(vocabulary)).tofile(file)
                 count += len(encoded.ids) + 1
             progress.advance(bar, len(some))
     np.save(path.with_suffix(".starts.npy"), np.array(starts, np.int64).reshape(-1, 2))
@@ -276,7 +281,7 @@ def import_tokens(folder: Path, file: Path, vocabulary: int) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     border = len(tokens) - len(tokens) // 20
     for name, piece in (("train", tokens[:border]), ("held_out", tokens[border:])):
-        piece.astype(np.uint16 if vocabulary <= 1 << 16 else np.uint32).tofile(folder / f"{name}.bin")
+        piece.astype(dtype_of(vocabulary)).tofile(folder / f"{name}.bin")
         np.save(folder / f"{name}.starts.npy", np.zeros((1, 2), np.int64))
     manifest = {
         "source": str(file.resolve()),
@@ -291,8 +296,7 @@ class Tokens:
     """One of the two token files of a prepared folder."""
 
     def __init__(self, folder: Path, split: str, vocabulary: int):
-        dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
-        self.tokens = np.memmap(folder / f"{split}.bin", dtype, mode="r")
+        self.tokens = np.memmap(folder / f"{split}.bin", dtype_of(vocabulary), mode="r")
         self.starts = np.load(folder / f"{split}.starts.npy")
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class ByPosition:
 
 def loaded(path: Path, device: torch.device) -> Decoder:
     """The model of a checkpoint, or of a run's last one, for use rather than training."""
-    path = path if (path / "run.json").exists() else checkpoint.latest(path) or path
+    path = checkpoint.of_run(path)
     settings, _ = checkpoint.read(path)
     with device:
         model = Decoder(settings).eval()

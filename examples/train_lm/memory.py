@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 import sparse_flash as sf
@@ -61,8 +63,8 @@ def check(settings: Settings, world: World, parallel: Parallel) -> str:
 
 def kept_pairs(settings: Settings) -> float:
     """(query, key) pairs that a sequence's masks keep, mean over layers, without documents."""
-    pairs = [_pairs(settings.mask_of(layer), settings.length) for layer in range(settings.shape.layers)]
-    return sum(pairs) / len(pairs)
+    layers = Counter(settings.mask_of(layer) for layer in range(settings.shape.layers))
+    return sum(count * _pairs(mask, settings.length) for mask, count in layers.items()) / layers.total()
 
 
 def _pairs(mask: str, length: int) -> float:

@@ -97,6 +97,13 @@ class Settings:
 MAY_CHANGE = ("micro_tokens", "recompute", "compiled", "deterministic", "check_every", "minutes")
 
 
+def preset(name: str) -> Shape:
+    """Raises ValueError for a name that is none of PRESETS."""
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    return PRESETS[name]
+
+
 def every_nth_dense(mask: str, every: int) -> tuple[str, ...]:
     """``mask`` for all layers except each ``every``-th, which is causal; every = 0: for all."""
     return (mask,) * (every - 1) + ("causal",) if every else (mask,)
@@ -133,9 +140,8 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
         )
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")
-    for name, kinds in (("recompute", get_args(Recompute)),):
-        if getattr(settings, name) not in kinds:
-            raise ValueError(f"{name} must be one of {', '.join(kinds)}; got {getattr(settings, name)!r}")
+    if settings.recompute not in get_args(Recompute):
+        raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
     if not settings.masks:
         raise ValueError("masks must name at least one mask; 'causal' is dense attention")
     return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))

@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,7 +77,9 @@ class Run:
         handlers = {kind: signal.signal(kind, self._stop) for kind in (signal.SIGINT, signal.SIGTERM)}
         progress = self.progress
         try:
-            while not (progress.steps and progress.step >= progress.steps) and not self._all_stop():
+            while not (progress.steps and progress.step >= progress.steps) and not self._any(
+                self.stopped
+            ):  # all ranks leave at the same step
                 row = self.step()
                 last = progress.step == progress.steps
                 if log:
@@ -100,10 +101,6 @@ class Run:
 
     def _stop(self, *_) -> None:
         self.stopped = True
-
-    def _all_stop(self) -> bool:
-        """Whether any rank was asked to stop: all must leave the loop at the same step."""
-        return self._any(self.stopped)
 
     def _any(self, here: bool) -> bool:
         """Whether this holds on any rank."""
@@ -259,8 +256,3 @@ def optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def at_length(settings: Settings, length: int) -> Settings:
-    """The settings with sequences of another length, for evaluation."""
-    return replace(settings, length=length, micro_tokens=length, chunk=length)
