@@ -60,6 +60,11 @@ def train(
     minutes: Annotated[float, typer.Option(help="In place of steps: they are worked out after 50 timed ones.")] = 0.0,
     warmup: Annotated[int, typer.Option(help="Steps until the learning rate is at its peak.")] = 100,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    extend_to: Annotated[int, typer.Option(help="Tokens of a sequence from step --extend-at on.")] = 0,
+    extend_at: Annotated[int, typer.Option(help="The step at which sequences become longer.")] = 0,
+    log_length: Annotated[
+        bool, typer.Option("--log-length", help="Scores grow with the log of the keys: arXiv:2501.19399.")
+    ] = False,
     vocabulary: Annotated[int | None, typer.Option(help="Tokens that the model knows. [the preset's]")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Documents do not see each other.")] = False,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
@@ -69,6 +74,8 @@ def train(
     check_every: Annotated[int, typer.Option(help="Every so many steps, recompute rows of attention in float64.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
+    packages: Annotated[Path | None, typer.Option(help="Packages that pip install --target put in a folder.")] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the text that is held out.")] = 0.05,
     tokens: Annotated[Path | None, typer.Option(help="A .npy file of token numbers.")] = None,
     most_bytes: Annotated[int | None, typer.Option(help="Read no more text than this.")] = None,
     folder: Data = Path("runs/train_lm/data"),
@@ -91,19 +98,23 @@ def train(
         masks = tuple(mask or [SPARSE])
         if dense_every and len(masks) > 1:
             raise ValueError("--dense-every goes with one --mask; with several, write the dense ones among them: --mask causal")
-        chunk = chunk or max(65_536, length)
-        step_tokens = step_tokens or max(65_536, length)
+        longest = max(length, extend_to)
+        chunk = chunk or max(65_536, longest)
+        step_tokens = step_tokens or max(65_536, longest)
         settings = Settings(
             shape=shape,
             masks=every_nth_dense(masks[0], dense_every) if dense_every else masks,
             length=length,
             step_tokens=step_tokens,
-            micro_tokens=micro_tokens or max(length, step_tokens // world.size),
+            micro_tokens=micro_tokens or max(longest, step_tokens // world.size),
             chunk=chunk,
             steps=steps,
             minutes=minutes,
             warmup=warmup,
             learning_rate=learning_rate,
+            extend_to=extend_to,
+            extend_at=extend_at,
+            log_length=log_length,
             packed=packed,
             recompute=recompute,
             compiled=compiled,
@@ -118,7 +129,8 @@ def train(
                 if not (folder / "manifest.json").exists():
                     data.import_tokens(folder, tokens, shape.vocabulary)
             else:
-                data.prepare(folder, shape.vocabulary, text, most_bytes, quiet=not world.is_first)
+                quiet = not world.is_first
+                data.prepare(folder, shape.vocabulary, text, most_bytes, quiet, packages, held_out)
         run = Run(settings, out, folder, world, sharding, fresh, start and checkpoint.of_run(start))
         if world.is_first:
             out.mkdir(parents=True, exist_ok=True)
@@ -134,14 +146,15 @@ def train(
 
 def _introduce(run: Run, memory_line: str) -> None:
     settings, stream = run.settings, run.stream
-    pairs = memory.kept_pairs(settings) / (settings.length * (settings.length + 1) / 2)
+    pairs = memory.kept_pairs(settings, settings.length) / (settings.length * (settings.length + 1) / 2)
     masks = ", ".join(settings.masks)
     console.print(f"{settings.shape.parameters / 1e6:.1f}M parameters; {masks}: {pairs:.1%} of causal pairs", markup=False)
-    far = stream.tokens.far_share(settings.length)
+    length = settings.last_length
+    far = stream.tokens.far_share(length)
     epochs = f" ({settings.steps * settings.step_tokens / stream.epoch_tokens:.2f} epochs)" if settings.steps else ""
     console.print(
         f"{len(stream.tokens):,} training tokens{epochs}, "
-        f"{len(run.held_out):,} held out; in sequences of {settings.length:,}, {far:.0%} of tokens have text of their own package "
+        f"{len(run.held_out):,} held out; in sequences of {length:,}, {far:.0%} of tokens have text of their own package "
         f"more than {data.FAR:,} tokens back"
     )
     console.print(memory_line)
@@ -180,7 +193,7 @@ def compare(
             runs[name].mkdir(parents=True, exist_ok=True)
             run.train(save_every=steps, evaluate_every=max(1, steps // 5), windows=8)
             nats = float(report.read(runs[name] / "evaluations.csv")[-1]["loss"])
-            pairs = memory.kept_pairs(settings) / (length * (length + 1) / 2)
+            pairs = memory.kept_pairs(settings, length) / (length * (length + 1) / 2)
             table.add_row(f"{name}: {one}", f"{nats:.3f}", f"{run.progress.position / run.progress.seconds:,.0f}", f"{pairs:.0%}")
         console.print(table)
         console.print(f"plot {report.plot(runs, out / 'compare.png')}", soft_wrap=True, markup=False)

@@ -49,7 +49,7 @@ def measure(settings: Settings, world: World, steps: int = 5) -> Cost:
             torch.cuda.reset_peak_memory_stats(world.device)
         first, *rows = [run.step() for _ in range(1 + 2 + steps)]
         seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[2:])
-        mfu = None if run.peak is None else run.flop / seconds / run.peak
+        mfu = None if run.peak is None else run.flop[run.length] / seconds / run.peak
         gib = rows[-1]["memory_gib"] or 0.0
         del run
     free()

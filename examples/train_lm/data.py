@@ -32,7 +32,7 @@ from .model import Documents
 END = "<|end|>"  # after each document
 FAR = 8192
 _SHINGLE_LINES, _TOO_ALIKE = 5, 0.5
-_HELD_OUT_SHARE, _HELD_OUT_LARGEST = 0.05, 0.1
+_HELD_OUT_LARGEST = 0.1
 _TOKENIZER_BYTES = 64 << 20
 _TEXT = {
     ".txt",
@@ -74,14 +74,16 @@ class Dropped(Exception):
     """Not an error: why a file is left out."""
 
 
-def packages() -> Iterator[tuple[str, str, list[Path]]]:
-    """(name, version, .py files) of Python's standard library and of every installed package."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "__pycache__"}
-    files = sorted(p for p in library.rglob("*.py") if not skipped & set(p.relative_to(library).parts))
-    yield "python", platform.python_version(), files
+def packages(folder: Path | None = None) -> Iterator[tuple[str, str, list[Path]]]:
+    """(name, version, .py files) of Python's standard library and of every installed package; or of those that ``pip install
+    --target`` put in a folder."""
+    if folder is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        skipped = {"site-packages", "dist-packages", "__pycache__"}
+        files = sorted(p for p in library.rglob("*.py") if not skipped & set(p.relative_to(library).parts))
+        yield "python", platform.python_version(), files
     found = {}
-    for distribution in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions(**({} if folder is None else {"path": [str(folder)]})):
         paths = [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix == ".py"]
         found.setdefault((distribution.metadata["Name"] or "").lower(), (distribution.version, paths))
     for name, (version, paths) in sorted(found.items()):
@@ -127,8 +129,16 @@ class Deduplicator:
         return {int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest(), "little") for piece in pieces}
 
 
-def held_out_groups(sizes: dict[str, int]) -> set[str]:
-    """A twentieth of the bytes in whole groups, drawn by the hash of their names; none larger than a tenth.
+def written_by_hand(text: str) -> bool:
+    """Whether source text is code rather than data or generated: no line of more than 1,000 characters, 100 on average at most, and
+    a quarter of them letters or digits (StarCoder's filters, arXiv:2305.06161, section 3)."""
+    lines = text.splitlines() or [""]
+    letters = sum(map(str.isalnum, text))
+    return max(map(len, lines)) <= 1000 and len(text) <= 101 * len(lines) and letters >= len(text) / 4
+
+
+def held_out_groups(sizes: dict[str, int], share: float = 0.05) -> set[str]:
+    """That share of the bytes in whole groups, drawn by the hash of their names; none larger than a tenth.
 
     Raises ValueError where there is but one group.
     """
@@ -140,22 +150,34 @@ def held_out_groups(sizes: dict[str, int]) -> set[str]:
     order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
     smaller = [name for name in order if sizes[name] <= _HELD_OUT_LARGEST * total] or [min(order, key=lambda name: sizes[name])]
     for name in smaller:
-        if taken < _HELD_OUT_SHARE * total:
+        if taken < share * total:
             chosen.add(name)
             taken += sizes[name]
     return chosen
 
 
-def prepare(folder: Path, vocabulary: int, source: Path | None = None, most_bytes: int | None = None, quiet: bool = False) -> dict:
+def prepare(
+    folder: Path,
+    vocabulary: int,
+    source: Path | None = None,
+    most_bytes: int | None = None,
+    quiet: bool = False,
+    installed: Path | None = None,
+    held_out_share: float = 0.05,
+) -> dict:
     """Makes the folder, or takes it as it is if it was made of this source with this vocabulary; returns its manifest.
 
-    source: a folder of text, or None for the source text of installed packages. most_bytes: no more text than about this, and of
-    no group more than an eighth of it. Raises ValueError where there is no text, or the folder was made otherwise.
+    source: a folder of text, or None for the source text of installed packages. installed: a folder of packages, in place of those
+    that are installed here. most_bytes: no more text than about this, and of no group more than an eighth of it. held_out_share: of
+    the bytes. Raises ValueError where there is no text, or the folder was made otherwise.
     """
+    if source is not None and installed is not None:
+        raise ValueError("pass --text or --packages, not both")
     wanted = {
-        "source": str(source.resolve()) if source else "installed packages",
+        "source": str(source.resolve()) if source else f"packages in {installed.resolve()}" if installed else "installed packages",
         "vocabulary": vocabulary,
         "most_bytes": most_bytes,
+        "held_out_share": held_out_share,
     }
     manifest_path = folder / "manifest.json"
     if manifest_path.exists():
@@ -168,15 +190,18 @@ def prepare(folder: Path, vocabulary: int, source: Path | None = None, most_byte
         return manifest
     if source is not None and not source.is_dir():
         raise ValueError(f"--text must be a folder of text; got {source}")
+    if installed is not None and next(packages(installed), None) is None:
+        raise ValueError(f"--packages must be a folder that pip install --target filled; {installed} has no package")
     with _progress(quiet) as progress:
-        documents, about_groups = _read(folder_groups(source) if source else packages(), most_bytes, progress)
+        documents, about_groups = _read(folder_groups(source) if source else packages(installed), most_bytes, progress)
         if not about_groups:
             raise ValueError(f"{source} holds no text: no file ends in {', '.join(sorted(_TEXT))}")
         if not documents:
             raise ValueError(f"no file in {source} is UTF-8 text that is not empty")
         folder.mkdir(parents=True, exist_ok=True)
-        held_out = held_out_groups({name: about["bytes"] for name, about in about_groups.items() if about["bytes"]})
-        documents, dropped = _deduplicated(documents, held_out, progress)
+        sizes = {name: about["bytes"] for name, about in about_groups.items() if about["bytes"]}
+        held_out = held_out_groups(sizes, held_out_share)
+        documents, dropped = _deduplicated(documents, held_out, source is None, progress)
         tokenizer = _trained([d for d in documents if d.group not in held_out], vocabulary, progress)
         tokenizer.save(str(folder / "tokenizer.json"))
         names = sorted(about_groups)
@@ -225,10 +250,12 @@ def _read(groups, most_bytes: int | None, progress) -> tuple[list[Document], dic
     return documents, about
 
 
-def _deduplicated(documents: list[Document], held_out: set[str], progress) -> tuple[list[Document], dict[str, int]]:
+def _deduplicated(documents: list[Document], held_out: set[str], code: bool, progress) -> tuple[list[Document], dict[str, int]]:
     deduplicator, kept, dropped = Deduplicator(), [], {}
     for document in progress.track(sorted(documents, key=lambda d: d.group not in held_out), description="dropping duplicates"):
         try:
+            if code and not written_by_hand(document.text):
+                raise Dropped("data or generated")
             deduplicator.check(document.text)
         except Dropped as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1

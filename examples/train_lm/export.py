@@ -51,6 +51,8 @@ def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
 
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; pass another folder")
+    if settings.log_length:
+        raise ValueError("a model with log-length scaling cannot be exported: Hugging Face's layers have nothing like it")
     shape = settings.shape
     masks = ["causal" if (mask := settings.mask_of(layer)) == SDPA else mask for layer in range(shape.layers)]
     config = config_of(settings, masks)

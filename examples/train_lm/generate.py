@@ -30,12 +30,12 @@ def step(model: Decoder, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
     stop = first + count
     if stop > cache.keys.shape[3]:
         raise ValueError(f"the cache has room for {cache.keys.shape[3]} tokens and holds {first}; {count} more do not fit")
-    cos, sin = (t[first:] for t in model.positions(stop, tokens.device))
+    positions = model.positions(stop, tokens.device).since(first)
     lengths = torch.tensor([stop], dtype=torch.int32, device=tokens.device)
     x = model.embed(tokens)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        q, k, v = attention.qkv(block.attention_norm(x), cos, sin)
+        q, k, v = attention.qkv(block.attention_norm(x), positions)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         keys, values = cache.keys[layer], cache.values[layer]
         keys[:, :, first:stop], values[:, :, first:stop] = k, v

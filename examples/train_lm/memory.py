@@ -61,23 +61,23 @@ def check(settings: Settings, world: World, parallel: Parallel) -> str:
     return said
 
 
-def kept_pairs(settings: Settings) -> float:
-    """(query, key) pairs that a sequence's masks keep, mean over layers, without documents."""
+def kept_pairs(settings: Settings, length: int) -> float:
+    """(query, key) pairs that the masks keep in a sequence, mean over layers, without documents."""
     layers = Counter(settings.mask_of(layer) for layer in range(settings.shape.layers))
-    return sum(count * _pairs(mask, settings.length) for mask, count in layers.items()) / layers.total()
+    return sum(count * _pairs(mask, length) for mask, count in layers.items()) / layers.total()
 
 
 def _pairs(mask: str, length: int) -> float:
     return length * (length + 1) / 2 if mask == SDPA else sf.compile_mask(mask, q_len=length).density * length**2
 
 
-def step_flop(settings: Settings) -> float:
-    """Products of one step: six for each parameter and token (the embedding is none), twelve for each kept pair, query head and
-    number of head_dim. Recomputation is not counted."""
+def step_flop(settings: Settings, length: int) -> float:
+    """Products of one step of sequences of ``length``: six for each parameter and token (the embedding is none), twelve for each
+    kept pair, query head and number of head_dim. Recomputation is not counted."""
     shape = settings.shape
     of_parameters = 6 * (shape.parameters - shape.vocabulary * shape.dim) * settings.step_tokens
-    sequences = settings.step_tokens / settings.length
-    return of_parameters + 12 * kept_pairs(settings) * sequences * shape.heads * shape.head_dim * shape.layers
+    sequences = settings.step_tokens / length
+    return of_parameters + 12 * kept_pairs(settings, length) * sequences * shape.heads * shape.head_dim * shape.layers
 
 
 def peak(device: torch.device) -> float | None:

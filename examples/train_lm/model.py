@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .settings import SDPA, Recompute, Settings, Shape
 
 IGNORED = -100  # a label that counts for nothing
 _EPSILON = 1e-6
+_NEUTRAL_KEYS = 1024  # with so many, log-length scaling leaves scores as they are
 LOGITS_TOGETHER = 1 << 26  # logits that exist at a time: 256 MiB in float32
 
 
@@ -26,6 +28,18 @@ class Documents(NamedTuple):
 
     cu_seqlens: torch.Tensor
     longest: int
+
+
+class Positions(NamedTuple):
+    """What attention knows of where its tokens are. cos, sin: (tokens, 1, head_dim / 2) float32. sharpness: (tokens, 1, 1) float32,
+    by which the scores of each query are multiplied; None for 1."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    sharpness: torch.Tensor | None = None
+
+    def since(self, first: int) -> Positions:
+        return Positions(*(None if t is None else t[first:] for t in self))
 
 
 class Norm(nn.RMSNorm):
@@ -48,16 +62,19 @@ class Attention(nn.Module):
         # Scores of normalized queries and keys are at most sqrt(head_dim): each head learns how sharp it wants them.
         self.gain = nn.Parameter(torch.ones(shape.heads))
 
-    def forward(self, x, cos, sin, documents: Documents | None):
-        q, k, v = self.qkv(x, cos, sin)
+    def forward(self, x, positions: Positions, documents: Documents | None):
+        q, k, v = self.qkv(x, positions)
         return self.out_proj(self.attend(q, k, v, documents).flatten(2))
 
-    def qkv(self, x, cos, sin):
+    def qkv(self, x, positions: Positions):
         """Each (batch, tokens, heads, head_dim)."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = F.rms_norm(q, (self.head_dim,), eps=_EPSILON) * self.gain[:, None].to(q.dtype)
         k = F.rms_norm(k, (self.head_dim,), eps=_EPSILON)
-        return rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype), v
+        q, k = (rotated(t, positions.cos, positions.sin) for t in (q, k))
+        if positions.sharpness is not None:
+            q = q * positions.sharpness
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def attend(self, q, k, v, documents: Documents | None):
         """(batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing."""
@@ -97,14 +114,14 @@ class Block(nn.Module):
         self.gate_proj, self.up_proj = (nn.Linear(shape.dim, shape.mlp_dim, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
 
-    def forward(self, x, cos, sin, documents: Documents | None = None):
+    def forward(self, x, positions: Positions, documents: Documents | None = None):
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.computed(x, cos, sin, documents)
+            return self.computed(x, positions, documents)
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if self.recompute == "selective" else {}
-        return checkpoint(self.computed, x, cos, sin, documents, use_reentrant=False, **options)
+        return checkpoint(self.computed, x, positions, documents, use_reentrant=False, **options)
 
-    def computed(self, x, cos, sin, documents: Documents | None):
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
+    def computed(self, x, positions: Positions, documents: Documents | None):
+        x = x + self.attention(self.attention_norm(x), positions, documents)
         return x + self.mlp(self.mlp_norm(x))
 
     def mlp(self, x):
@@ -124,6 +141,7 @@ class Decoder(nn.Module):
     def __init__(self, settings: Settings):
         super().__init__()
         self.shape = shape = settings.shape
+        self.log_length = settings.log_length
         self.embed = nn.Embedding(shape.vocabulary, shape.dim)
         masks = (settings.mask_of(layer) for layer in range(shape.layers))
         self.blocks = nn.ModuleList([Block(shape, mask, settings.recompute) for mask in masks])
@@ -138,10 +156,12 @@ class Decoder(nn.Module):
                 into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if into_the_stream else 0.02)
 
-    def compile(self) -> None:
-        """Compiles each block, and the loss; equal blocks share their code."""
+    def compile(self, packed: bool = False) -> None:
+        """Compiles each block, and the loss; equal blocks share their code. packed: the number of documents differs by call."""
+        # Each mask, each length, and training and evaluation have code of their own.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for block in self.blocks:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, dynamic=None if packed else False)
         self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
     def forward(self, tokens, labels=None, documents: Documents | None = None):
@@ -152,24 +172,25 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens, documents: Documents | None = None):
         """What the head reads: (batch, tokens, dim)."""
-        cos, sin = self.positions(tokens.shape[1], tokens.device, documents)
+        positions = self.positions(tokens.shape[1], tokens.device, documents)
         x = self.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
-            x = block(x, cos, sin, documents)
+            x = block(x, positions, documents)
         return self.norm(x)
 
-    def positions(self, tokens: int, device, documents: Documents | None = None):
-        """cos and sin of all tokens' positions, which start again with each document: (tokens, 1, head_dim / 2) float32."""
+    def positions(self, tokens: int, device, documents: Documents | None = None) -> Positions:
+        """Of all tokens; they start again with each document."""
         position = torch.arange(tokens, device=device)
         if documents is not None:
             starts = documents.cu_seqlens.to(torch.int64)
             position = position - starts[torch.searchsorted(starts, position, right=True) - 1]
         half = self.shape.head_dim // 2
         rate = self.shape.rotary_base ** -(torch.arange(half, device=device, dtype=torch.float64) / half)
-        angle = (position[:, None].double() * rate).float()[:, None]
-        return angle.cos(), angle.sin()
+        angle = (position[:, None].double() * (rate / self.shape.rotary_scale)).float()[:, None]
+        sharpness = (position + 1).double().log().div(math.log(_NEUTRAL_KEYS)).float() if self.log_length else None
+        return Positions(angle.cos(), angle.sin(), None if sharpness is None else sharpness[:, None, None])
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -15,7 +15,8 @@ SDPA = "sdpa"  # in place of a mask: PyTorch's own dense causal attention
 
 @dataclass(frozen=True)
 class Shape:
-    """The decoder's sizes. heads: of queries; kv_heads divides them. mlp_dim: of SwiGLU's two inner projections."""
+    """The decoder's sizes. heads: of queries; kv_heads divides them. mlp_dim: of SwiGLU's two inner projections. rotary_scale:
+    positions are divided by it (position interpolation, arXiv:2306.15595)."""
 
     dim: int
     layers: int
@@ -25,6 +26,7 @@ class Shape:
     mlp_dim: int
     vocabulary: int
     rotary_base: float = 500_000.0
+    rotary_scale: float = 1.0
 
     @property
     def block_parameters(self) -> int:
@@ -54,8 +56,9 @@ class Settings:
     that a GPU computes at a time; the rest of a step is accumulated. chunk: the training text is shuffled in pieces of so many
     tokens, whatever the length, so that runs of different lengths read the same text in the same order.
     steps: optimizer steps; where 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
-    falls to a tenth on a cosine. packed: documents do not see each other. recompute, compiled: change speed and memory, and
-    results by rounding only.
+    falls to a tenth on a cosine. extend_to, extend_at: the length from that step on, where not 0. log_length: scores of a query
+    that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays sharp (arXiv:2501.19399).
+    packed: documents do not see each other. recompute, compiled: change speed and memory, and results by rounding only.
     """
 
     shape: Shape
@@ -68,6 +71,9 @@ class Settings:
     minutes: float = 0.0
     warmup: int = 100
     learning_rate: float = 1e-3
+    extend_to: int = 0
+    extend_at: int = 0
+    log_length: bool = False
     weight_decay: float = 0.1
     clip: float = 1.0
     packed: bool = False
@@ -79,6 +85,14 @@ class Settings:
 
     def mask_of(self, layer: int) -> str:
         return self.masks[layer % len(self.masks)]
+
+    def length_at(self, step: int) -> int:
+        """Of the sequences of the step after ``step`` of them."""
+        return self.extend_to if self.extend_to and step >= self.extend_at else self.length
+
+    @property
+    def last_length(self) -> int:
+        return self.extend_to or self.length
 
     def accumulated(self, ranks: int) -> int:
         """Forward and backward passes of one step on each of ``ranks`` GPUs."""
@@ -122,16 +136,22 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
         raise ValueError(f"kv_heads must divide heads; got {shape.kv_heads} and {shape.heads}")
     if shape.head_dim % 2:
         raise ValueError(f"head_dim must be even, as rotary positions turn pairs; got {shape.head_dim}")
-    if settings.chunk % settings.length:
+    if (settings.extend_to > 0) != (settings.extend_at > 0) or settings.extend_to < 0:
         raise ValueError(
-            f"length must divide chunk, the piece in which text is shuffled; got {settings.length:,} and {settings.chunk:,}; "
-            f"pass --chunk {-(-settings.chunk // settings.length) * settings.length}"
+            f"--extend-to and --extend-at go together: the longer length and the step that it begins at; got "
+            f"{settings.extend_to:,} and {settings.extend_at:,}"
         )
-    if settings.micro_tokens % settings.length:
-        raise ValueError(
-            f"micro_tokens must be whole sequences; got {settings.micro_tokens:,} tokens and sequences of {settings.length:,}; "
-            f"pass --micro-tokens {max(1, settings.micro_tokens // settings.length) * settings.length}"
-        )
+    for length in {settings.length, settings.last_length}:
+        if settings.chunk % length:
+            raise ValueError(
+                f"length must divide chunk, the piece in which text is shuffled; got {length:,} and {settings.chunk:,}; "
+                f"pass --chunk {-(-settings.chunk // length) * length}"
+            )
+        if settings.micro_tokens % length:
+            raise ValueError(
+                f"micro_tokens must be whole sequences; got {settings.micro_tokens:,} tokens and sequences of {length:,}; "
+                f"pass --micro-tokens {max(1, settings.micro_tokens // length) * length}"
+            )
     together = settings.micro_tokens * ranks
     if settings.step_tokens % together:
         raise ValueError(
@@ -154,7 +174,7 @@ def _checked_mask(text: str, settings: Settings) -> str:
         return text
     pattern = sf.parse(text)  # says what is wrong with a text, and where
     # The part above the diagonal of a mask of another length would be another; compiled at this one, it costs what training costs.
-    if sf.compile_mask(pattern & ~sf.causal(), q_len=settings.length).density:
+    if sf.compile_mask(pattern & ~sf.causal(), q_len=settings.last_length).density:
         raise ValueError(f"mask {text!r} lets tokens see later ones; write 'causal & ({text})'")
     return pattern.to_spec()
 

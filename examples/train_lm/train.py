@@ -56,7 +56,7 @@ class Run:
         with world.device:
             model = Decoder(settings)
         if settings.compiled:
-            model.compile()
+            model.compile(settings.packed)
         self.model = distributed(model, world, parallel)
         self.optimizer = optimizer(self.model, settings)
         self.progress = Progress(steps=settings.steps)
@@ -67,7 +67,8 @@ class Run:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
         self.resumed = last
         self.timed: list[float] = []
-        self.flop, self.peak = memory.step_flop(settings), memory.peak(world.device)
+        self.peak = memory.peak(world.device)
+        self.flop = {length: memory.step_flop(settings, length) for length in (settings.length, settings.last_length)}
         self.checked = sf.check(self._pass, every=1) if settings.check_every else None
         self.stopped = False
 
@@ -114,7 +115,7 @@ class Run:
         settings, world, progress = self.settings, self.world, self.progress
         if self.checked and progress.step % settings.check_every == 0:
             self._check()
-        begin = time.perf_counter()
+        begin, length = time.perf_counter(), self.length
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -148,16 +149,20 @@ class Run:
             "learning_rate": rate,
             "gradient_norm": norm,
             "tokens_per_second": settings.step_tokens / seconds,
-            "mfu": self.flop / seconds / (self.peak * world.size) if self.peak else None,
+            "mfu": self.flop[length] / seconds / (self.peak * world.size) if self.peak else None,
             "memory_gib": torch.cuda.max_memory_allocated(world.device) / memory.GIB if on_gpu else None,
         }
 
     def _batch(self, number: int) -> Batch:
         """This rank's part of pass ``number`` of the step."""
         settings = self.settings
-        sequences = settings.micro_tokens // settings.length
         before = (number * self.world.size + self.world.rank) * settings.micro_tokens
-        return self.stream.batch(self.progress.position + before, sequences, settings.length)
+        return self.stream.batch(self.progress.position + before, settings.micro_tokens // self.length, self.length)
+
+    @property
+    def length(self) -> int:
+        """Of the sequences of the next step."""
+        return self.settings.length_at(self.progress.step)
 
     def _pass(self, batch: Batch) -> torch.Tensor:
         """The sum of a batch's losses."""
@@ -193,16 +198,16 @@ class Run:
     @torch.no_grad()
     def evaluate(self, windows: int) -> float:
         """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them."""
-        settings, world = self.settings, self.world
-        spread = torch.linspace(0, len(self.held_out) - settings.length - 1, windows).long().tolist()
-        if len(self.held_out) <= settings.length:
-            raise ValueError(f"the held-out text has {len(self.held_out):,} tokens, fewer than one sequence of {settings.length:,}")
+        world, length = self.world, self.length
+        spread = torch.linspace(0, len(self.held_out) - length - 1, windows).long().tolist()
+        if len(self.held_out) <= length:
+            raise ValueError(f"the held-out text has {len(self.held_out):,} tokens, fewer than one sequence of {length:,}")
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         for number in range(world.rank, -(-windows // world.size) * world.size, world.size):  # each rank as many passes
-            part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], settings.length))
+            part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
             total += part.double() if number < windows else 0
         (total,) = world.sum(total)
-        return total.item() / (windows * settings.length)
+        return total.item() / (windows * length)
 
     def save(self) -> Path:
         return checkpoint.save(self.folder, self.settings, self.progress, self.model, self.optimizer, self.world)

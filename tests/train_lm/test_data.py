@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from examples.train_lm.data import END, Deduplicator, Dropped, Stream, Tokens, import_tokens, prepare
+from examples.train_lm.data import END, Deduplicator, Dropped, Stream, Tokens, import_tokens, prepare, written_by_hand
 
 VOCABULARY = 400
 
@@ -89,6 +89,32 @@ def test_installed_packages_are_the_default_and_the_manifest_names_their_version
     manifest = prepare(tmp_path / "data", VOCABULARY, most_bytes=1 << 18, quiet=True)
     assert manifest["groups"]["python"]["version"] and len(manifest["groups"]) >= 8
     assert all(group["sha256"] and group["version"] for group in manifest["groups"].values())
+
+
+def test_packages_of_a_folder_are_read_by_distribution_and_only_they(tmp_path):
+    for name in ("one", "two"):
+        for place, content in ((f"{name}/a.py", text(name)), (f"{name}/table.py", ", ".join("0x7f" for _ in range(400)))):
+            (tmp_path / place).parent.mkdir(exist_ok=True)
+            (tmp_path / place).write_text(content)
+        about = tmp_path / f"{name}-1.5.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        (about / "RECORD").write_text("".join(f"{name}/{file},,\n" for file in ("a.py", "table.py")))
+    manifest = prepare(tmp_path / "data", VOCABULARY, quiet=True, installed=tmp_path)
+    assert {name: group["version"] for name, group in manifest["groups"].items()} == {"one": "1.5", "two": "1.5"}
+    assert manifest["dropped"] == {"data or generated": 2}
+    with pytest.raises(ValueError, match=r"--packages must be a folder that pip install --target filled"):
+        prepare(tmp_path / "other", VOCABULARY, installed=tmp_path / "one")
+    with pytest.raises(ValueError, match="pass --text or --packages, not both"):
+        prepare(tmp_path / "other", VOCABULARY, tmp_path, installed=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "by_hand"),
+    [("x = 1\n" * 50, True), ("x" * 1001, False), (("y" * 120 + "\n") * 9, False), ("[(, ), (, )],\n" * 50, False)],
+)
+def test_data_and_generated_source_is_told_by_its_lines_and_letters(source, by_hand):
+    assert written_by_hand(source) is by_hand
 
 
 def test_files_more_than_half_alike_are_dropped():

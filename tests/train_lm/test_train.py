@@ -1,6 +1,7 @@
 """Training: it learns, stops where it must, saves whole, and goes on where it was."""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from examples.train_lm import checkpoint, memory
 from examples.train_lm.cli import app
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, loaded, losses
+from examples.train_lm.export import export
 from examples.train_lm.settings import PRESETS, Settings, checked, every_nth_dense
 from examples.train_lm.train import NotFinite
 from sparse_flash.tools.shadow_check import CheckError
@@ -88,6 +91,7 @@ def test_a_save_that_is_killed_leaves_the_last_one_whole(moment, run, tokens, tm
 import os, signal, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from examples.train_lm import checkpoint
 from examples.train_lm.train import Run
@@ -120,6 +124,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_whole(run, tokens):
 import resource, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from pathlib import Path
+from types import SimpleNamespace
 from examples.train_lm.train import Run
 from tiny_lm import ON_CPU, SETTINGS
 run = Run(SETTINGS, Path({str(one.folder)!r}), Path({str(tokens)!r}), ON_CPU)
@@ -134,6 +139,29 @@ except OSError as error:
     assert done.returncode == 0, done.stderr
     assert "step-0000002 could not be written" in done.stdout and "the last one, step-0000001, is whole" in done.stdout
     assert run().progress.step == 1
+
+
+def test_sequences_grow_at_the_step_that_was_asked_for_and_a_resumed_run_knows(run):
+    changes = {"masks": ("causal",), "length": 64, "extend_to": 128, "extend_at": 3}
+    one = run("one", **changes)
+    lengths = []
+    for _ in range(4):
+        lengths.append((one.length, *one._batch(0).tokens.shape))
+        one.step()
+    assert lengths == [(64, 2, 64)] * 3 + [(128, 1, 128)]
+    one.save()
+    again = run("one", **changes)
+    assert again.length == 128 and again.progress.position == 4 * 256
+    assert again.step()["loss"] == one.step()["loss"]
+
+
+def test_log_length_scaling_learns_and_is_refused_by_export(run, tmp_path):
+    one = run(log_length=True, steps=3)
+    before = one.evaluate(2)
+    one.train(save_every=3)
+    assert one.evaluate(2) < before
+    with pytest.raises(ValueError, match="log-length scaling cannot be exported"):
+        export(loaded(one.folder, ON_CPU.device), one.settings, tmp_path / "none", tmp_path / "exported")
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(run):
@@ -173,11 +201,13 @@ def test_a_time_budget_becomes_steps(run, monkeypatch):
 
     monkeypatch.setattr(train, "TIMED_STEPS", 3)
     monkeypatch.setattr(train, "UNTIMED_STEPS", 1)
+    ticks = itertools.count()  # a clock of its own: a step, which looks twice, takes 0.05 seconds
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: 0.05 * next(ticks)))
     one = run(steps=0, minutes=0.02)
     assert one.train(evaluate_every=1000)
     rows = list(csv.DictReader((one.folder / "steps.csv").open()))
-    assert len(rows) == one.progress.steps > 4
-    assert float(rows[-1]["seconds"]) == pytest.approx(1.2, rel=0.6)
+    assert len(rows) == one.progress.steps == 24
+    assert float(rows[-1]["seconds"]) == pytest.approx(1.2)
     assert float(rows[-1]["learning_rate"]) < 0.2 * SETTINGS.learning_rate
 
 
@@ -238,6 +268,7 @@ BAD = {
     "mask": (["--mask", "causal & locl(3)"], "locl"),
     "looks ahead": (["--mask", "local(64)"], "write 'causal & (local(64))'"),
     "packed sdpa": (["--mask", "sdpa", "--packed"], "use 'causal'"),
+    "extension": (["--length", "64", "--extend-to", "128"], "--extend-to and --extend-at go together"),
     "chunk": (["--length", "96", "--chunk", "128"], "pass --chunk 192"),
     "micro": (["--length", "64", "--micro-tokens", "100"], "pass --micro-tokens 64"),
     "step": (["--length", "64", "--micro-tokens", "64", "--step-tokens", "100"], "pass --step-tokens 64"),
@@ -274,7 +305,7 @@ def test_utilization_counts_products_of_parameters_and_of_kept_pairs():
     one = Settings(SHAPE, masks=("causal", "causal & local(16)"), length=64, step_tokens=128, micro_tokens=64, chunk=64)
     parameters = 2 * (2 * 32 * 8 * (4 + 2) + 4 + 3 * 32 * 64 + 64) + 32 + 300 * 32
     pairs = (64 * 65 / 2 + (16 * 17 / 2 + 48 * 16)) / 2
-    assert memory.step_flop(one) == pytest.approx(6 * parameters * 128 + 12 * pairs * 2 * 2 * 4 * 8)
+    assert memory.step_flop(one, one.length) == pytest.approx(6 * parameters * 128 + 12 * pairs * 2 * 2 * 4 * 8)
     from examples.train_lm.model import Decoder
 
     assert sum(p.numel() for p in Decoder(one).parameters()) == one.shape.parameters

@@ -1,0 +1,66 @@
+"""What is compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.train_lm.settings import SDPA, every_nth_dense
+
+LENGTH, SHORT = 65_536, 8192
+CHOSEN = Path(__file__).with_name("learning_rates.json")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to attend. masks: of the layers in turn. length: of its sequences. extend_after: the share of the time after which
+    they are LENGTH tokens long; 1: never."""
+
+    masks: tuple[str, ...]
+    length: int = LENGTH
+    extend_after: float = 1.0
+
+    @property
+    def last_length(self) -> int:
+        return LENGTH if self.extend_after < 1 else self.length
+
+    @property
+    def is_dense(self) -> bool:
+        return self.masks == (SDPA,)
+
+
+ARMS = {
+    "dense": Arm((SDPA,)),
+    "dense-8k": Arm((SDPA,), length=SHORT),
+    "dense-8k-then-64k": Arm((SDPA,), length=SHORT, extend_after=0.85),
+    # As many pairs as power-of-two keeps, to 0.1 %.
+    "window": Arm(("causal & local(1616)",)),
+    "window-dense4": Arm(every_nth_dense("causal & local(1024)", 4)),
+    "power-of-two": Arm(("causal & (local(1024) | power_of_two(block=128))",)),
+    "window-far4": Arm(("causal & local(1024)",) * 3 + ("causal & (local(8192) | power_of_two(block=128))",)),
+}
+LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+
+
+def arm_of(name: str) -> Arm:
+    """Raises ValueError for a name that is none of ARMS."""
+    if name not in ARMS:
+        raise ValueError(f"arm must be one of {', '.join(ARMS)}; got {name!r}")
+    return ARMS[name]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What tuning chose for an arm, on a seed that is not reported."""
+
+    learning_rate: float
+    log_length: bool
+
+
+def chosen(preset: str, name: str) -> Chosen:
+    """Raises ValueError where the arm was not tuned."""
+    table = json.loads(CHOSEN.read_text())["chosen"] if CHOSEN.exists() else {}
+    if name not in table.get(preset, {}):
+        raise ValueError(f"no learning rate was chosen for {name} of the {preset} model; tune it, or pass --learning-rate")
+    return Chosen(**table[preset][name])

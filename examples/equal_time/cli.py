@@ -1,0 +1,174 @@
+"""What sparse attention buys in equal training time.
+
+python -m examples.equal_time prepare --packages corpus
+python -m examples.equal_time run power-of-two --seconds 300 --seed 1 --out runs/equal_time/power-of-two-1.json
+python -m examples.equal_time report runs/equal_time/*.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from examples.train_lm import data, parallel
+from examples.train_lm.cli import Data, Device, user_errors
+from examples.train_lm.report import console
+from examples.train_lm.settings import PRESETS
+from examples.train_lm.settings import preset as preset_of
+
+from . import evaluate, results, windows
+from .arms import ARMS, CHOSEN, LEARNING_RATES, Chosen, arm_of, chosen
+from .run import run as run_arm
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+FOLDER = Path("runs/equal_time/data")
+CORPUS = Path(__file__).with_name("corpus.txt")
+
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(ARMS)}.")]
+Preset = Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")]
+Seconds = Annotated[float, typer.Option(help="Of training steps.")]
+Files = Annotated[list[Path], typer.Argument(help="Files that run --out wrote.")]
+
+
+@app.command()
+def prepare(
+    packages: Annotated[
+        Path, typer.Option(help=f"pip install --target PACKAGES --no-deps --no-compile --only-binary :all: -r {CORPUS.name}")
+    ],
+    preset: Preset = "30M",
+    count: Annotated[int, typer.Option("--windows", help="Held-out sequences.")] = 168,
+    held_out: Annotated[float, typer.Option(help="Share of the text that is held out.")] = 0.15,
+    folder: Data = FOLDER,
+) -> None:
+    """Turn the source text of packages into tokens, and choose the held-out windows."""
+    with user_errors():
+        vocabulary = preset_of(preset).vocabulary
+        manifest = data.prepare(folder, vocabulary, installed=packages, held_out_share=held_out)
+        found = windows.prepare(folder, vocabulary, count)
+        console.print(
+            f"{manifest['tokens']['train']:,} training tokens, {manifest['tokens']['held_out']:,} held out; {len(found)} windows "
+            f"in {len(set(found.packages))} packages, {found.far.mean():.1%} of their tokens repeat an identifier last seen more "
+            f"than {data.FAR:,} tokens before"
+        )
+
+
+@app.command()
+def run(
+    name: Name,
+    preset: Preset = "30M",
+    seconds: Seconds = 300.0,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 1,
+    learning_rate: Annotated[float | None, typer.Option(help="Its peak. [what tuning chose]")] = None,
+    log_length: Annotated[bool | None, typer.Option("--log-length/--no-log-length", help="[what tuning chose]")] = None,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A JSON file for the result.")] = Path("runs/equal_time/result.json"),
+    keep: Annotated[Path | None, typer.Option(help="A folder for the last checkpoint.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A checkpoint whose parameters are the first.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Train one arm for so many seconds and evaluate it."""
+    with user_errors(), parallel.world(device) as world:
+        arm, shape = arm_of(name), preset_of(preset)
+        how = chosen(preset, name) if learning_rate is None else Chosen(learning_rate, bool(log_length))
+        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, start, keep)
+        _write(out, {"preset": preset, **found})
+
+
+@app.command()
+def tune(
+    name: Name,
+    preset: Preset = "30M",
+    seconds: Seconds = 90.0,
+    seed: Annotated[int, typer.Option(help="One that is not reported.")] = 1000,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A folder for the results.")] = Path("runs/equal_time/tuning"),
+    device: Device = "auto",
+) -> None:
+    """Train an arm with each learning rate; a dense one with log-length scaling too, at the best of them."""
+    with user_errors(), parallel.world(device) as world:
+        arm, shape, losses = arm_of(name), preset_of(preset), {}
+
+        def trial(how: Chosen) -> None:
+            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, tuning=True)
+            losses[how] = min(map(evaluate.mean, found["evaluations"].values()))
+            scaled = "-log-length" if how.log_length else ""
+            _write(out / f"{preset}-{name}-{how.learning_rate:g}{scaled}.json", {"preset": preset, **found})
+
+        for rate in LEARNING_RATES:
+            trial(Chosen(rate, False))
+        if arm.is_dense:
+            trial(Chosen(min(losses, key=losses.__getitem__).learning_rate, True))
+        best = min(losses, key=losses.__getitem__)
+        console.print(f"{name}: best {best}: {losses[best]:.4f}", markup=False)
+
+
+@app.command()
+def choose(
+    files: Files,
+    target: Annotated[Path, typer.Option(help="The file that run reads.")] = CHOSEN,
+) -> None:
+    """Write what tuning chose, and all that it tried."""
+    with user_errors():
+        tried: dict[str, dict[str, list]] = {}
+        for path in files:
+            one = json.loads(path.read_text())
+            how = Chosen(one["settings"]["learning_rate"], one["settings"]["log_length"])
+            loss = min(map(evaluate.mean, one["evaluations"].values()))
+            about = {"loss": round(loss, 4), "seed": one["seed"], "seconds": one["budget"], "tokens": one["tokens"]}
+            tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
+        best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
+        every = {p: {arm: [row[2] for row in rows] for arm, rows in arms.items()} for p, arms in tried.items()}
+        _write(target, {"chosen": best, "tried": every})
+
+
+@app.command()
+def report(
+    files: Files,
+    base: Annotated[str, typer.Option(help="The arm that the others are compared with.")] = "dense",
+    picture: Annotated[Path, typer.Option(help="The picture.")] = Path("equal_time.png"),
+    summary: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
+) -> None:
+    """A table and a picture of several results."""
+    with user_errors():
+        found = results.load(files)
+        rows = results.rows(found, base)
+        table = Table(title=f"against {base}; differences in nats a token, ± a standard error over packages")
+        headings = (
+            "arm,seeds,loss,tokens/s,epochs,tokens to loss,time to loss,lower by,at 0-1K,beyond that,far identifiers,last quarter"
+        )
+        for heading in headings.split(","):
+            table.add_column(heading, justify="left" if heading == "arm" else "right")
+        for row in rows:
+            spread = "" if row["seeds"] == 1 else f" ± {row['spread']:.4f}"
+            table.add_row(
+                row["arm"],
+                str(row["seeds"]),
+                f"{row['loss']:.4f}{spread}",
+                f"{row['tokens_per_second'] / 1000:,.0f}K ({row['throughput_ratio']:.2f}x)",
+                f"{row['epochs']:.2f}",
+                f"{row['tokens_to_loss_ratio']:.2f}x",
+                f"{row['time_to_loss_ratio']:.2f}x",
+                *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")),
+                f"{row['last_quarter']:.1%}",
+            )
+        console.print(table)
+        console.print(f"picture {results.plot(found, picture)}", soft_wrap=True, markup=False)
+        if summary:
+            _write(
+                summary, {"base": base, "rows": [{k: asdict(v) if k.startswith("gain") else v for k, v in r.items()} for r in rows]}
+            )
+
+
+def _write(path: Path, what: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(what))
+    console.print(str(path), soft_wrap=True, markup=False)

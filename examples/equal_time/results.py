@@ -1,0 +1,205 @@
+"""What the runs say together: differences with their errors, times to a loss, a table and pictures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from . import evaluate
+
+matplotlib.use("agg")
+_RESAMPLED = 2000
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of one arm, by seed, each by its best way of reading long sequences. nats: (seeds, windows, positions) sums."""
+
+    arm: str
+    runs: list[dict]
+
+    @property
+    def ways(self) -> list[str]:
+        return [min(run["evaluations"], key=lambda way: evaluate.mean(run["evaluations"][way])) for run in self.runs]
+
+    @property
+    def best(self) -> list[dict]:
+        return [run["evaluations"][way] for run, way in zip(self.runs, self.ways, strict=True)]
+
+    @property
+    def nats(self) -> np.ndarray:
+        return np.array([found["nats"] for found in self.best])
+
+    @property
+    def far_nats(self) -> np.ndarray:
+        return np.array([found["far_nats"] for found in self.best])
+
+    @property
+    def loss(self) -> float:
+        """Mean over seeds, in nats a token."""
+        return float(np.mean([evaluate.mean(found) for found in self.best]))
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds; NaN for one."""
+        losses = [evaluate.mean(found) for found in self.best]
+        return float(np.std(losses, ddof=1)) if len(losses) > 1 else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(np.mean([run["tokens"] / run["seconds"] for run in self.runs]))
+
+    def first(self, loss: float, what: str) -> float:
+        """The tokens or seconds after which the held-out curve is at ``loss``, mean over seeds; infinite where it never is."""
+        found = []
+        for run in self.runs:
+            nats, at = ([point[name] for point in run["curve"]] for name in ("nats", what))
+            there = next((i for i, value in enumerate(nats) if value <= loss), None)
+            if there is None:
+                return float("inf")
+            around = slice(max(0, there - 1), there + 1)
+            found.append(float(np.interp(-loss, [-value for value in nats[around]], at[around])))
+        return float(np.mean(found))
+
+    @property
+    def curve_end(self) -> float:
+        """The curve's last loss, mean over seeds: of fewer windows than ``loss``."""
+        return float(np.mean([run["curve"][-1]["nats"] for run in self.runs]))
+
+    @property
+    def last_quarter(self) -> float:
+        """By what share the last quarter of the tokens lowers the held-out loss."""
+        shares = []
+        for run in self.runs:
+            tokens, nats = ([point[name] for point in run["curve"]] for name in ("tokens", "nats"))
+            before = float(np.interp(0.75 * tokens[-1], tokens, nats))
+            shares.append((before - nats[-1]) / before)
+        return float(np.mean(shares))
+
+
+def load(paths: list[Path]) -> dict[str, Result]:
+    """Results by arm, of files that ``run`` wrote. Raises ValueError where files do not belong together."""
+    runs: dict[str, list[dict]] = {}
+    for path in paths:
+        run = json.loads(path.read_text())
+        runs.setdefault(run["arm"], []).append(run)
+    if not runs:
+        raise ValueError("no results; pass the files that run --out wrote")
+    everything = [run for some in runs.values() for run in some]
+    for name in ("budget", "device"):
+        if len(found := {run[name] for run in everything}) > 1:
+            raise ValueError(f"these runs differ in their {name}: {', '.join(map(str, sorted(found)))}; compare those that agree")
+    packages = {tuple(next(iter(run["evaluations"].values()))["packages"]) for run in everything}
+    if len(packages) > 1:
+        raise ValueError("these runs were evaluated on different windows; evaluate all on those of one folder")
+    return {arm: Result(arm, sorted(some, key=lambda run: run["seed"])) for arm, some in runs.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Nats a token, and its standard error: over packages, drawn again with replacement."""
+
+    nats: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.nats:+.4f} ± {self.error:.4f}"
+
+
+def difference(a: Result, b: Result, positions: slice = slice(None), beyond: bool = False, far: bool = False) -> Difference:
+    """How much lower a's loss is than b's: at some positions; beyond: less what it is at the first of all positions, which no mask
+    of a window or more changes; far: of labels that repeat a far identifier."""
+    packages = np.array(a.best[0]["packages"])
+    if far:
+        tokens = np.array(a.best[0]["far_tokens"], float)
+        if not tokens.any():
+            return Difference(float("nan"), float("nan"))
+        gained = b.far_nats.mean(0) - a.far_nats.mean(0)
+        pieces = [(gained, tokens, 1.0)]
+    else:
+        width = np.array(a.best[0]["tokens"], float)
+        gained = b.nats.mean(0) - a.nats.mean(0)
+        ones = np.ones(len(packages))
+        pieces = [(gained[:, positions].sum(1), ones * width[positions].sum(), 1.0)]
+        if beyond:
+            pieces.append((gained[:, 0], ones * width[0], -1.0))
+    names = sorted(set(packages))
+    by_package = [(np.array([[g[packages == n].sum(), t[packages == n].sum()] for n in names]), sign) for g, t, sign in pieces]
+
+    def value(weights: np.ndarray) -> float:
+        return sum(sign * float(weights @ sums[:, 0] / (weights @ sums[:, 1])) for sums, sign in by_package)
+
+    generator = np.random.default_rng(0)
+    drawn = [generator.multinomial(len(names), np.full(len(names), 1 / len(names))).astype(float) for _ in range(_RESAMPLED)]
+    with np.errstate(invalid="ignore"):  # none of the packages drawn may have a far identifier
+        values = [value(weights) for weights in drawn]
+    return Difference(value(np.ones(len(names))), float(np.nanstd(values)))
+
+
+def rows(results: dict[str, Result], base: str = "dense") -> list[dict]:
+    """A row for each arm, against ``base``. Raises ValueError where it was not run."""
+    if base not in results:
+        raise ValueError(f"no run of {base} to compare with; got {', '.join(results)}")
+    dense, found = results[base], []
+    for name, result in results.items():
+        tokens, seconds = (result.first(dense.curve_end, what) for what in ("tokens", "seconds"))
+        end = dense.runs[0]["curve"][-1]
+        found.append(
+            {
+                "arm": name,
+                "seeds": len(result.runs),
+                "learning_rate": result.runs[0]["settings"]["learning_rate"],
+                "log_length": result.runs[0]["settings"]["log_length"],
+                "read": result.ways[0],
+                "loss": result.loss,
+                "spread": result.spread,
+                "tokens_per_second": result.tokens_per_second,
+                "throughput_ratio": result.tokens_per_second / dense.tokens_per_second,
+                "epochs": max(run["epochs"] for run in result.runs),
+                "tokens_to_loss_ratio": tokens / end["tokens"],
+                "time_to_loss_ratio": seconds / end["seconds"],
+                "last_quarter": result.last_quarter,
+                "gain": difference(result, dense),
+                "gain_first": difference(result, dense, slice(0, 1)),
+                "gain_beyond": difference(result, dense, slice(1, None), beyond=True),
+                "gain_far": difference(result, dense, far=True),
+                "by_position": (result.nats.mean((0, 1)) / np.array(result.best[0]["tokens"])).tolist(),
+            }
+        )
+    return sorted(found, key=lambda row: row["loss"])
+
+
+def plot(results: dict[str, Result], target: Path) -> Path:
+    """Held-out loss against seconds of training steps, and against the position in the sequence."""
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for number, (name, result) in enumerate(sorted(results.items(), key=lambda item: item[1].loss)):
+        color = f"C{number}"
+        for index, run in enumerate(result.runs):
+            seconds, nats = ([point[what] for point in run["curve"]] for what in ("seconds", "nats"))
+            left.plot(seconds, nats, "-", color=color, linewidth=1.2, label=name if index == 0 else None)
+        borders = result.best[0]["borders"]
+        by_position = result.nats.mean((0, 1)) / np.array(result.best[0]["tokens"])
+        right.plot(range(len(by_position)), by_position, "o-", color=color, markersize=4, linewidth=1.2, label=name)
+    ends = [result.loss for result in results.values()]
+    left.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
+    left.set_xlabel("seconds of training steps")
+    left.set_ylabel("held-out loss, nats a token")
+    right.set_xlabel("position in the sequence, tokens")
+    right.set_xticks(range(len(borders) - 1), [f"{_thousands(a)}-{_thousands(b)}" for a, b in pairwise(borders)])
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.savefig(target, dpi=130)
+    plt.close(figure)
+    return target
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens else "0"
