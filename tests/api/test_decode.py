@@ -12,6 +12,7 @@ from sparse_flash import backends
 from sparse_flash.api import decode
 from sparse_flash.backends import empty_out
 from sparse_flash.dispatch import operators
+from sparse_flash.kernels.portable import decode as portable_decode
 from sparse_flash.masks.cache import _cached_mask
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -284,6 +285,14 @@ def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
         for _ in range(20):
             graph.replay()
         assert all(torch.equal(one, step()) for one in out)
+
+
+@parametrize("dim", [16, 32, 64, 128, 256])
+def test_a_combining_program_holds_as_many_splits_as_its_registers_and_its_compiler_bear(dim):
+    # Their code is unrolled: with 256 splits, of one row of 16 numbers each, compiling took minutes.
+    for rows in (1, 2, 8, 64):
+        splits = portable_decode.combined_at_a_time(rows, dim)
+        assert 1 <= splits <= 32 and (splits == 1 or splits * rows * dim <= 4096)
 
 
 def test_the_table_holds_no_keys_after_the_queries():
