@@ -40,7 +40,7 @@ ARMS = {
     "power-of-two": Arm(("causal & (local(1024) | power_of_two(block=128))",)),
     "window-far4": Arm(("causal & local(1024)",) * 3 + ("causal & (local(8192) | power_of_two(block=128))",)),
 }
-LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (2.5e-4, 5e-4, 1e-3)
 
 
 def arm_of(name: str) -> Arm:
