@@ -2,6 +2,7 @@
 # make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
+# make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
 # make record  compiles the kernels of the tests and more, and records their registers, stack and shared memory
 # make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows; PAIR=oldest or PAIR=newest for one
@@ -36,7 +37,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench train test ranks lint docs chips record wheel matrix clean
+.PHONY: bench train test kernels ranks lint docs chips record wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -45,6 +46,9 @@ bench: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
 	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
+
+kernels: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m compiles $(ARGS)
 
 ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)

@@ -115,7 +115,7 @@ class Counts:
     def _is_of_files(self) -> bool:
         """Whether whole files or folders were run, with no selection within them."""
         option = self.config.option
-        if option.markexpr not in ("", "not ranks"):  # pyproject.toml's own, and none
+        if option.markexpr not in ("", "not ranks and not compiles"):  # pyproject.toml's own, and none
             return False
         narrowing = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly", "maxfail")
         return not any(getattr(option, name, None) for name in narrowing) and not any("::" in arg for arg in self.config.args)

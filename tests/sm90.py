@@ -10,10 +10,13 @@ Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be c
 import contextlib
 import io
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -207,43 +210,43 @@ def report(name: str, dim: int, sparse: bool, compile_kernel, *details, **option
     types = parameter_types(result.src.signature, parameter_sizes(ptx))
     row |= {"repeatable": types is not None and types.count("map") == len(result.metadata.tensordesc_meta or ())}
     row |= {"serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))), "log": len(log.getvalue())}
-    row |= resources(result.asm["cubin"])
-    print(json.dumps(row), flush=True)
-    return row
+    return row | resources(result.asm["cubin"])
 
 
 DECODING = ((False, 4, 1, 0), (True, 4, 1, 0), (True, 4, 1, 16), (True, 32, 16, 128))  # sparse, rows, q_len, page
 
 
 def of_the_tests():
-    """The outcome of each kernel that the tests compile."""
+    """Calls of ``report``, one for each kernel that the tests compile."""
     for dim in (64, 128):
         for sparse, rows, q_len, page in DECODING:
             config = configs.decode_config(torch.bfloat16, dim, 128, rows)
-            yield report("decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
+            yield partial(report, "decode", dim, sparse, compiled_for_decoding, config, dim, sparse, rows, q_len, page)
         for sparse in (False, True):
             for name, (kernel, table) in KERNELS.items():
-                yield report(name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
+                yield partial(report, name, dim, sparse, compiled, kernel, table[dim], dim, sparse)
             for split in (False, True):
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
-                yield report("hopper_forward", dim, sparse, compiled_for_hopper, *details)
+                yield partial(report, "hopper_forward", dim, sparse, compiled_for_hopper, *details)
             details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
             for split, fixed in ((False, False), (True, False), (False, True)):
-                yield report("hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
+                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
             if not sparse:
-                yield report("hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
+                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
     for dim in (64, 128):
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
-        yield report("hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
+        yield partial(report, "hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
-            yield report("hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged)
+            yield partial(
+                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged
+            )
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
-        yield report(
-            f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128
+        yield partial(
+            report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128
         )
-        yield report(f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
-        yield report(f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
+        yield partial(report, f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
+        yield partial(report, f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
 
 
 def of_the_record():
@@ -251,18 +254,40 @@ def of_the_record():
     yield from of_the_tests()
     for name, (kernel, table) in KERNELS.items():
         for dim in (64, 128):
-            yield report(f"{name}_of_fp16", dim, True, compiled, kernel, table[dim], dim, True, dtype="fp16")
+            yield partial(report, f"{name}_of_fp16", dim, True, compiled, kernel, table[dim], dim, True, dtype="fp16")
         for sparse in (False, True):
-            yield report(name, 256, sparse, compiled, kernel, table[256], 256, sparse)
+            yield partial(report, name, 256, sparse, compiled, kernel, table[256], 256, sparse)
     for dim in (64, 128):
         for name, kernel, table in (
             ("hopper_forward", hopper_forward.attention_forward_kernel, hopper_configs.FORWARD),
             ("hopper_backward", hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD),
         ):
-            yield report(f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
-    yield report(
-        "decode", 256, True, compiled_for_decoding, configs.decode_config(torch.bfloat16, 256, 128, 32), 256, True, 32, 16, 128
+            yield partial(report, f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
+    yield partial(
+        report,
+        "decode",
+        256,
+        True,
+        compiled_for_decoding,
+        configs.decode_config(torch.bfloat16, 256, 128, 32),
+        256,
+        True,
+        32,
+        16,
+        128,
     )
+
+
+def outcomes(reports: Iterable[Callable[[], dict]]) -> Iterator[dict]:
+    """What the calls return, in their order; as many processes run them as there are cores."""
+    global _reports
+    _reports = list(reports)  # before the processes are forked
+    with multiprocessing.get_context("fork").Pool() as pool:
+        yield from pool.imap(_outcome, range(len(_reports)))
+
+
+def _outcome(number: int) -> dict:
+    return _reports[number]()
 
 
 RECORD = Path(__file__).with_name("kernels") / "recorded.json"
@@ -284,6 +309,6 @@ def write_record(rows: list[dict]) -> int:
 if __name__ == "__main__":
     knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     if sys.argv[1:] == ["--record"]:
-        sys.exit(write_record(list(of_the_record())))
-    for _ in of_the_tests():
-        pass
+        sys.exit(write_record(list(outcomes(of_the_record()))))
+    for row in outcomes(of_the_tests()):
+        print(json.dumps(row), flush=True)

@@ -73,7 +73,9 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("given, torch, failed", [(("-m", "not ranks"), 3, 1), (("-n", "2"), 4, 0)], ids=["alone", "two workers"])
+@pytest.mark.parametrize(
+    "given, torch, failed", [(("-m", "not ranks and not compiles"), 3, 1), (("-n", "2"), 4, 0)], ids=["alone", "two workers"]
+)
 def test_a_whole_run_is_held_to_floors(run, given, torch, failed):
     status, printed = run(*given, torch=torch)
     assert status == failed and f"results compared with the oracle: torch {torch}" in printed, printed

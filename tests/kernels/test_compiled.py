@@ -1,17 +1,15 @@
 """The kernels as compiled for a Hopper GPU, without one."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from outcomes import outcomes_of
 
 from sparse_flash.kernels.hopper.configs import FOOTPRINT
 from sparse_flash.kernels.portable import configs
 
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.compiles
 
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest despite them.
@@ -21,16 +19,7 @@ STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256):
 
 @pytest.fixture(scope="module")
 def kernels():
-    return compiled_by("sm90.py")
-
-
-def compiled_by(program: str) -> list[dict]:
-    """What a program in this folder reports about the kernels that it compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = pathlib.Path(__file__).parents[1] / program
-    run = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    return outcomes_of("sm90.py")
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
@@ -109,9 +98,3 @@ def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]
     assert {k["kernel"] for k in of_four} == {"forward", "decode"}
     assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []
-
-
-def test_the_kernels_of_packed_documents_compile_without_spilling_and_move_rows_in_wide_pieces():
-    packed = compiled_by("sm90_packed.py")
-    assert len(packed) == 13 and all(k["stack"] == 0 for k in packed), packed
-    assert [k["wide"] > 0 for k in packed if k["kernel"] == "take_rows_kernel"] == [True, False]

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from oracle import DEVICE, check
-from test_compiled import compiled_by
+from outcomes import outcomes_of
 
 import sparse_flash as sf
 from sparse_flash import backends
@@ -23,7 +23,7 @@ runs = pytest.mark.skipif(backends.backend("triton").available() is not None, re
 
 @pytest.fixture(scope="module")
 def kernels():
-    return {row["kernel"]: row for row in compiled_by("specialization.py")}
+    return {row["kernel"]: row for row in outcomes_of("specialization.py")}
 
 
 def test_code_that_is_launched_again_was_made_for_no_value_of_an_integer(kernels):
