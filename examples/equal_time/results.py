@@ -117,8 +117,6 @@ def difference(a: Result, b: Result, positions: slice = slice(None), beyond: boo
     packages = np.array(a.best[0]["packages"])
     if far:
         tokens = np.array(a.best[0]["far_tokens"], float)
-        if not tokens.any():
-            return Difference(float("nan"), float("nan"))
         gained = b.far_nats.mean(0) - a.far_nats.mean(0)
         pieces = [(gained, tokens, 1.0)]
     else:
@@ -128,6 +126,8 @@ def difference(a: Result, b: Result, positions: slice = slice(None), beyond: boo
         pieces = [(gained[:, positions].sum(1), ones * width[positions].sum(), 1.0)]
         if beyond:
             pieces.append((gained[:, 0], ones * width[0], -1.0))
+    if not all(tokens.any() for _, tokens, _ in pieces):  # nothing is there to compare
+        return Difference(float("nan"), float("nan"))
     names = sorted(set(packages))
     by_package = [(np.array([[g[packages == n].sum(), t[packages == n].sum()] for n in names]), sign) for g, t, sign in pieces]
 

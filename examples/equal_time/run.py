@@ -82,7 +82,8 @@ def run(
     tuning: bool = False,
 ) -> dict:
     """seconds: of training steps; compiling, evaluating and saving are not counted. start: a checkpoint whose parameters are the
-    first. keep: a folder for the last checkpoint. tuning: evaluate on the windows for tuning, in one way, and draw no curve."""
+    first: the arm is called "... continued", and its curve begins before the first step. keep: a folder for the last checkpoint.
+    tuning: evaluate on the windows for tuning, in one way, and draw no curve."""
     settings = replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled)
     settings = checked(settings)
     held_out = windows.load(data, "tuning" if tuning else "reported")
@@ -108,7 +109,7 @@ def run(
             training.save()
     on_gpu = world.device.type == "cuda"
     return {
-        "arm": name,
+        "arm": f"{name} continued" if start else name,
         "seed": seed,
         "settings": asdict(settings),
         "start": start and str(start),
@@ -131,7 +132,14 @@ def _train(training: Run, held_out: windows.Windows, count: int) -> tuple[list[d
     """(rows of steps, ``count`` points of the held-out curve, seconds that its evaluations took)."""
     few, progress = held_out.first(CURVE_WINDOWS), training.progress
     points = {round(progress.steps * (i + 1) / count) for i in range(count)}
-    rows, curve, evaluating = [], [], 0.0
+    device, strides = training.world.device, evaluate.CURVE_STRIDES
+
+    def point(context: int) -> dict:
+        found = evaluate.evaluate(training.model, training.held_out, few, context, device, strides)
+        return {"step": progress.step, "tokens": progress.position, "seconds": progress.seconds, "nats": evaluate.mean(found)}
+
+    rows, evaluating = [], 0.0
+    curve = [point(training.length)] if count and training.started else []
     columns = TextColumn("training"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=progress.steps, said="")
@@ -141,9 +149,7 @@ def _train(training: Run, held_out: windows.Windows, count: int) -> tuple[list[d
             bar.update(task, advance=1, said=f"loss {rows[-1]['loss']:.3f}")
             if progress.step in points:
                 begin = time.perf_counter()
-                device, strides = training.world.device, evaluate.CURVE_STRIDES
-                found = evaluate.evaluate(training.model, training.held_out, few, context, device, strides)
-                curve.append({name: rows[-1][name] for name in ("step", "tokens", "seconds")} | {"nats": evaluate.mean(found)})
+                curve.append(point(context))
                 evaluating += time.perf_counter() - begin
     return rows, curve, evaluating
 

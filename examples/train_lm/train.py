@@ -65,7 +65,7 @@ class Run:
             checkpoint.load_model(start, self.model, world)
         if last:
             self.progress = checkpoint.resume(last, settings, self.model, self.optimizer, world)
-        self.resumed = last
+        self.resumed, self.started = last, None if last else start
         self.timed: list[float] = []
         self.peak = memory.peak(world.device)
         self.flop = {length: memory.step_flop(settings, length) for length in (settings.length, settings.last_length)}

@@ -21,6 +21,7 @@ from examples.equal_time.cli import app
 from examples.equal_time.results import Result
 from examples.equal_time.run import planned, run, settings_of
 from examples.equal_time.windows import Windows
+from examples.train_lm import checkpoint
 from examples.train_lm.data import Tokens, prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
@@ -144,6 +145,20 @@ def test_a_result_holds_what_was_trained_and_how_it_was_read(files, data):
     assert dense["tokens"] == dense["settings"]["steps"] * SHORT == dense["curve"][-1]["tokens"]
     assert dense["curve"][-1]["nats"] < dense["curve"][0]["nats"]
     assert 0.1 < dense["seconds"] < 5  # a busy machine is slower than when its steps were timed
+
+
+def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("WARM_STEPS", 1), ("TIMED_STEPS", 1), ("CURVE_POINTS", 2)):
+            patch.setattr(f"examples.equal_time.run.{name}", value)
+        how, dense = Chosen(1e-2, False), Arm(("causal",), length=SHORT)
+        first = run("dense", dense, SHAPE, how, 0.2, 1, data, CPU, SHORT, compiled=False, keep=tmp_path / "kept")
+        start = checkpoint.of_run(tmp_path / "kept")
+        window = Arm(("causal & local(200)",), length=SHORT)
+        second = run("window", window, SHAPE, how, 0.1, 2, data, CPU, SHORT, compiled=False, start=start)
+    assert second["arm"] == "window continued" and second["curve"][0]["step"] == 0
+    assert second["curve"][0]["nats"] == pytest.approx(first["curve"][-1]["nats"], abs=0.02)
+    assert first["curve"][0]["step"] > 0
 
 
 def test_differences_are_paired_and_their_errors_are_over_packages(files):
