@@ -1,0 +1,59 @@
+"""Checkpoints of one process: one file, written under another name and renamed when it is on the disk."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..train_lm.checkpoint import Progress
+from ..train_lm.settings import differences
+from .settings import Settings
+
+FILE = "checkpoint.pt"
+
+
+def of_run(path: Path) -> Path:
+    """The checkpoint of a run's folder; a checkpoint itself."""
+    return path / FILE if path.is_dir() else path
+
+
+def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Replaces the last one."""
+    state = {
+        "settings": asdict(settings),
+        "progress": asdict(progress),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    target = folder / FILE
+    partial = target.with_suffix(".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, target)
+    return target
+
+
+def read(path: Path) -> tuple[Settings, Progress, dict]:
+    """What was run, how far, and the states of "model" and "optimizer". Raises ValueError where this is no checkpoint."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return Settings.from_dict(state["settings"]), Progress(**state["progress"]), state
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no checkpoint of this program: {type(error).__name__}: {error}") from error
+
+
+def resume(path: Path, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Fills model and optimizer. Raises ValueError where the checkpoint is of another run."""
+    saved, progress, state = read(path)
+    if found := differences(settings, saved):
+        raise ValueError(f"{path} is of another run: {'; '.join(found)}; give the same settings, another --out, or --fresh")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return progress

@@ -1,0 +1,199 @@
+"""The commands: prepare, sheet, train, evaluate, plot, results.
+
+python -m examples.long_range prepare --task pathfinder --size 32
+python -m examples.long_range train --task pathfinder --size 32 --attention butterfly --minutes 10 --out runs/path-32
+python -m examples.long_range train --task pathfinder --size 64 --start runs/path-32 --minutes 10 --out runs/path-64
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ..train_lm import parallel
+from ..train_lm.cli import user_errors
+from . import checkpoint, data, report
+from .data import TASKS, Examples
+from .listops import ListOps
+from .model import Classifier
+from .pathfinder import Pathfinder
+from .report import console
+from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, default_micro_batch, density, tokens_of
+from .train import Run, evaluated
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+
+TaskName = Annotated[str, typer.Option("--task", help=f"{' or '.join(TASKS)}.")]
+Size = Annotated[int, typer.Option(help="Pixels on a side of Pathfinder's images: 32, 64, 128 or 256.")]
+Dashes = Annotated[int, typer.Option(help="Of Pathfinder: of the long paths; 6 are easy, 9 are less so.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of examples. [runs/long_range/data/TASK-SIZE-DASHES]")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
+
+
+def _folder(task: str, size: int, dashes: int) -> Path:
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
+    return Path("runs/long_range/data") / (f"{task}-{size}-{dashes}" if task == Pathfinder.name else task)
+
+
+@app.command()
+def prepare(
+    task: TaskName = "pathfinder",
+    size: Size = 32,
+    dashes: Dashes = 14,
+    train: Annotated[int, typer.Option(help="Training examples.")] = 200_000,
+    held_out: Annotated[int, typer.Option(help="Held-out examples.")] = 10_000,
+    depth: Annotated[int, typer.Option(help="Of ListOps: expressions in each other, at most, digits included.")] = 10,
+    arguments: Annotated[int, typer.Option(help="Of ListOps: arguments of an operator, at most.")] = 10,
+    shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
+    longest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at most.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the examples.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes. [one for each CPU core]")] = os.cpu_count() or 1,
+    folder: Data = None,
+) -> None:
+    """Make examples. The same command goes on where it was stopped."""
+    with user_errors():
+        folder = folder or _folder(task, size, dashes)
+        wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps(depth, arguments, shortest, longest)
+        manifest = data.prepare(folder, wanted, train, held_out, seed, workers)
+        counts = ", ".join(f"{manifest[split]:,} of {split}" for split in data.SPLITS)
+        console.print(f"{folder}: {counts}; {_commonest(manifest)}", soft_wrap=True, markup=False)
+
+
+def _commonest(manifest: dict) -> str:
+    labels = manifest["labels"]["held_out"]
+    return f"always saying {labels.index(max(labels))} is right for {max(labels) / sum(labels):.1%} of the held-out"
+
+
+@app.command()
+def sheet(
+    size: Size = 32,
+    dashes: Dashes = 14,
+    columns: Annotated[int, typer.Option(help="Images in a row.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the images.")] = 0,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("sheet.png"),
+) -> None:
+    """Draw Pathfinder's images: a row of positive and a row of negative ones."""
+    with user_errors():
+        print(report.sheet(Pathfinder(size, dashes), columns, seed, out))
+
+
+@app.command()
+def train(
+    task: TaskName = "pathfinder",
+    size: Size = 32,
+    dashes: Dashes = 14,
+    attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")] = "butterfly",
+    order: Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")] = "tiles",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
+    epochs: Annotated[float, typer.Option(help="In place of steps: times that each example is read.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="In place of steps: of training steps.")] = 0.0,
+    batch: Annotated[int | None, typer.Option(help="Examples of a step. [by the number of tokens]")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Examples computed at a time. [with up to 1,048,576 tokens]")] = None,
+    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is at its peak.")] = 500,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices.")] = 0.05,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = SHAPE.dim,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = SHAPE.layers,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = SHAPE.heads,
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = SHAPE.head_dim,
+    mlp_dim: Annotated[int, typer.Option(help="Inner width of a block's MLP.")] = SHAPE.mlp_dim,
+    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Turn and mirror images by chance.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of examples.")] = 0,
+    evaluations: Annotated[int, typer.Option(help="On the held-out examples, evenly spread; each also saves.")] = 20,
+    start: Annotated[
+        Path | None, typer.Option(help="A run or checkpoint whose parameters are the first, also of a smaller size.")
+    ] = None,
+    folder: Data = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, logs, plot.")] = Path("runs/long_range/run"),
+    device: Device = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's checkpoint.")] = False,
+) -> None:
+    """Train a classifier on one device."""
+    with user_errors(), parallel.world(device) as world:
+        if world.size > 1:
+            raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+        folder = folder or _folder(task, size, dashes)
+        examples = Examples(folder, "train")
+        batch = batch or default_batch(examples.task)
+        settings = Settings(
+            task=examples.manifest["task"],
+            shape=replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim),
+            attention=attention,
+            order=order,
+            batch=batch,
+            micro_batch=micro_batch or default_micro_batch(examples.task, batch),
+            steps=steps or math.ceil(epochs * (len(examples) // batch)),
+            minutes=minutes,
+            warmup=warmup,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            turns=turns,
+            compiled=compiled,
+            seed=seed,
+        )
+        run = Run(checked(settings), out, folder, world, fresh, start and checkpoint.of_run(start))
+        _introduce(run)
+        if not run.train(evaluations):
+            console.print(f"stopped early; the same command goes on from {checkpoint.of_run(out)}", soft_wrap=True, markup=False)
+            raise typer.Exit(130)
+        console.print(f"{checkpoint.of_run(out)}; plot {report.plot([out], out / 'accuracy.png')}", soft_wrap=True, markup=False)
+
+
+def _introduce(run: Run) -> None:
+    settings, tokens = run.settings, tokens_of(run.examples.task)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    kept = density(settings.attention, tokens)
+    attention = f"{settings.attention}: {kept:.1%} of {tokens:,} x {tokens:,} pairs"
+    console.print(f"{parameters / 1e6:.2f}M parameters; {attention}", soft_wrap=True, markup=False)
+    counts = f"{len(run.examples):,} examples, {len(run.held_out):,} held out"
+    console.print(f"{counts}; {_commonest(run.examples.manifest)}", soft_wrap=True)
+    if run.resumed:
+        console.print(f"going on from {run.resumed} (--fresh starts over)", soft_wrap=True, markup=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
+    batch: Annotated[int | None, typer.Option(help="Examples at a time. [the run's]")] = None,
+    folder: Data = None,
+    device: Device = "auto",
+) -> None:
+    """Accuracy on held-out examples, also of images of a larger size or with other paths."""
+    with user_errors(), parallel.world(device) as world:
+        settings, progress, state = checkpoint.read(checkpoint.of_run(run))
+        task = settings.task
+        held_out = Examples(folder or _folder(task["name"], task.get("size", 0), task.get("dashes", 0)), "held_out")
+        model = Classifier(replace(settings, task=held_out.manifest["task"])).to(world.device)
+        model.start_from(state["model"], str(run))
+        score = evaluated(model, held_out, batch or settings.micro_batch, world)
+        table = Table(title=f"{settings.attention} after {progress.position:,} examples; {_commonest(held_out.manifest)}")
+        for heading in ("held-out examples", "accuracy", "loss, nats"):
+            table.add_column(heading, justify="right")
+        table.add_row(f"{len(held_out):,}", f"{score.accuracy:.1%} ± {score.error:.1%}", f"{score.loss:.4f}")
+        console.print(table)
+
+
+@app.command()
+def plot(
+    runs: Runs,
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("accuracy.png"),
+) -> None:
+    """Accuracy of several runs against time and examples, in one picture."""
+    with user_errors():
+        print(report.plot(runs, target))
+
+
+@app.command()
+def results(runs: Runs) -> None:
+    """Accuracy of several runs in a table, at their ends and at equal time."""
+    with user_errors():
+        console.print(report.results(runs))

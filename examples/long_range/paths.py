@@ -1,0 +1,166 @@
+"""Paths that grow without touching each other: many scenes side by side as arrays, a step of a path at a time.
+
+Positions are (row, column) in pixels; the middle of the first pixel is (0, 0). A step of a path is a dash with a gap before and
+after it. It keeps its distance at ``POINTS`` points, evenly spaced from its start to its end, and is passed around as these points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+POINTS = 3
+_TOGETHER = 256  # scenes that grow side by side, at most
+_NARROW, _WIDE = 6, 4  # directions that a path tries at each step: with the drawing's bend, and turning up to a quarter circle
+_FEELERS, _AHEAD = 2, 1.5  # points ahead, which should find room too, up to so many steps away
+_BACK = 12  # a scene without room undoes up to so many steps
+_PATIENCE = 8  # it starts again after so many times its number of steps
+_TRIES = 3  # for each short path
+_NOWHERE = 1e5  # the place of steps that are not there
+
+# Turns have the density cos(bend * turn)^2, as in arXiv:1805.08315.
+_TURNS = np.linspace(-np.pi / 2, np.pi / 2, 1001)
+_SHARES = np.cumsum(np.cos(_TURNS) ** 2) / np.sum(np.cos(_TURNS) ** 2)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How images are drawn; lengths in pixels.
+
+    size: of the image's sides. dash, gap: of a step. thickness: of dashes. radius: of dots. grey: of dashes, where dots are 1.
+    bend: most turns between steps are at most a quarter circle / bend. start: distance of the long paths' first ends. clutter:
+    dashes of all short paths, if there is room. dashes: of a long path; a short one has a third of them.
+    """
+
+    size: int
+    dash: float
+    gap: float
+    thickness: float
+    radius: float
+    grey: float
+    bend: float
+    start: float
+    clutter: int
+    dashes: int = 14
+
+    @property
+    def step(self) -> float:
+        return self.dash + 2 * self.gap
+
+    @property
+    def apart(self) -> float:
+        """The least distance between paths: wider than the gaps within one, and enough for a dot."""
+        return max(2 * self.gap + self.thickness, self.radius + self.thickness / 2 + 0.5)
+
+    @property
+    def short_dashes(self) -> int:
+        return self.dashes // 3
+
+    @property
+    def short_paths(self) -> int:
+        return self.clutter // self.short_dashes
+
+
+def long_paths(drawing: Drawing, count: int, rng: np.random.Generator) -> np.ndarray:
+    """(count, steps, POINTS, 2) float32: two paths, whose steps take turns. Where one finds no room, the last steps of both are
+    undone, and others tried."""
+    together, steps = min(_TOGETHER, count), 2 * drawing.dashes
+    rows = np.arange(together)
+    points = np.full((together, steps, POINTS, 2), _NOWHERE, np.float32)
+    headings = np.zeros((together, steps))
+    at, age = np.zeros(together, int), np.zeros(together, int)  # the step that comes next; steps tried
+    border = min(2 * drawing.start, 0.4 * drawing.size)  # the first path starts so far from it
+    kept: list[np.ndarray] = []
+    while sum(map(len, kept)) < count:
+        before = at - 2  # the last step of this path
+        origin = np.repeat(points[rows, before, -1][:, None], _NARROW + _WIDE, axis=1)
+        heading = headings[rows, before][:, None] + _turns(drawing, together, rng)
+        (first,), (second,), starts = np.nonzero(at == 0), np.nonzero(at == 1), at < 2
+        origin[first] = rng.uniform(border, drawing.size - 1 - border, origin[first].shape)
+        origin[second] = points[second, :1, 0] + drawing.start * _direction(_anywhere(heading[second].shape, rng))
+        heading[starts] = _anywhere(heading[starts].shape, rng)
+        obstacles = points.copy()
+        obstacles[rows, before] = _NOWHERE
+        found, step, headed = _stepped(drawing, origin, heading, obstacles)
+        points[rows[found], at[found]], headings[rows[found], at[found]] = step[found], headed[found]
+        at = np.where(found, at + 1, np.maximum(at - rng.integers(1, _BACK + 1, together), 0))
+        age += 1
+        kept.append(points[at == steps])
+        at[(at == steps) | (age > _PATIENCE * steps)] = 0
+        age[at == 0] = 0
+        points[np.arange(steps) >= at[:, None]] = _NOWHERE
+    return np.concatenate(kept)[:count]
+
+
+def short_paths(drawing: Drawing, long: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(scenes, drawing.short_paths, drawing.short_dashes, POINTS, 2) float32, NaN where a scene has no room for one.
+
+    long: what ``long_paths`` returns.
+    """
+    shape = drawing.short_paths, drawing.short_dashes, POINTS, 2
+    points, number = np.full((len(long), *shape), _NOWHERE, np.float32), np.zeros(len(long), int)
+    for _ in range(_TRIES * drawing.short_paths):
+        (rows,) = np.nonzero(number < drawing.short_paths)
+        if not rows.size:
+            break
+        obstacles = np.concatenate([long[rows], points[rows].reshape(len(rows), -1, POINTS, 2)], axis=1)
+        heading = _anywhere((len(rows), _NARROW + _WIDE), rng)
+        origin = rng.uniform(0, drawing.size - 1, (*heading.shape, 2))
+        alive, steps = np.ones(len(rows), bool), []
+        for _ in range(drawing.short_dashes):
+            around = np.concatenate([obstacles, *(one[:, None] for one in steps[:-1])], axis=1)
+            found, step, headed = _stepped(drawing, origin, heading, around)
+            alive &= found
+            steps.append(step)
+            origin = step[:, -1:]
+            heading = headed[:, None] + _turns(drawing, len(rows), rng)
+        points[rows[alive], number[rows[alive]]] = np.stack(steps, axis=1)[alive]
+        number[rows[alive]] += 1
+    points[np.arange(drawing.short_paths) >= number[:, None]] = np.nan
+    return points
+
+
+def _stepped(
+    drawing: Drawing, origin: np.ndarray, heading: np.ndarray, obstacles: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first of several steps that has room for itself, and of these most room ahead.
+
+    origin: (scenes, directions or 1, 2). heading: (scenes, directions). obstacles: (scenes, steps, POINTS, 2).
+    Returns whether there is one (scenes,), its points (scenes, POINTS, 2) and its heading (scenes,).
+    """
+    along = np.append(np.linspace(0, 1, POINTS), 1 + _AHEAD * np.arange(1, _FEELERS + 1) / _FEELERS) * drawing.step
+    points = (origin[..., None, :] + _direction(heading)[..., None, :] * along[:, None]).astype(np.float32)
+    # |p - o|^2 = |p|^2 + (|o|^2 - 2 p.o): by a product of matrices, several times as fast as by differences.
+    mine, theirs = points.reshape(len(points), -1, 2), obstacles.reshape(len(points), -1, 2)
+    product = _with(-2 * theirs, square(theirs)) @ _with(mine, np.ones_like(mine[..., 0])).swapaxes(1, 2)
+    distance = (product.min(1) + square(mine)).reshape(points.shape[:-1])
+    off = np.abs(points - (drawing.size - 1) / 2)
+    clear = (np.maximum(off[..., 0], off[..., 1]) <= drawing.size / 2 - drawing.radius) & (distance >= drawing.apart**2)
+    possible = clear[..., :POINTS].all(-1)
+    room = possible * (1 + clear[..., POINTS:].cumprod(-1).sum(-1))
+    chosen = np.arange(len(points)), room.argmax(-1)
+    return possible.any(-1), points[chosen][:, :POINTS], heading[chosen]
+
+
+def _turns(drawing: Drawing, scenes: int, rng: np.random.Generator) -> np.ndarray:
+    """(scenes, directions) in radians, narrow ones first."""
+    bend = np.repeat([drawing.bend, 1.0], [_NARROW, _WIDE])
+    return np.interp(rng.random((scenes, len(bend))), _SHARES, _TURNS) / bend
+
+
+def _anywhere(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    return rng.uniform(0, 2 * np.pi, shape)
+
+
+def _direction(heading: np.ndarray) -> np.ndarray:
+    return np.stack([np.sin(heading), np.cos(heading)], axis=-1)
+
+
+def _with(points: np.ndarray, third: np.ndarray) -> np.ndarray:
+    return np.concatenate([points, third[..., None]], axis=-1)
+
+
+def square(vectors: np.ndarray) -> np.ndarray:
+    """Of the lengths of (..., 2)."""
+    return vectors[..., 0] ** 2 + vectors[..., 1] ** 2

@@ -1,0 +1,144 @@
+"""What runs show: a progress bar, CSV files, plots, tables, sheets of examples."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..train_lm.checkpoint import Progress as RunProgress
+from ..train_lm.report import console, read
+from . import checkpoint
+from .data import task_of
+from .pathfinder import Pathfinder
+from .settings import density, tokens_of
+
+matplotlib.use("agg")
+
+FIELDS = {
+    "steps": ("step", "examples", "seconds", "loss", "accuracy", "learning_rate", "gradient_norm", "examples_per_second"),
+    "evaluations": ("step", "examples", "seconds", "accuracy", "error", "loss"),
+}
+_SAME_TIME = 1.02  # a run that ends so much later than another ends at the same time
+
+
+class Log:
+    """Of one run: steps.csv and evaluations.csv in its folder, and a bar."""
+
+    def __init__(self, folder: Path, name: str, done: RunProgress):
+        self.files = {kind: folder / f"{kind}.csv" for kind in FIELDS}
+        for kind, fields in FIELDS.items():  # after a resume, what came later than the checkpoint is written anew
+            rows = [row for row in read(self.files[kind]) if int(row["step"]) <= done.step]
+            with self.files[kind].open("w", newline="") as file:
+                writer = csv.DictWriter(file, fields)
+                writer.writeheader()
+                writer.writerows(rows)
+        columns = (
+            TextColumn(name, markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[said]}"),
+        )
+        self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
+        self.task = self.bar.add_task(name, total=1.0, said="")
+        self.bar.start()
+
+    def step(self, row: dict, done: float) -> None:
+        self._write("steps", row)
+        said = f"loss {row['loss']:.3f} accuracy {row['accuracy']:.1%} {row['examples_per_second']:,.0f} examples/s"
+        self.bar.update(self.task, completed=done, said=said)
+
+    def evaluation(self, row: dict) -> None:
+        self._write("evaluations", row)
+        minutes = f"{row['seconds'] / 60:.1f} minutes, {row['examples']:,} examples"
+        console.print(f"step {row['step']:,} ({minutes}): {row['accuracy']:.1%} ± {row['error']:.1%} of the held-out right")
+
+    def _write(self, kind: str, row: dict) -> None:
+        with self.files[kind].open("a", newline="") as file:
+            csv.DictWriter(file, FIELDS[kind]).writerow(row)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def evaluations(run: Path) -> list[dict[str, float]]:
+    """The rows of a run's evaluations.csv. Raises ValueError where there are none."""
+    rows = [{name: float(value) for name, value in row.items()} for row in read(run / "evaluations.csv")]
+    if not rows:
+        raise ValueError(f"{run} holds no evaluations; pass folders that train --out wrote")
+    return rows
+
+
+def plot(runs: list[Path], target: Path) -> Path:
+    """Held-out accuracy of runs against the minutes of training steps and against the examples seen."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for run in runs:
+        rows = evaluations(run)
+        accuracy, error = (np.array([row[name] for row in rows]) for name in ("accuracy", "error"))
+        for axis, (field, unit) in zip(axes, (("seconds", 60), ("examples", 1)), strict=True):
+            x = [row[field] / unit for row in rows]
+            (line,) = axis.plot(x, accuracy, "o-", markersize=3, label=run.name)
+            axis.fill_between(x, accuracy - error, accuracy + error, color=line.get_color(), alpha=0.2)
+    for axis, label in zip(axes, ("minutes of training steps", "training examples"), strict=True):
+        axis.set_xlabel(label)
+        axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out accuracy (shaded: its standard error)")
+    axes[0].legend()
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+    return target
+
+
+def results(runs: list[Path]) -> Table:
+    """A row for each run: its accuracy at the end, and when the shortest run of the same task ended."""
+    table = Table(title="held-out accuracy")
+    for heading in ("run", "task", "attention", "pairs kept", "examples", "minutes", "accuracy", "at the same time"):
+        table.add_column(heading, justify="left" if heading in ("run", "task", "attention") else "right")
+    found = []
+    for run in runs:
+        settings, _, _ = checkpoint.read(checkpoint.of_run(run))
+        found.append((run.name, settings, evaluations(run)))
+    for name, settings, rows in found:
+        task, last = task_of(settings.task), rows[-1]
+        end = min(other[-1]["seconds"] for _, one, other in found if one.task == settings.task)
+        within = [row for row in rows if row["seconds"] <= _SAME_TIME * end]
+        table.add_row(
+            name,
+            " ".join(str(value) for value in settings.task.values()),
+            settings.attention,
+            f"{density(settings.attention, tokens_of(task)):.1%}",
+            f"{last['examples']:,.0f}",
+            f"{last['seconds'] / 60:.1f}",
+            _percent(last),
+            f"{_percent(within[-1])} at {end / 60:.1f}" if within else "none yet",
+        )
+    return table
+
+
+def _percent(row: dict[str, float]) -> str:
+    return f"{row['accuracy']:.1%} ± {row['error']:.1%}"
+
+
+def sheet(task: Pathfinder, columns: int, seed: int, target: Path) -> Path:
+    """Pictures: a row of positive and a row of negative examples."""
+    from matplotlib import pyplot as plt
+
+    images, labels = task.make(2 * columns, np.random.default_rng(seed))
+    figure, axes = plt.subplots(2, columns, figsize=(2 * columns, 4.2), layout="constrained", squeeze=False)
+    for row, label in zip(axes, (1, 0), strict=True):
+        for axis, image in zip(row, images[labels == label], strict=True):
+            axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            axis.set_axis_off()
+        row[0].set_title("one path" if label else "two paths", loc="left", fontsize=9)
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+    return target
