@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..train_lm.checkpoint import Progress
-from ..train_lm.settings import differences
+from examples.train_lm.checkpoint import Progress
+from examples.train_lm.settings import differences
+
 from .settings import Settings
 
 FILE = "checkpoint.pt"

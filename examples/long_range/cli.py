@@ -16,8 +16,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..train_lm import parallel
-from ..train_lm.cli import user_errors
+from examples.train_lm import parallel
+from examples.train_lm.cli import user_errors
+
 from . import checkpoint, data, report
 from .data import TASKS, Examples
 from .listops import ListOps

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import sparse_flash as sf
+from examples.train_lm import model as decoder
 
-from ..train_lm import model as decoder
 from .data import Task, task_of
 from .settings import DENSE, Order, Settings, Shape
 
@@ -84,7 +84,7 @@ class Classifier(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
-            x = block(x, self.cos, self.sin, lengths)
+            x = block(x, decoder.Positions(self.cos, self.sin), lengths)
         return self.head(self.pooled(self.norm(x), exist)).float()
 
     def pooled(self, x: torch.Tensor, exist: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,9 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..train_lm.checkpoint import Progress as RunProgress
-from ..train_lm.report import console, read
+from examples.train_lm.checkpoint import Progress as RunProgress
+from examples.train_lm.report import console, read
+
 from . import checkpoint
 from .data import task_of
 from .pathfinder import Pathfinder

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, Literal, get_args
 
 import sparse_flash as sf
+from examples.train_lm.settings import Shape
 
-from ..train_lm.settings import Shape
 from .data import Task, task_of
 
 Order = Literal["tiles", "raster"]

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..train_lm.checkpoint import Progress
-from ..train_lm.parallel import World, precision
-from ..train_lm.train import NotFinite, optimizer
+from examples.train_lm.checkpoint import Progress
+from examples.train_lm.parallel import World, precision
+from examples.train_lm.train import NotFinite, optimizer
+
 from . import checkpoint
 from .data import Examples
 from .model import Classifier

@@ -11,6 +11,7 @@ from examples.long_range.data import described
 from examples.long_range.model import TILE, Classifier, coordinates, rotary
 from examples.long_range.pathfinder import Pathfinder
 from examples.long_range.settings import ATTENTIONS, Settings, checked, density
+from examples.train_lm.model import Positions
 
 
 def made(size: int = 32, **changes) -> Classifier:
@@ -65,7 +66,7 @@ def test_a_larger_model_starts_with_positions_repeated_and_everything_else_as_it
 def gradient_by_pixel(model: Classifier, token: int) -> torch.Tensor:
     """How much each pixel matters to one token's result of the first block: (tokens,), in the order of attention."""
     x = torch.randn(1, model.order.numel(), 32, requires_grad=True)
-    model.blocks[0](x, model.cos, model.sin, None)[0, token].sum().backward()
+    model.blocks[0](x, Positions(model.cos, model.sin), None)[0, token].sum().backward()
     return x.grad[0].abs().sum(-1)
 
 
