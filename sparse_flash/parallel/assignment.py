@@ -86,6 +86,17 @@ class Assignment:
         own = self.blocks[source][self.blocks[source] >= 0]
         return own[self.needs[target, own]] if source != target else own[:0]
 
+    def columns(self, rank: int) -> np.ndarray:
+        """The block columns of a rank's table: its own blocks, padding included, then those that it gets, rank after rank."""
+        return np.concatenate([self.blocks[rank], *(self.sent(source, rank) for source in range(self.ranks))])
+
+    def places(self, q_len: int, block_size: int) -> np.ndarray:
+        """(ranks, tokens of a rank) int64: the place of each token in the whole sequence, -1 for padding. One rank has none."""
+        places = self.blocks[:, :, None] * block_size + np.arange(block_size)
+        places[(self.blocks < 0)[:, :, None] | (places >= q_len)] = -1
+        places = places.reshape(self.ranks, -1)
+        return places[:, :q_len] if self.ranks == 1 else places
+
     @cached_property
     def received(self) -> np.ndarray:
         """(ranks,) int64: how many blocks each rank gets from others."""

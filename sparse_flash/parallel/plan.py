@@ -95,7 +95,7 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(group), assignment.ranks
         self._sizes, self._knows_heads, self._assignment = sizes, knows_heads, assignment
         self._link_rate, self._group = link_rate, group
-        places = _places(assignment, mask)
+        places = assignment.places(mask.q_len, mask.block_size)
         self.tokens = places.shape[1]
         own = torch.from_numpy(places[self.rank])
         self.exists = (own >= 0).to(device)
@@ -121,12 +121,11 @@ class ContextPlan:
             mask = part_of(_heads_of(self.mask, rank, ranks), order, order)
             return Route(self._group, None, nothing, [], [], True), mask.to(self.device)
         sent = [assignment.sent(rank, target) for target in range(ranks)]
-        fetched = [assignment.sent(source, rank) for source in range(ranks)]
+        sends, receives = [len(blocks) for blocks in sent], [len(assignment.sent(source, rank)) for source in range(ranks)]
         own = assignment.blocks[rank]
-        mask = part_of(self.mask, own, np.concatenate([own, *fetched])).to(self.device)
+        mask = part_of(self.mask, own, assignment.columns(rank)).to(self.device)
         send = torch.from_numpy(np.searchsorted(own[own >= 0], np.concatenate(sent))).to(self.device)
-        splits = [[len(blocks) for blocks in part] for part in (sent, fetched)]
-        return Route(self._group, mask, send, *splits, silent=not assignment.received.any()), None
+        return Route(self._group, mask, send, sends, receives, silent=not assignment.received.any()), None
 
     def __repr__(self) -> str:
         return (
@@ -324,14 +323,6 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.empty(0, device=mesh.device_type).device
-
-
-def _places(assignment: Assignment, mask: BlockMask) -> np.ndarray:
-    """(ranks, tokens of a rank) int64: the place of each rank's tokens in the whole sequence, -1 for padding."""
-    places = assignment.blocks[:, :, None] * mask.block_size + np.arange(mask.block_size)
-    places[(assignment.blocks < 0)[:, :, None] | (places >= mask.q_len)] = -1
-    places = places.reshape(assignment.ranks, -1)
-    return places[:, : mask.q_len] if assignment.ranks == 1 else places
 
 
 def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import sparse_flash as sf
 
@@ -26,6 +28,7 @@ CASES = {
     "bigbird": ("bigbird(block=64, density=0.05)", 1536, 64, 1, 2, 2),
     "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
     "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
+    "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
 }
 HEAD_DIM, V_HEAD_DIM = 32, 16
 
@@ -56,11 +59,10 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
 
 
-def of_one_process(name: str, **options) -> list[torch.Tensor]:
+def of_one_process(name: str) -> list[torch.Tensor]:
     mask, tokens, block, *_ = CASES[name]
     whole = mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
-    given = inputs(name, options.pop("v_head_dim", HEAD_DIM))
-    return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True, **options), *given)
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True), *inputs(name))
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None):
@@ -71,10 +73,11 @@ def plan_of(name: str, strategy: str = "blocks", on=None):
 
 def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
     """The same, of all ranks, gathered."""
-    given = inputs(name, options.pop("v_head_dim", HEAD_DIM))
-    mine = [plan.shard(t, 2) for t in given]
+    mine = [plan.shard(t, 2) for t in inputs(name)]
     attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
-    return [plan.unshard(t, 2) for t in results(attend, *mine)]
+    found = results(attend, *mine)
+    assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
+    return [plan.unshard(t, 2) for t in found]
 
 
 def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
@@ -93,3 +96,91 @@ def compared(name: str, strategy: str) -> tuple[float, bool]:
     once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
+
+
+def varied(strategy: str) -> tuple[float, float]:
+    """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
+    dk and dv, that of the sinks' gradient)."""
+    name = "per head, grouped"
+    plan, whole = plan_of(name, strategy), mask_of(name)
+    q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
+    dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
+    given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, scale=0.3, sinks=sinks[0], return_lse=True), *given)
+    mine = [plan.shard(t, 2) for t in given]
+    got = results(lambda *qkv: plan.attention(*qkv, scale=0.3, sinks=sinks[1], return_lse=True), *mine)
+    dist.all_reduce(sinks[1].grad)
+    return difference([plan.unshard(t, 2) for t in got], wanted), difference([sinks[1].grad], [sinks[0].grad])
+
+
+def compiled(strategy: str, plans: int) -> tuple[float, int]:
+    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, plan):
+        return plan.attention(2 * q, k, v, return_lse=True)
+
+    worst = 0.0
+    for number in range(plans):
+        pattern = sf.causal() & sf.local(100 + 60 * number)
+        plan = sf.context_parallel(pattern, 1000, mesh(), heads=4, kv_heads=4, block_size=64, strategy=strategy)
+        given = [plan.shard(t[:, :, :1000], 2) for t in inputs("per head")]
+        eager = results(lambda q, k, v, plan=plan: plan.attention(2 * q, k, v, return_lse=True), *given)
+        worst = max(worst, difference(results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *given), eager))
+    return worst, counter.frame_count
+
+
+def checkpointed(name: str) -> float:
+    plan = plan_of(name)
+
+    def attend(q, k, v):
+        return checkpoint(lambda *qkv: plan.attention(*qkv, return_lse=True), q, k, v, use_reentrant=False)
+
+    return difference(of_a_plan(plan, name, attend), of_one_process(name))
+
+
+def on_two_dimensions(name: str, strategy: str) -> float:
+    """The difference on dp x cp, each cp group with a sequence of its own."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    plan = plan_of(name, strategy, both["cp"])
+    factor = 1 + both["dp"].get_local_rank()
+    q, k, v, dout, dlse = (t * factor for t in inputs(name))
+    _, tokens, block, *_ = CASES[name]
+    whole = sf.compile_mask(mask_of(name), tokens, block_size=block)
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, return_lse=True), q, k, v, dout, dlse)
+    mine = [plan.shard(t, 2) for t in (q, k, v, dout, dlse)]
+    got = results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)
+    return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def refused(by_rank: dict[int, dict[str, object]]) -> str:
+    """The error of a plan for which some ranks pass other arguments."""
+    given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
+    try:
+        sf.context_parallel(**given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused_calls() -> dict[str, str]:
+    """What a plan says of calls that it cannot make, by name."""
+    plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
+    q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
+    calls = {
+        "dropout": lambda: plan.attention(q, k, v, dropout_p=0.1),
+        "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
+        "heads": lambda: plan.attention(k, k, v),
+        "shard": lambda: plan.shard(q, 2),
+        "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
+        "ranks": lambda: plan.explain(ranks=0),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
