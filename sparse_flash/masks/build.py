@@ -369,8 +369,8 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
         key = (row * 3 + kind) * len(cols) + col
         order = np.argsort(key, kind="stable")
         order = order[col[order] >= 0]
-        entries = row[order], col[order], kind[order], tile[order]
-        keeps_all &= len(order) == len(rows) * len(cols) and not entries[2].any()
+        row, col, kind, tile = (axis[order].astype(np.int32) for axis in (row, col, kind, tile))
+        keeps_all &= len(order) == len(rows) * len(cols) and not kind.any()
         single.append(
             BlockMask(
                 q_len=len(rows) * size,
@@ -378,8 +378,8 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
                 block_size=size,
                 keeps_all=bool(keeps_all),
                 mask_index=mask.mask_index,
-                by_query=table_of(*entries, len(rows)),
-                by_key=transposed_table_of(*(axis.astype(np.int32) for axis in entries), len(cols)),
+                by_query=table_of(row, col, kind, tile, len(rows)),
+                by_key=transposed_table_of(row, col, kind, tile, len(cols)),
                 tile_runs=tile_runs,
                 tile_bits=tile_bits,
             )

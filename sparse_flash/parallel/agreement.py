@@ -25,6 +25,7 @@ def check_agreement(given: dict[str, str] | Exception, group: dist.ProcessGroup)
     for name in given:
         ranks_of = defaultdict(list)
         for rank, theirs in enumerate(every):
+            assert isinstance(theirs, dict)  # as none failed
             ranks_of[theirs[name]].append(rank)
         if len(ranks_of) > 1:
             listed = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())

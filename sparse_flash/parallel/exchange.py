@@ -26,13 +26,14 @@ _numbers = count()
 class Route:
     """One rank's part in the exchanges of a plan, on its device.
 
-    mask: rows are the rank's blocks, columns these and then the blocks that it gets; None where heads are exchanged.
+    mask: of the call that the rank makes. Where blocks are fetched, its rows are the rank's blocks, and its columns these and then
+    the blocks that it gets.
     send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
     and come from each. silent: no rank sends anything.
     """
 
     group: dist.ProcessGroup
-    mask: BlockMask | None
+    mask: BlockMask
     send: torch.Tensor
     sends: list[int]
     receives: list[int]

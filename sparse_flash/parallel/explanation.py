@@ -9,11 +9,14 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
-from .assignment import Assignment, candidates, chunk_blocks
+from .assignment import Assignment, candidates, chunk_blocks, exchanged
 from .costs import ELEMENT_BYTES, HEAD_DIM, SequenceSizes, seconds
 
 Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
+
+# A regular assignment is kept unless exchanging chunks saves more than this: the estimate is no better.
+_WORTH_IT = 0.98
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +96,16 @@ def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: floa
         return min(((option, of(option)) for option in options), key=lambda pair: pair[1].seconds)
 
     assignment, found = fastest(of_blocks)
-    table, assignments = {"blocks": found}, {"blocks": assignment}
+    fetching = seconds(0, block, sizes, link_rate) / seconds(sizes.heads, 0, sizes, link_rate)
+    uneven = exchanged(assignment, fetching)
+    if of_blocks(uneven).seconds < _WORTH_IT * found.seconds:
+        assignment, found = uneven, of_blocks(uneven)
+    table = {"blocks": found}
+    assignments: dict[Strategy, Assignment] = {"blocks": assignment}
     if knows_heads and sizes.kv_heads % ranks == 0:
-        exchanged = own * (2 + 2 * sizes.heads / sizes.kv_heads) / 2 * (ranks - 1) / ranks  # q, k, v forth, out back
+        received = own * (2 + 2 * sizes.heads / sizes.kv_heads) / 2 * (ranks - 1) / ranks  # q, k, v forth, out back
         work = _work_by_head(mask, sizes.heads).reshape(ranks, -1).sum(1)
-        table["heads"] = costs(work, work.max(), np.full(ranks, exchanged), own)
+        table["heads"] = costs(work, work.max(), np.full(ranks, received), own)
         assignments["heads"] = options[0]
     choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
     table["ring"], table["all-gather"] = fastest(of_a_ring)[1], fastest(of_an_all_gather)[1]

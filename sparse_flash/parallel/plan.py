@@ -104,28 +104,27 @@ class ContextPlan:
         inverse = np.empty(mask.q_len, np.int64)
         inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         self._inverse = torch.from_numpy(inverse).to(device)
-        self._route, self._walked = self._prepared()
-        # Read by the compiler for its length alone.
-        blocks = 0 if self._route.mask is None else self._route.mask.grid.kv_blocks
-        self._columns = torch.zeros(blocks, dtype=torch.int8, device=device)
+        self._route = self._routed()
+        # The compiler reads its length alone.
+        self._columns = torch.zeros(self._route.mask.grid.kv_blocks, dtype=torch.int8, device=device)
         length_may_vary(self._columns, 0)
 
-    def _prepared(self) -> tuple[Route, BlockMask | None]:
-        """(this rank's part in exchanges, the mask of a call that needs none within)"""
+    def _routed(self) -> Route:
+        """This rank's part in exchanges."""
         rank, ranks, assignment = self.rank, self.ranks, self._assignment
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
         if ranks == 1:
-            return Route(self._group, None, nothing, [0], [0], True), self.mask.to(self.device)
+            return Route(self._group, self.mask.to(self.device), nothing, [0], [0], True)
         if self.strategy == "heads":
             order = assignment.blocks.flatten()
             mask = part_of(_heads_of(self.mask, rank, ranks), order, order)
-            return Route(self._group, None, nothing, [], [], True), mask.to(self.device)
+            return Route(self._group, mask.to(self.device), nothing, [], [], True)
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         sends, receives = [len(blocks) for blocks in sent], [len(assignment.sent(source, rank)) for source in range(ranks)]
         own = assignment.blocks[rank]
         mask = part_of(self.mask, own, assignment.columns(rank)).to(self.device)
         send = torch.from_numpy(np.searchsorted(own[own >= 0], np.concatenate(sent))).to(self.device)
-        return Route(self._group, mask, send, sends, receives, silent=not assignment.received.any()), None
+        return Route(self._group, mask, send, sends, receives, silent=not assignment.received.any())
 
     def __repr__(self) -> str:
         return (
@@ -197,8 +196,10 @@ class ContextPlan:
                 "and backend; use sf.attention on one GPU for the rest"
             )
         if self.ranks == 1:
-            options = {"scale": scale, "sinks": sinks, "return_lse": return_lse}
-            return attention(q, k, v, self._walked, deterministic=deterministic, backend=backend, **options)
+            # fmt: off
+            return attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=return_lse,
+                             deterministic=deterministic, backend=backend)
+            # fmt: on
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
@@ -224,8 +225,10 @@ class ContextPlan:
         sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in (q, k, v)]
         every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
         q, k, v = (t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, (q, k, v), strict=True))
-        options = {"scale": scale, "sinks": sinks, "deterministic": deterministic, "backend": backend}
-        out, lse = attention(q, k, v, self._walked, return_lse=True, **options)
+        # fmt: off
+        out, lse = attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=True,
+                             deterministic=deterministic, backend=backend)
+        # fmt: on
         out = self._own_tokens(out)
         return (out, self._own_tokens(lse[..., None])[..., 0]) if return_lse else out
 
@@ -266,7 +269,12 @@ class ContextPlan:
 
 
 def divided(
-    mask: BlockMask, sizes: SequenceSizes, ranks: int, strategy: str, link_rate: float, knows_heads: bool
+    mask: BlockMask,
+    sizes: SequenceSizes,
+    ranks: int,
+    strategy: Literal["auto", "blocks", "heads"],
+    link_rate: float,
+    knows_heads: bool,
 ) -> tuple[Assignment, Strategy]:
     """(who owns what, the strategy) for a mask on the CPU. Raises ValueError for a strategy that cannot be."""
     if strategy not in ("auto", *STRATEGIES):
