@@ -113,6 +113,38 @@ def varied(strategy: str) -> tuple[float, float]:
     return difference([plan.unshard(t, 2) for t in got], wanted), difference([sinks[1].grad], [sinks[0].grad])
 
 
+def of_one_result(which: str) -> float:
+    """The difference of dq, dk and dv for a loss of out alone, or of lse alone."""
+    name = "causal"
+    plan, whole = plan_of(name), sf.compile_mask("causal", 2048, block_size=64)
+    given = inputs(name)[:3]
+    found = []
+    for attend, qkv in ((sf.attention, given), (plan.attention, [plan.shard(t, 2) for t in given])):
+        leaves = [t.clone().requires_grad_() for t in qkv]
+        masked = {"mask": whole} if attend is sf.attention else {}
+        if which == "out":
+            attend(*leaves, **masked).sin().sum().backward()
+        else:
+            attend(*leaves, **masked, return_lse=True)[1].nan_to_num(neginf=0).sin().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    wanted, got = found
+    if which == "lse":
+        wanted, got = wanted[:2], got[:2]  # v has no part in it
+    return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def differentiated_twice() -> str:
+    """What a second backward pass says."""
+    plan = plan_of("causal")
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs("causal")[:3])
+    (dq,) = torch.autograd.grad(plan.attention(q, k, v).sin().sum(), q, create_graph=True)
+    try:
+        dq.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def compiled(strategy: str, plans: int) -> tuple[float, int]:
     """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
     torch._dynamo.reset()

@@ -22,7 +22,7 @@ class Pool:
         self.ranks = ranks
         # Forks of a process that has imported everything start at once.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["sparse_flash.parallel"])
+        context.set_forkserver_preload(["sparse_flash.parallel", "torch._dynamo.testing"])
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [

@@ -27,10 +27,19 @@ def test_sinks_a_scale_and_other_values_give_the_same_where_one_rank_has_all_lab
         assert error < 1e-5 and of_sinks < 1e-5
 
 
-@pytest.mark.parametrize("strategy, graphs", [("blocks", 1), ("heads", 1)])
-def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy, graphs):
-    for error, compiled in pools(2).run(on_ranks.compiled, strategy, 20):
-        assert error < 1e-6 and compiled == graphs
+@pytest.mark.parametrize("which", ["out", "lse"])
+def test_a_loss_may_use_one_result_alone(pools, which):
+    assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
+
+
+def test_second_derivatives_are_refused(pools):
+    assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy):
+    for error, graphs in pools(2).run(on_ranks.compiled, strategy, 20):
+        assert error < 1e-6 and graphs == 1
 
 
 def test_activation_checkpointing_fetches_again_and_gives_the_same(pools):
