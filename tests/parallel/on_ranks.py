@@ -145,6 +145,26 @@ def differentiated_twice() -> str:
     return ""
 
 
+def of_a_layer(fullgraph: bool) -> tuple[float, float]:
+    """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2)
+    x = torch.randn(2, 1000, 64)
+    wanted = layer(x)
+    wanted.sin().sum().backward()
+    of_one = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    plan = sf.context_parallel("causal & local(200)", 1000, mesh())
+    layer.mask = plan
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
+    out = run(plan.shard(x, 1))
+    (out.sin() * plan.exists[:, None]).sum().backward()
+    for p in layer.parameters():
+        dist.all_reduce(p.grad)
+    of_all = [p.grad for p in layer.parameters()]
+    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
+
+
 def compiled(strategy: str, plans: int) -> tuple[float, int]:
     """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
     torch._dynamo.reset()
@@ -201,6 +221,7 @@ def refused_calls() -> dict[str, str]:
     """What a plan says of calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
+    layer = sf.SparseAttention(16, 2, plan)
     calls = {
         "dropout": lambda: plan.attention(q, k, v, dropout_p=0.1),
         "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
@@ -208,6 +229,8 @@ def refused_calls() -> dict[str, str]:
         "shard": lambda: plan.shard(q, 2),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
         "ranks": lambda: plan.explain(ranks=0),
+        "layer": lambda: layer(torch.zeros(1, 9, 16)),
+        "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }
     said = {}
     for name, call in calls.items():

@@ -32,6 +32,12 @@ def test_a_loss_may_use_one_result_alone(pools, which):
     assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph):
+    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph):
+        assert error < 1e-5 and of_parameters < 1e-5
+
+
 def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
@@ -86,4 +92,6 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
         assert "must hold the 1000 tokens of the whole sequence" in said["shard"]
         assert "must hold the 512 tokens of this rank" in said["unshard"]
+        assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
+        assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
