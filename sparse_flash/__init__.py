@@ -1,5 +1,8 @@
 """sparse_flash: block-sparse attention whose cost is proportional to what the mask keeps."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from .api.attention import attention
 from .api.caches import clear_caches
 from .api.decode import attention_decode
@@ -17,10 +20,14 @@ from .tools.explain import explain
 from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
+if TYPE_CHECKING:
+    from .parallel import ContextPlan, context_parallel
+
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "CheckError",
+    "ContextPlan",
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
@@ -35,6 +42,7 @@ __all__ = [
     "check",
     "clear_caches",
     "compile_mask",
+    "context_parallel",
     "draw",
     "explain",
     "list_patterns",
@@ -44,3 +52,16 @@ __all__ = [
     "topk_blocks",
     *_patterns,
 ]
+
+# Imported at their first use: most programs need no groups of processes.
+_LATE = {"ContextPlan": "parallel", "context_parallel": "parallel"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f".{_LATE[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -14,6 +14,7 @@ from ..masks.pattern import Pattern, parse
 from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
+from .shared import SharedSequence
 
 
 class KeyValueCache:
@@ -82,7 +83,8 @@ class SparseAttention(nn.Module):
     head_dim: dim // heads by default; even if positions are rotary. v_head_dim: of the values; head_dim by default.
     mask: a Pattern or its spec text, compiled and cached for each length; a BlockMask, for one length, or with a cache square and
     at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
-    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code.
+    "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
+    several ranks: x then holds the rank's tokens, at the plan's positions.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. backend, deterministic: as for ``attention``.
 
@@ -94,7 +96,7 @@ class SparseAttention(nn.Module):
         self,
         dim: int,
         heads: int,
-        mask: Pattern | str | BlockMask | None = "causal",
+        mask: Pattern | str | BlockMask | SharedSequence | None = "causal",
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -137,11 +139,14 @@ class SparseAttention(nn.Module):
         self.out_proj = linear(heads * v_head_dim, dim)
 
     @property
-    def mask(self) -> Pattern | BlockMask | None:
-        return self._mask
+    def mask(self) -> Pattern | BlockMask | SharedSequence | None:
+        return self._mask if self._plan is None else self._plan
 
     @mask.setter
-    def mask(self, mask: Pattern | str | BlockMask | None) -> None:
+    def mask(self, mask: Pattern | str | BlockMask | SharedSequence | None) -> None:
+        self._plan: SharedSequence | None = None
+        if isinstance(mask, SharedSequence):
+            self._plan, mask = mask, None
         mask = parse(mask) if isinstance(mask, str) else mask
         if not (mask is None or isinstance(mask, (Pattern, BlockMask))):
             mask = of_another_library(mask)
@@ -149,17 +154,26 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
-        both and are appended. Raises ValueError for shapes that do not fit.
+        both and are appended. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask is a plan.
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
+        plan = self._plan
+        if plan is not None and cache is not None:
+            raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
+        if plan is not None and x.shape[1] != plan.tokens:
+            raise ValueError(f"x must hold the {plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
         q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
         v = _by_head(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
-            rotation = _rotation(cache.tokens if cache else 0, x.shape[1], self.head_dim, self.rotary_base, x.device)
+            positions = _positions(cache, x) if plan is None else plan.positions
+            rotation = _rotation(positions, self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        if plan is not None:
+            out = plan.attention(q, k, v, deterministic=self.deterministic, backend=self.backend)
+            return self.out_proj(out.transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
         out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
         return self.out_proj(out.transpose(1, 2).flatten(2))
@@ -201,7 +215,7 @@ class SparseAttention(nn.Module):
         return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=weight.dtype, device=weight.device)
 
     def extra_repr(self) -> str:
-        mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self._mask
+        mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self.mask
         of_values = f"v_head_dim={self.v_head_dim}, " if self.v_head_dim != self.head_dim else ""
         sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         return f"{sizes}, {of_values}mask={mask}"
@@ -224,11 +238,16 @@ def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
     return torch.full((q.shape[0],), tokens, dtype=torch.int32, device=q.device)
 
 
-def _rotation(first: int, tokens: int, head_dim: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, (tokens, head_dim / 2) float32, of positions from ``first`` on."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    positions = torch.arange(first, first + tokens, dtype=torch.float32, device=device)
-    angles = positions[:, None] / base**exponents
+def _positions(cache: KeyValueCache | None, x: torch.Tensor) -> torch.Tensor:
+    """(tokens,) float32, those after the cached tokens."""
+    first = cache.tokens if cache else 0
+    return torch.arange(first, first + x.shape[1], dtype=torch.float32, device=x.device)
+
+
+def _rotation(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (tokens, head_dim / 2) float32, of positions, (tokens,)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.float()[:, None] / base**exponents
     return angles.cos(), angles.sin()
 
 

@@ -160,10 +160,10 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
 
 
-def _refuse_second_derivatives(*_) -> None:
+def refuse_second_derivatives(*_) -> None:
     raise RuntimeError(
         "sparse_flash.attention is differentiable once, and a second backward pass (after create_graph=True) went through its "
         "gradients; detach() them where they may count as constants, else compute this call by scaled_dot_product_attention under "
@@ -295,4 +295,4 @@ def _gradients(ctx, dout, dlse):
 
 
 torch.library.register_autograd("sparse_flash::attention", _gradients, setup_context=_setup_context)
-torch.library.register_autograd("sparse_flash::attention_backward", _refuse_second_derivatives)
+torch.library.register_autograd("sparse_flash::attention_backward", refuse_second_derivatives)

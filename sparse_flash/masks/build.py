@@ -344,6 +344,60 @@ def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
     return replace(_stacked(single), mask_index=mask.mask_index.cpu(), keeps_all=mask.keeps_all).to(mask.device)
 
 
+def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
+    """The mask of some block rows and columns, in the given order, all of them as whole blocks; on the CPU, as ``mask``.
+
+    rows, cols: (n,) int64 block numbers, none of them twice; -1 stands for a block that keeps nothing. Tokens past the lengths of
+    ``mask`` keep nothing, and nothing keeps them. Takes time and memory in proportion to the entries of those rows.
+    """
+    size, col_at = mask.block_size, np.full(mask.grid.kv_blocks, -1)
+    present = np.flatnonzero(cols >= 0)
+    col_at[cols[present]] = present
+    present = np.flatnonzero(rows >= 0)
+    tile_runs, runs_at = _cut_tiles(mask, mask.tile_runs)
+    tile_bits, bits_at = _cut_tiles(mask, mask.tile_bits)
+    single, keeps_all = [], True
+    for number in range(mask.masks):
+        ptr, split = (t[number].numpy().astype(np.int64) for t in (mask.by_query.row_ptr, mask.by_query.row_split))
+        begin, counts = ptr[rows[present]], np.diff(ptr)[rows[present]]
+        entry = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        row, whole_row = np.repeat(present, counts), np.repeat(rows[present], counts)
+        kind = (entry >= split[whole_row, 0]).astype(np.int64) + (entry >= split[whole_row, 1])
+        tile = mask.by_query.tile_idx.numpy()[entry].astype(np.int64)
+        tile += np.select([kind == 1, kind == 2], [runs_at, bits_at], 0) * (whole_row == mask.grid.q_blocks - 1)
+        col = col_at[mask.by_query.col_idx.numpy()[entry]]
+        key = (row * 3 + kind) * len(cols) + col
+        order = np.argsort(key, kind="stable")
+        order = order[col[order] >= 0]
+        row, col, kind, tile = (axis[order].astype(np.int32) for axis in (row, col, kind, tile))
+        keeps_all &= len(order) == len(rows) * len(cols) and not kind.any()
+        single.append(
+            BlockMask(
+                q_len=len(rows) * size,
+                kv_len=len(cols) * size,
+                block_size=size,
+                keeps_all=bool(keeps_all),
+                mask_index=mask.mask_index,
+                by_query=table_of(row, col, kind, tile, len(rows)),
+                by_key=transposed_table_of(row, col, kind, tile, len(cols)),
+                tile_runs=tile_runs,
+                tile_bits=tile_bits,
+            )
+        )
+    return with_coarse(replace(_stacked(single), keeps_all=bool(keeps_all)))
+
+
+def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(tiles, and how far their second half is from the first): where the last block row is cut off, a copy of each tile whose rows
+    past the last query, which may hold anything, keep nothing."""
+    cut = mask.q_len % mask.block_size
+    if not cut:
+        return tiles, 0
+    copies = tiles.clone()
+    copies[:, cut:] = 0
+    return torch.cat([tiles, copies]), len(tiles)
+
+
 def with_coarse(mask: BlockMask) -> BlockMask:
     """The mask, plus its coarse form if kernels are faster on that."""
     rows, cols, *_ = mask.entries()

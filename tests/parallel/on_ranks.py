@@ -1,0 +1,241 @@
+"""What the tests run on each rank: a plan's results against one process's, in natural order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import sparse_flash as sf
+
+RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
+# name: (mask, tokens, block, batch, heads, kv_heads)
+CASES = {
+    "causal": ("causal", 2048, 64, 1, 2, 2),
+    "window": ("causal & local(300)", 2048, 64, 1, 2, 2),
+    "butterfly": ("butterfly(block=64)", 2048, 64, 2, 2, 2),
+    "ragged documents": (sf.causal() & RAGGED, 1801, 64, 1, 2, 2),
+    "full": ("full", 1024, 64, 1, 2, 2),
+    "full, cut block": ("full", 1000, 64, 1, 2, 2),
+    "per head": (("causal", "local(100)", "full", "causal & local(64)"), 1024, 64, 2, 4, 4),
+    "per head, grouped": (("causal", "causal", "local(100)", "butterfly(block=64)"), 1000, 32, 1, 4, 2),
+    "grouped 8:2": ("causal", 1024, 128, 2, 8, 2),
+    "1537 tokens": ("causal | local(200)", 1537, 128, 1, 2, 1),
+    "bit tiles": ("causal & (dilated(3, 5) | strided(64))", 1100, 32, 1, 2, 2),
+    "rows that keep nothing": ("causal & ~local(200)", 1024, 64, 1, 2, 2),
+    "bigbird": ("bigbird(block=64, density=0.05)", 1536, 64, 1, 2, 2),
+    "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
+    "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
+    "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
+}
+HEAD_DIM, V_HEAD_DIM = 32, 16
+
+
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def mask_of(name: str):
+    mask, tokens, block, *_ = CASES[name]
+    return sf.BlockMask.per_head(list(mask), tokens, tokens, block) if isinstance(mask, tuple) else mask
+
+
+def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
+    """q, k, v, dout, dlse of the whole sequence"""
+    _, tokens, _, batch, heads, kv_heads = CASES[name]
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    sizes = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, v_head_dim), (heads, v_head_dim)]
+    drawn = [torch.randn(batch, h, tokens, d, generator=generator) for h, d in sizes]
+    return [*drawn, torch.randn(batch, heads, tokens, generator=generator)]
+
+
+def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
+    """[out, lse, dq, dk, dv]"""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out, lse = attend(*leaves)
+    ((out * dout).sum() + (lse.masked_fill(lse == float("-inf"), 0) * dlse).sum()).backward()
+    return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
+
+
+def of_one_process(name: str) -> list[torch.Tensor]:
+    mask, tokens, block, *_ = CASES[name]
+    whole = mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True), *inputs(name))
+
+
+def plan_of(name: str, strategy: str = "blocks", on=None):
+    _, tokens, block, _, heads, kv_heads = CASES[name]
+    options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
+    return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options)
+
+
+def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
+    """The same, of all ranks, gathered."""
+    mine = [plan.shard(t, 2) for t in inputs(name)]
+    attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
+    found = results(attend, *mine)
+    assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
+    return [plan.unshard(t, 2) for t in found]
+
+
+def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The worst, relative to the largest value of each."""
+    worst = 0.0
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one == float("-inf"), other == float("-inf")) and not one.isnan().any()
+        one, other = (t.masked_fill(other == float("-inf"), 0) for t in (one, other))
+        worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp(min=1e-3)))
+    return worst
+
+
+def compared(name: str, strategy: str) -> tuple[float, bool]:
+    """(the difference from one process, whether a second run gives the same bits)"""
+    plan = plan_of(name, strategy)
+    once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
+    same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    return difference(once, of_one_process(name)), same
+
+
+def varied(strategy: str) -> tuple[float, float]:
+    """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
+    dk and dv, that of the sinks' gradient)."""
+    name = "per head, grouped"
+    plan, whole = plan_of(name, strategy), mask_of(name)
+    q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
+    dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
+    given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, scale=0.3, sinks=sinks[0], return_lse=True), *given)
+    mine = [plan.shard(t, 2) for t in given]
+    got = results(lambda *qkv: plan.attention(*qkv, scale=0.3, sinks=sinks[1], return_lse=True), *mine)
+    dist.all_reduce(sinks[1].grad)
+    return difference([plan.unshard(t, 2) for t in got], wanted), difference([sinks[1].grad], [sinks[0].grad])
+
+
+def of_one_result(which: str) -> float:
+    """The difference of dq, dk and dv for a loss of out alone, or of lse alone."""
+    name = "causal"
+    plan, whole = plan_of(name), sf.compile_mask("causal", 2048, block_size=64)
+    given = inputs(name)[:3]
+    found = []
+    for attend, qkv in ((sf.attention, given), (plan.attention, [plan.shard(t, 2) for t in given])):
+        leaves = [t.clone().requires_grad_() for t in qkv]
+        masked = {"mask": whole} if attend is sf.attention else {}
+        if which == "out":
+            attend(*leaves, **masked).sin().sum().backward()
+        else:
+            attend(*leaves, **masked, return_lse=True)[1].nan_to_num(neginf=0).sin().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    wanted, got = found
+    if which == "lse":
+        wanted, got = wanted[:2], got[:2]  # v has no part in it
+    return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def differentiated_twice() -> str:
+    """What a second backward pass says."""
+    plan = plan_of("causal")
+    q, k, v = (plan.shard(t, 2).requires_grad_() for t in inputs("causal")[:3])
+    (dq,) = torch.autograd.grad(plan.attention(q, k, v).sin().sum(), q, create_graph=True)
+    try:
+        dq.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def of_a_layer(fullgraph: bool) -> tuple[float, float]:
+    """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2)
+    x = torch.randn(2, 1000, 64)
+    wanted = layer(x)
+    wanted.sin().sum().backward()
+    of_one = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    plan = sf.context_parallel("causal & local(200)", 1000, mesh())
+    layer.mask = plan
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
+    out = run(plan.shard(x, 1))
+    (out.sin() * plan.exists[:, None]).sum().backward()
+    for p in layer.parameters():
+        dist.all_reduce(p.grad)
+    of_all = [p.grad for p in layer.parameters()]
+    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
+
+
+def compiled(strategy: str, plans: int) -> tuple[float, int]:
+    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, plan):
+        return plan.attention(2 * q, k, v, return_lse=True)
+
+    worst = 0.0
+    for number in range(plans):
+        pattern = sf.causal() & sf.local(100 + 60 * number)
+        plan = sf.context_parallel(pattern, 1000, mesh(), heads=4, kv_heads=4, block_size=64, strategy=strategy)
+        given = [plan.shard(t[:, :, :1000], 2) for t in inputs("per head")]
+        eager = results(lambda q, k, v, plan=plan: plan.attention(2 * q, k, v, return_lse=True), *given)
+        worst = max(worst, difference(results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *given), eager))
+    return worst, counter.frame_count
+
+
+def checkpointed(name: str) -> float:
+    plan = plan_of(name)
+
+    def attend(q, k, v):
+        return checkpoint(lambda *qkv: plan.attention(*qkv, return_lse=True), q, k, v, use_reentrant=False)
+
+    return difference(of_a_plan(plan, name, attend), of_one_process(name))
+
+
+def on_two_dimensions(name: str, strategy: str) -> float:
+    """The difference on dp x cp, each cp group with a sequence of its own."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    plan = plan_of(name, strategy, both["cp"])
+    factor = 1 + both["dp"].get_local_rank()
+    q, k, v, dout, dlse = (t * factor for t in inputs(name))
+    _, tokens, block, *_ = CASES[name]
+    whole = sf.compile_mask(mask_of(name), tokens, block_size=block)
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, return_lse=True), q, k, v, dout, dlse)
+    mine = [plan.shard(t, 2) for t in (q, k, v, dout, dlse)]
+    got = results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)
+    return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def refused(by_rank: dict[int, dict[str, object]]) -> str:
+    """The error of a plan for which some ranks pass other arguments."""
+    given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
+    try:
+        sf.context_parallel(**given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused_calls() -> dict[str, str]:
+    """What a plan says of calls that it cannot make, by name."""
+    plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
+    q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
+    layer = sf.SparseAttention(16, 2, plan)
+    calls = {
+        "dropout": lambda: plan.attention(q, k, v, dropout_p=0.1),
+        "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
+        "heads": lambda: plan.attention(k, k, v),
+        "shard": lambda: plan.shard(q, 2),
+        "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
+        "ranks": lambda: plan.explain(ranks=0),
+        "layer": lambda: layer(torch.zeros(1, 9, 16)),
+        "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    return said

@@ -1,0 +1,62 @@
+"""A pool of processes, one for each rank of a gloo group on the CPU, that run any importable function."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE = 120  # seconds
+
+
+class Pool:
+    """Processes that stay until ``close``."""
+
+    def __init__(self, ranks: int, folder: Path):
+        self.ranks = ranks
+        # Forks of a process that has imported everything start at once.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["sparse_flash.parallel", "torch._dynamo.testing"])
+        pipes = [context.Pipe() for _ in range(ranks)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """What the function returns on each rank; it must be importable. Raises AssertionError with what a rank raised."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(PATIENCE), f"rank {rank} of {self.ranks} does not answer"
+            answers.append(pipe.recv())
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        assert not errors, "\n".join(errors)
+        return [result for result, _ in answers]
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(*arguments), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))

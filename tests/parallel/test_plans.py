@@ -1,0 +1,169 @@
+"""Plans as numbers on the host, for more ranks than there are processes."""
+
+import numpy as np
+import pytest
+import torch
+from on_ranks import CASES, mask_of
+
+import sparse_flash as sf
+from sparse_flash.masks.build import part_of
+from sparse_flash.parallel.assignment import candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
+from sparse_flash.parallel.explanation import explained
+
+
+def whole(name: str) -> sf.BlockMask:
+    mask, tokens, block, *_ = CASES[name]
+    return mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
+
+
+def options(name: str, ranks: int):
+    """(a mask, ways to assign its tokens)"""
+    mask = whole(name)
+    found = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
+    return mask, [*found, exchanged(found[0], 1.0)]
+
+
+def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
+    """(heads, q_len, kv_len) bool"""
+    dense = mask.to_dense()
+    return dense[None] if dense.dim() == 2 else dense[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
+    ranks = 3
+    mask, found = options(name, ranks)
+    wanted = of_all_heads(mask).int()
+    for assignment in found:
+        attended = torch.zeros_like(wanted)
+        places = assignment.places(mask.q_len, mask.block_size)
+        for rank in range(ranks):
+            part = of_all_heads(part_of(mask, assignment.blocks[rank], assignment.columns(rank)))
+            columns = assignment.columns(rank)[:, None] * mask.block_size + np.arange(mask.block_size)
+            columns[assignment.columns(rank) < 0] = -1
+            row, column = np.flatnonzero(places[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
+            kept = part[:, row][:, :, column].int()
+            assert kept.sum() == part.sum(), "a pair with padding is kept"
+            attended[:, places[rank][row][:, None], columns.ravel()[column]] += kept
+        assert torch.equal(attended, wanted), assignment.name
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ranks):
+    mask, found = options(name, ranks)
+    states = mask.block_states()
+    visited = (states[None] if states.dim() == 2 else states[0]).amax(0).bool().numpy()
+    for assignment in found:
+        for rank, own in enumerate(assignment.blocks):
+            own = own[own >= 0]
+            wanted = np.setdiff1d(np.flatnonzero(visited[own].any(0)), own)
+            got = [assignment.sent(source, rank) for source in range(ranks)]
+            assert np.array_equal(np.sort(np.concatenate(got)), wanted) and assignment.received[rank] == len(wanted)
+            assert all(np.isin(blocks, assignment.blocks[source]).all() for source, blocks in enumerate(got))
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 64])
+@pytest.mark.parametrize("name", CASES)
+def test_every_token_is_on_one_rank_in_order_and_all_ranks_hold_equally_many(name, ranks):
+    mask, found = options(name, ranks)
+    for assignment in found:
+        places = assignment.places(mask.q_len, mask.block_size)
+        held = places[places >= 0]
+        assert np.array_equal(np.sort(held), np.arange(mask.q_len))
+        assert all((np.diff(own[own >= 0]) > 0).all() for own in places)
+        assert places.shape[1] % mask.block_size == 0 or ranks == 1
+
+
+def test_a_plan_of_one_rank_has_no_padding():
+    mask, found = options("1537 tokens", 1)
+    assert all(one.places(mask.q_len, mask.block_size).shape == (1, 1537) for one in found)
+
+
+def test_the_work_of_ranks_is_the_visited_blocks_of_the_mask():
+    for name in CASES:
+        mask, found = options(name, 3)
+        visited = np.diff(mask.mask_bounds(), prepend=0)[mask.mask_index.numpy()].mean()
+        assert all(one.work.sum() == pytest.approx(visited) for one in found)
+
+
+def explanation(text: str, tokens: int, ranks: int, heads: int = 8, kv_heads: int = 8, knows_heads: bool = True):
+    sizes = SequenceSizes(tokens, 128, heads, kv_heads)
+    return explained(sf.compile_mask(text, tokens, progress=False), sizes, ranks, LINK_RATE, knows_heads)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_windows_are_assigned_contiguously_and_get_one_window_from_others(ranks):
+    found = explanation("causal & local(4096)", 1 << 18, ranks)
+    assert found.choice == "blocks" and found.assignments["blocks"].name == "contiguous"
+    mib = found.costs["blocks"].received / 2**20
+    assert mib.max() == 16 and mib[0] == 0  # 4,096 tokens x 8 heads x 128 x 2 x 2 bytes
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_causal_is_balanced_by_zigzag(ranks):
+    found = explanation("causal", 1 << 17, ranks)
+    work = found.costs["blocks"].work
+    assert found.assignments["blocks"].name == "zigzag" and work.max() == work.min()
+
+
+def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_levelled_by_work():
+    ends = np.cumsum(np.random.default_rng(0).lognormal(np.log(4096), 1.3, 400).astype(int).clip(16))
+    tokens = 1 << 17
+    pattern = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
+    mask = sf.compile_mask(pattern, tokens)
+    found = explained(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
+    cost = found.costs["blocks"]
+    regular = {one.name: one for one in candidates(mask, 8, 4)}
+    balance = {name: one.work.sum(1).max() / one.work.sum(1).mean() for name, one in regular.items()}
+    assert cost.waited / cost.work.mean() < 1.25 < min(balance["contiguous"], balance["zigzag"])
+    assert found.assignments["blocks"].received.max() < 0.5 * regular["levelled"].received.max()
+
+
+def test_at_8_ranks_heads_are_exchanged_where_that_moves_less_and_key_heads_suffice():
+    found = explanation("butterfly", 1 << 18, 8)
+    assert found.choice == "heads"
+    assert found.costs["heads"].received.max() < found.costs["blocks"].received.max() < found.costs["ring"].received.max()
+    assert explanation("butterfly", 1 << 18, 8, heads=32, kv_heads=4).choice == "blocks"
+    assert "heads" not in explanation("butterfly", 1 << 18, 64).costs
+    assert "heads" not in explanation("butterfly", 1 << 18, 8, knows_heads=False).costs
+
+
+def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
+    mask = sf.BlockMask.per_head(["full"] + ["local(64)"] * 7, 8192, 8192)
+    found = explained(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)
+    work = found.costs["heads"].work
+    assert work[0] == 64 * 64 and work[1] == 64 + 2 * 63 and found.costs["heads"].waited == work[0]
+
+
+def test_one_rank_gets_nothing():
+    found = explanation("causal", 4096, 1)
+    assert all(cost.received.max() == 0 for cost in found.costs.values())
+
+
+def test_an_explanation_prints_a_line_for_each_strategy():
+    lines = str(explanation("causal & local(4096)", 1 << 17, 8)).splitlines()
+    assert lines[0].startswith("131072 tokens over 8 ranks, 8 query and 8 key heads; strategy 'blocks' is chosen")
+    assert [line.split()[0] for line in lines[2:]] == ["blocks", "heads", "ring", "all-gather"]
+    assert "16.0 MiB" in lines[2]
+
+
+def test_a_part_of_a_mask_keeps_its_pairs_in_the_order_of_its_rows_and_columns():
+    rng = np.random.default_rng(0)
+    for name in CASES:
+        mask = whole(name)
+        blocks, size = mask.grid.q_blocks, mask.block_size
+        rows = np.append(rng.permutation(blocks)[: blocks // 2 + 1], [-1, blocks - 1])
+        rows = rows[np.sort(np.unique(rows, return_index=True)[1])]
+        cols = np.append(-1, rng.permutation(blocks)[: blocks // 2 + 2])
+        dense = of_all_heads(mask)
+        padded = torch.zeros(len(dense), (blocks + 1) * size, (blocks + 1) * size, dtype=torch.bool)
+        padded[:, : mask.q_len, : mask.q_len] = dense
+        row, col = (
+            torch.from_numpy((np.where(which < 0, blocks, which)[:, None] * size + np.arange(size)).ravel())
+            for which in (rows, cols)
+        )
+        part = part_of(mask, rows, cols)
+        assert torch.equal(of_all_heads(part), padded[:, row][:, :, col]), name
+        assert torch.equal(of_all_heads(part.transpose()), padded[:, row][:, :, col].mT), name

@@ -1,0 +1,97 @@
+"""Plans on several processes against one process."""
+
+import on_ranks
+import pytest
+from on_ranks import CASES
+
+pytestmark = pytest.mark.ranks
+OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks"):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("name, ranks", OF_HEADS)
+def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "heads"):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_sinks_a_scale_and_other_values_give_the_same_where_one_rank_has_all_labels(pools, strategy):
+    for error, of_sinks in pools(2).run(on_ranks.varied, strategy):
+        assert error < 1e-5 and of_sinks < 1e-5
+
+
+@pytest.mark.parametrize("which", ["out", "lse"])
+def test_a_loss_may_use_one_result_alone(pools, which):
+    assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph):
+    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph):
+        assert error < 1e-5 and of_parameters < 1e-5
+
+
+def test_second_derivatives_are_refused(pools):
+    assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy):
+    for error, graphs in pools(2).run(on_ranks.compiled, strategy, 20):
+        assert error < 1e-6 and graphs == 1
+
+
+def test_activation_checkpointing_fetches_again_and_gives_the_same(pools):
+    assert max(pools(3).run(on_ranks.checkpointed, "causal")) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_groups_of_one_dimension_of_a_mesh_have_a_sequence_each(pools, strategy):
+    assert max(pools(4).run(on_ranks.on_two_dimensions, "causal", strategy)) < 1e-5
+
+
+def test_different_plans_are_an_error_on_every_rank_that_says_which_rank_has_what(pools):
+    first, *others = pools(3).run(on_ranks.refused, {1: {"mask": "local(64)", "strategy": "blocks"}})
+    assert all(said == first for said in others)
+    assert "mask is" in first and "of causal on ranks 0, 2" in first and "of local(64) on rank 1" in first
+    lengths = pools(3).run(on_ranks.refused, {2: {"q_len": 1001}})
+    assert all("q_len is 1000 on ranks 0, 1, 1001 on rank 2" in said for said in lengths)
+
+
+def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
+    own, *others = pools(3).run(on_ranks.refused, {0: {"strategy": "heads"}})
+    assert "needs heads=" in own and all("rank 0: ValueError: strategy 'heads' needs heads=" in said for said in others)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
+        ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks' or 'heads'; got 'ring'"),
+        ({"kv_heads": 2}, "says nothing without heads="),
+        ({"heads": 0}, "heads must be a positive integer; got 0"),
+        ({"link_rate": 0}, "link_rate must be a positive number"),
+    ],
+)
+def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
+    assert all(said in error for error in pools(2).run(on_ranks.refused, {0: given, 1: given}))
+
+
+def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
+    for said in pools(2).run(on_ranks.refused_calls):
+        assert "does not support dropout_p" in said["dropout"]
+        assert "q must hold the 512 tokens of this rank" in said["tokens"]
+        assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
+        assert "must hold the 1000 tokens of the whole sequence" in said["shard"]
+        assert "must hold the 512 tokens of this rank" in said["unshard"]
+        assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
+        assert "takes no cache" in said["cache"]
+        assert said["ranks"] == "ranks must be at least 1; got 0"
