@@ -122,6 +122,8 @@ def train(
     with user_errors(), parallel.world(device) as world:
         if world.size > 1:
             raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+        if steps and epochs:
+            raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
         folder = folder or _folder(task, size, dashes)
         examples = Examples(folder, "train")
         batch = batch or default_batch(examples.task)

@@ -38,7 +38,7 @@ class Classifier(nn.Module):
     Positions are learned, one table for each axis (rows and columns of an image), and added to the tokens as in arXiv:2011.04006.
     Queries and keys also turn by the distance of their tokens (arXiv:2104.09864), one half of a head by rows and the other by
     columns, in steps of a path, whose length in pixels differs with the size. Grey values are embedded as 256 tokens, which start
-    as one direction, longer for brighter ones.
+    as one direction, longer for brighter ones. The classes read a mean of all tokens for each head, whose weights are learned.
     """
 
     def __init__(self, settings: Settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -57,9 +56,6 @@ class Settings:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Settings:
         return cls(**{**fields, "shape": Shape(**fields["shape"])})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
 
 
 def tokens_of(task: Task) -> int:

@@ -5,6 +5,8 @@ import math
 import re
 import signal
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from tiny_classifier import ON_CPU, SHORT
 from typer.testing import CliRunner
 
-from examples.long_range import checkpoint
+from examples.long_range import checkpoint, train
 from examples.long_range import data as data_module
 from examples.long_range.cli import app
 from examples.long_range.data import Examples, described, prepare, task_of
@@ -140,12 +142,15 @@ def test_accumulated_passes_take_the_step_of_one_pass(run):
     assert all(a == pytest.approx(b, rel=1e-5) for a, b in losses)
 
 
-def test_a_time_budget_ends_a_run_and_its_learning_rate(run):
-    one = run(steps=0, minutes=0.01, warmup=1)
+def test_a_time_budget_ends_a_run_and_its_learning_rate(run, monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))  # a step takes a quarter of a second
+    one = run(steps=0, minutes=0.025, warmup=1)
     assert one.train(evaluations=1)
     rows = list(csv.DictReader((one.folder / "steps.csv").open()))
-    assert float(rows[-2]["seconds"]) < 0.6 <= float(rows[-1]["seconds"])
-    assert float(rows[-1]["learning_rate"]) < float(rows[0]["learning_rate"]) <= 1e-2
+    assert [float(row["seconds"]) for row in rows] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    wanted = [1e-2 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(6)]
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx(wanted)
 
 
 def test_a_checkpoint_of_another_run_and_files_that_are_none_are_errors(run):
@@ -209,6 +214,10 @@ def test_commands_prepare_train_evaluate_compare_and_go_up_in_size(tmp_path):
 BAD = {
     "task": (["train", "--task", "pathfindr", "--steps", "1"], "task must be one of pathfinder, listops; got 'pathfindr'"),
     "no examples": (["train", "--data", "/nowhere", "--steps", "1"], "/nowhere holds no prepared examples; make them"),
+    "steps and epochs": (
+        ["train", "--steps", "1", "--epochs", "1"],
+        "pass one of --steps, --epochs and --minutes; got 1 steps, 1.0 epochs",
+    ),
     "size": (["prepare", "--size", "33"], "size must be one of 32, 64, 128, 256; got 33"),
     "grammar": (["prepare", "--task", "listops", "--depth", "1"], "depth and arguments must be at least 2"),
     "no run": (["results", "/nowhere"], "/nowhere is no checkpoint of this program"),

@@ -92,13 +92,14 @@ def test_ink_dots_and_their_places_do_not_tell_the_label(made):
         numbers[f"dot {index}, axis {axis}, from the middle"] = np.abs(these.dots[:, index, axis] - 15.5)
     half = len(labels) // 2
     for name, values in numbers.items():
-        # The best border between two values in one half of the images, tried on the other half; 5 % is a standard error.
+        # The best border between two values in one half of the images, tried on the other half; 4.6 % is a standard error.
         above = values[:half, None] >= values[:half]
         right = (above == labels[:half, None]).mean(0)
         border, flip = values[:half][np.abs(right - 0.5).argmax()], right[np.abs(right - 0.5).argmax()] < 0.5
-        assert (((values[half:] >= border) != flip) == labels[half:]).mean() < 0.62, name
-    means = [apart[labels == label].mean() for label in (True, False)]
-    assert labels.mean() == 0.5 and means[0] == pytest.approx(means[1], rel=0.02)
+        assert (((values[half:] >= border) != flip) == labels[half:]).mean() < 0.66, name
+    # Matched in pairs, dots of both labels are on average as far apart and as far out, to a small part of a pixel.
+    places = np.column_stack([apart, np.abs(these.dots - 15.5).reshape(-1, 4)])
+    assert np.abs(places[labels].mean(0) - places[~labels].mean(0)).max() < 0.2 and labels.mean() == 0.5
 
 
 def test_a_seed_gives_the_same_images_and_another_seed_others():
