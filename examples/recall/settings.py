@@ -1,0 +1,126 @@
+"""What a trial is, its presets, its curriculum, and what cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import sparse_flash as sf
+from examples.train_lm import settings as lm
+from examples.train_lm.settings import Shape
+
+from .arms import Arm, arms
+from .task import SLOT, Task
+
+_LAST_STAGE = 0.5  # of the budget; the shorter stages share the rest
+_SHORTER = 4
+_TOKENS_A_PAIR = 8  # at least, in short sequences
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All that a result depends on.
+
+    arm: its name. task: of the last stage and of evaluation. window, block: see ``arms``. shortest: the curriculum's sequences have
+    at least so many tokens. step_tokens: of an optimizer step, at each stage. steps or seconds: the budget, the other one is 0;
+    seconds of training steps. learning_rate: its peak. seed: of the weights and the sequences. compiled: by torch.compile.
+    """
+
+    arm: str
+    task: Task
+    shape: Shape
+    window: int
+    block: int
+    shortest: int
+    step_tokens: int
+    steps: int = 0
+    seconds: float = 0.0
+    learning_rate: float = 3e-3
+    seed: int = 0
+    compiled: bool = False
+
+    @property
+    def masks(self) -> Arm:
+        return arms(self.window, self.block, self.task.length)[self.arm]
+
+    def done(self, step: int, seconds: float) -> float:
+        """The share of the budget that is spent; the last step may pass 1."""
+        return step / self.steps if self.steps else seconds / self.seconds
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the curriculum's sequences, stage by stage, in tokens: each a quarter of the next."""
+        shorter = [self.task.length]
+        while shorter[-1] // _SHORTER >= self.shortest:
+            shorter.append(shorter[-1] // _SHORTER)
+        return shorter[::-1]
+
+    def curriculum(self) -> list[tuple[float, Task]]:
+        """(share of the budget at which a stage ends, its task). In a long sequence, attention that does not match keys yet gives
+        each value next to no weight: too weak a gradient to learn from."""
+        tasks = [replace(self.task, length=n, pairs=min(self.task.pairs, n // _TOKENS_A_PAIR)) for n in self.lengths]
+        early = (1 - _LAST_STAGE) / max(1, len(tasks) - 1)
+        return [((number + 1) * early, task) for number, task in enumerate(tasks[:-1])] + [(1.0, tasks[-1])]
+
+    def of_train_lm(self) -> lm.Settings:
+        """As train_lm's decoder and optimizer take it."""
+        return lm.Settings(
+            self.shape,
+            self.masks.masks,
+            length=self.task.length,
+            step_tokens=self.step_tokens,
+            micro_tokens=self.step_tokens,
+            chunk=self.task.length,
+            steps=self.steps,
+            minutes=self.seconds / 60,
+            learning_rate=self.learning_rate,
+            compiled=self.compiled,
+            seed=self.seed,
+        )
+
+
+def _preset(dim: int, layers: int, head_dim: int, task: Task, **rest) -> Trial:
+    heads = dim // head_dim
+    # With a large base, most pairs of a head turn too slowly to notice within a sequence: content can match over any distance
+    # (arXiv:2309.16039 raises it for the same reason).
+    shape = Shape(dim, layers, heads, heads, head_dim, 2 * dim, task.vocabulary, rotary_base=1e8)
+    return Trial("dense", task, shape, **rest)
+
+
+PRESETS = {
+    "tiny": _preset(64, 4, 32, Task(512, 64, 8, 128), window=32, block=16, shortest=32, step_tokens=4096),
+    "64K": _preset(256, 8, 128, Task(65_536, 1024, 16, 2048), window=1024, block=128, shortest=256, step_tokens=65_536),
+}
+
+
+def preset(name: str) -> Trial:
+    """Raises ValueError for a name that is none of PRESETS."""
+    if name not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    return PRESETS[name]
+
+
+def checked(trial: Trial) -> Trial:
+    """The trial. Raises ValueError for what cannot work: what was wanted, what was given, and the way out."""
+    task = trial.task
+    if trial.arm not in (names := arms(trial.window, trial.block, task.length)):
+        raise ValueError(f"arm must be one of {', '.join(names)}; got {trial.arm!r}")
+    if min(trial.steps, trial.seconds) < 0 or bool(trial.steps) == bool(trial.seconds):
+        raise ValueError(f"pass either --steps or --seconds, positive; got {trial.steps} and {trial.seconds}")
+    if trial.shortest * 15 // 16 <= task.nearest:
+        raise ValueError(
+            f"shortest must hold distances beyond nearest={task.nearest}; got {trial.shortest}; take at least {2 * task.nearest}"
+        )
+    stages = len(trial.lengths)
+    if task.length % (unit := SLOT * _SHORTER ** (stages - 1)):
+        raise ValueError(
+            f"length must be a multiple of {unit:,} for {stages} stages of the curriculum; got {task.length:,}; "
+            f"pass --length {-(-task.length // unit) * unit}"
+        )
+    if trial.step_tokens % task.length:
+        raise ValueError(
+            f"step_tokens must be whole sequences; got {trial.step_tokens:,} and sequences of {task.length:,}; "
+            f"pass --step-tokens {max(1, trial.step_tokens // task.length) * task.length}"
+        )
+    lm.checked(trial.of_train_lm())
+    sf.compile_mask("causal", task.length, block_size=trial.block)  # says which sizes blocks may have
+    return trial

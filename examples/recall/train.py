@@ -1,0 +1,113 @@
+"""A trial: training within a budget of steps or seconds, then evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, replace
+from statistics import mean
+
+import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import nn
+
+import sparse_flash as sf
+from examples.train_lm.cost import free
+from examples.train_lm.model import IGNORED, Decoder
+from examples.train_lm.parallel import World, precision
+from examples.train_lm.report import console
+from examples.train_lm.train import NotFinite, optimizer
+
+from .arms import reach
+from .evaluate import answers
+from .model import decoder
+from .settings import Trial
+from .task import Task
+
+_WARMUP, _LEAST_RATE = 0.05, 0.1  # shares of the budget and of the peak
+_TOGETHER = 10  # steps of a row of the curve
+
+
+def run(trial: Trial, world: World, questions: int) -> dict:
+    """The result as plain data: what was run, right answers by distance and by hops, throughput, the mask's reach, the curve."""
+    model = decoder(trial, world.device)
+    curve = fit(model, trial, world)
+    found, last = answers(model, trial, questions, world.device), curve[-1]
+    free()
+    return {
+        "trial": asdict(trial),
+        "masks": asdict(trial.masks),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "sparse_flash": sf.__version__},
+        "steps": last["step"],
+        "seconds": last["seconds"],
+        "tokens_per_second": last["step"] * trial.step_tokens / last["seconds"],
+        "final_loss": final_loss(curve),
+        "chance": 1 / trial.task.values,
+        "by_distance": found.by_distance(),
+        "by_hops": found.by_hops(),
+        "reach": reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
+        "curve": curve,
+    }
+
+
+def tune(trial: Trial, rates: list[float], world: World) -> dict[float, float]:
+    """The final loss of the trial with each learning rate."""
+    found = {}
+    for rate in rates:
+        trial = replace(trial, learning_rate=rate)
+        found[rate] = final_loss(fit(decoder(trial, world.device), trial, world))
+        free()
+    return found
+
+
+def final_loss(curve: list[dict]) -> float:
+    """The mean of the curve's last tenth, in nats an answer."""
+    return mean(row["loss"] for row in curve[-max(1, len(curve) // 10) :])
+
+
+def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
+    """Trains to the end of the budget. Returns the curve, a row for ten steps: the last one's number, the seconds of all steps so
+    far, the sequences' length, and the mean loss in nats an answer. Raises NotFinite where a loss is not finite."""
+    stages, descent = trial.curriculum(), optimizer(model, trial.of_train_lm())
+    for _, task in stages:  # compiles what each stage needs before the clock starts
+        loss_of(model, trial, task, 0, world).backward()
+    descent.zero_grad(set_to_none=True)
+    rows, step, seconds = [], 0, 0.0
+    columns = TextColumn(trial.arm), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(trial.arm, total=1.0, said="")
+        while (done := trial.done(step, seconds)) < 1:
+            task = next(task for end, task in stages if done < end)
+            begin = time.perf_counter()
+            for group in descent.param_groups:
+                group["lr"] = trial.learning_rate * schedule(done)
+            loss = loss_of(model, trial, task, step, world)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            descent.step()
+            descent.zero_grad(set_to_none=True)
+            nats = loss.item()  # waits for the GPU: the clock is honest
+            seconds += time.perf_counter() - begin
+            step += 1
+            if not math.isfinite(nats):
+                raise NotFinite(f"loss {nats} at step {step} of {trial.arm}; try a lower --learning-rate")
+            rows.append({"step": step, "seconds": seconds, "length": task.length, "loss": nats})
+            said = f"step {step}, {task.length:,} tokens, loss {nats:.3f}"
+            progress.update(bar, completed=min(1.0, trial.done(step, seconds)), said=said)
+    groups = [rows[first : first + _TOGETHER] for first in range(0, len(rows), _TOGETHER)]
+    return [group[-1] | {"loss": mean(row["loss"] for row in group)} for group in groups]
+
+
+def loss_of(model: Decoder, trial: Trial, task: Task, number: int, world: World) -> torch.Tensor:
+    """Mean loss of a training batch, in nats an answer."""
+    batch = task.batch(trial.seed, number, trial.step_tokens // task.length, world.device)
+    with precision(model, world):
+        return model(batch.tokens, batch.labels) / (batch.labels != IGNORED).sum()
+
+
+def schedule(done: float) -> float:
+    """The learning rate's share of its peak: a line up, then a cosine down to a tenth."""
+    if done < _WARMUP:
+        return done / _WARMUP
+    return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * (done - _WARMUP) / (1 - _WARMUP)))
