@@ -25,6 +25,7 @@ from examples.train_lm import checkpoint
 from examples.train_lm.data import Tokens, prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
+from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS, Settings, Shape, checked
 
 VOCABULARY, SHORT = 320, 256
@@ -223,11 +224,10 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
         arms.chosen("tiny", "window")
 
 
-def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path):
+def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "width", 220)
     picture, summary = tmp_path / "picture.png", tmp_path / "summary.json"
-    done = CliRunner().invoke(
-        app, ["report", *map(str, files), "--picture", str(picture), "--summary", str(summary)], env={"COLUMNS": "220"}
-    )
+    done = CliRunner().invoke(app, ["report", *map(str, files), "--picture", str(picture), "--summary", str(summary)])
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in ("dense-8k", "window", "time to loss"))
     assert picture.stat().st_size > 10_000

@@ -20,6 +20,7 @@ from examples.long_range.cli import app
 from examples.long_range.data import Examples, described, prepare, task_of
 from examples.long_range.listops import ListOps
 from examples.long_range.train import evaluated, turned
+from examples.train_lm.report import console
 from examples.train_lm.train import NotFinite
 
 
@@ -183,7 +184,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(run):
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "width", 200)
+        result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
