@@ -35,14 +35,15 @@ Window = Annotated[int | None, typer.Option(help="Tokens that each query sees ne
 Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and butterfly, and of a chosen block.")]
 
 
-def trial_of(arm, preset, length, pairs, layers, window, block, step_tokens, **rest) -> Trial:
-    """A preset's trial with what was given in place of its values."""
+def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
+    """A preset's trial, with the sizes that were given in place of its own. sizes: by name, as in Trial, its task and its shape."""
     base = preset_of(preset)
-    given = {"length": length, "pairs": pairs}
-    task = replace(base.task, **{name: value for name, value in given.items() if value is not None})
-    shape = replace(base.shape, layers=base.shape.layers if layers is None else layers)
-    given = {"window": window, "block": block, "step_tokens": step_tokens}
-    return replace(base, arm=arm, task=task, shape=shape, **{n: v for n, v in given.items() if v is not None}, **rest)
+    given = {name: size for name, size in sizes.items() if size is not None}
+
+    def with_given(part):
+        return replace(part, **{name: size for name, size in given.items() if name in vars(part)})
+
+    return replace(with_given(base), task=with_given(base.task), shape=with_given(base.shape), **rest)
 
 
 @app.command()
@@ -55,7 +56,7 @@ def arms(
 ) -> None:
     """What is compared: masks, what they keep, and how far explain says that they reach."""
     with user_errors():
-        base = trial_of("dense", preset, length, None, layers, window, block, None)
+        base = trial_of(preset, {"length": length, "layers": layers, "window": window, "block": block})
         depth = base.shape.layers
         table = Table(title=f"{depth} layers, {base.task.length:,} tokens; causal pairs in %")
         for heading in ("arm", "layers: mask", "kept", "explain: within reach after layers", "after all", "most hops"):
@@ -77,7 +78,7 @@ def _percent(share: float) -> str:
 
 @app.command()
 def train(
-    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen or mixed; the command arms explains them.")],
+    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen, mixed, mixed-last: see arms.")],
     preset: Preset = "64K",
     length: Length = None,
     pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,
@@ -105,8 +106,9 @@ def train(
         if questions < 1:
             raise ValueError(f"--questions must be at least 1; got {questions}")
         on = world.device.type == "cuda" if compiled is None else compiled
-        budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0], "compiled": on}
-        base = checked(trial_of(arm, preset, length, pairs, layers, window, block, step_tokens, **budget))
+        sizes = {"length": length, "pairs": pairs, "layers": layers, "window": window, "block": block, "step_tokens": step_tokens}
+        budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
+        base = checked(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
         out.mkdir(parents=True, exist_ok=True)
         losses = tune(replace(base, seed=tuning_seed), rates, world) if len(rates) > 1 else {}
         for rate, loss in losses.items():

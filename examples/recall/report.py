@@ -20,7 +20,7 @@ def read(paths: list[Path]) -> dict[str, list[dict]]:
     for path in paths:
         try:
             result = json.loads(path.read_text())
-            shared = {name: value for name, value in result["trial"].items() if name not in _OWN}
+            shared = {name: value for name, value in result["trial"].items() if name not in _OWN} | {"device": result["device"]}
             found.setdefault(result["trial"]["arm"], []).append(result)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no result of train: {type(error).__name__}: {error}") from error
