@@ -91,8 +91,8 @@ def ways(model: Decoder, trained: int, length: int = LENGTH) -> dict[str, tuple[
     """
     if trained >= length:
         return {"whole": (length, {})}
-    factor, half = length / trained, model.shape.head_dim
-    base = model.shape.rotary_base * factor ** (half / (half - 2))
+    factor, dim = length / trained, model.shape.head_dim
+    base = model.shape.rotary_base * factor ** (dim / (dim - 2))
     return {
         f"sliding {trained:,}": (trained, {}),
         "whole": (length, {}),

@@ -84,8 +84,7 @@ def run(
     """seconds: of training steps; compiling, evaluating and saving are not counted. start: a checkpoint whose parameters are the
     first: the arm is called "... continued", and its curve begins before the first step. keep: a folder for the last checkpoint.
     tuning: evaluate on the windows for tuning, in one way, and draw no curve."""
-    settings = replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled)
-    settings = checked(settings)
+    settings = checked(replace(settings_of(arm, shape, how, seed, step_tokens), compiled=compiled))
     held_out = windows.load(data, "tuning" if tuning else "reported")
     seconds_of, compiling = step_seconds(settings, arm, data, world)
     settings = checked(planned(settings, arm, seconds, seconds_of))

@@ -59,8 +59,8 @@ def prepare(data: Path, vocabulary: int, count: int, length: int = LENGTH) -> Wi
     tokens = Tokens(data, "held_out", vocabulary)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     names = sorted(json.loads((data / "manifest.json").read_text())["groups"])
-    room = {name: (stop - start - 1) // length for name, start, stop in _packages(tokens, names)}
     place = {name: (start, stop) for name, start, stop in _packages(tokens, names)}
+    room = {name: (stop - start - 1) // length for name, (start, stop) in place.items()}
     order = sorted((name for name in room if room[name] > 0), key=lambda name: hashlib.sha256(name.encode()).digest())
     if not order:
         raise ValueError(f"no held-out package has {length + 1:,} tokens; prepare more text, or a larger --held-out share")

@@ -60,10 +60,7 @@ class Classifier(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if into_the_stream else 0.02)
+        decoder.reset_matrices(self, self.shape.layers)
         for parameter in (*self.pool.parameters(), self.head.bias):  # the pool starts as the mean
             nn.init.zeros_(parameter)
         if len(self.task.shape) == 2:

@@ -134,6 +134,14 @@ def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if any(name in str(operator) for name in names) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def reset_matrices(model: nn.Module, layers: int) -> None:
+    """Draws all matrices of a model of so many blocks; those that add to the stream are smaller in deeper models."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if into_the_stream else 0.02)
+
+
 class Decoder(nn.Module):
     """tokens (batch, tokens) int64 -> logits (batch, tokens, vocabulary), or with labels of the same shape the sum of their
     losses in nats, float32; labels of IGNORED count for nothing."""
@@ -151,10 +159,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_the_stream = name.endswith(("out_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if into_the_stream else 0.02)
+        reset_matrices(self, self.shape.layers)
 
     def compile(self, packed: bool = False) -> None:
         """Compiles each block, and the loss; equal blocks share their code. packed: the number of documents differs by call."""

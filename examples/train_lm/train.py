@@ -78,9 +78,8 @@ class Run:
         handlers = {kind: signal.signal(kind, self._stop) for kind in (signal.SIGINT, signal.SIGTERM)}
         progress = self.progress
         try:
-            while not (progress.steps and progress.step >= progress.steps) and not self._any(
-                self.stopped
-            ):  # all ranks leave at the same step
+            # All ranks leave at the same step.
+            while not (progress.steps and progress.step >= progress.steps) and not self._any(self.stopped):
                 row = self.step()
                 last = progress.step == progress.steps
                 if log:
