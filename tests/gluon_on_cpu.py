@@ -295,8 +295,9 @@ class Product:
     def finish(self):
         if self.done is None:
             now = self._read()
+            before = self.accumulator.finish() if isinstance(self.accumulator, Product) else self.accumulator
             with np.errstate(all="ignore"):
-                result = now[0] @ now[1] + (0 if self.accumulator is None else self.accumulator.array)
+                result = now[0] @ now[1] + (0 if before is None else before.array)
             changed = any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(self.before, now, strict=True))
             self.done = Tensor(np.full_like(result, np.nan) if changed else result.astype(np.float32))
         return self.done
