@@ -22,20 +22,28 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 2 to 4; there is one more tile of
-    queries, as scores are computed a step ahead."""
+    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4; there is one more tile of
+    queries, as scores are computed a step ahead. keys: of a tile, 64 or 128. pieces: of the columns of a tile of dQ, 1 or 2.
+    programs: that share a multiprocessor."""
 
     queries: int
     dout_stages: int
+    keys: int = 128
+    pieces: int = 1
+    programs: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 8}
+        # Each has two warp groups, the second of the warps that load, send and schedule.
+        shared = {"maxnreg": 65536 // (256 * self.programs)} if self.programs > 1 else {}
+        return {"num_warps": self.keys // 16} | shared
 
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
+# Blocks of 64: two programs of one warp group each on a multiprocessor.
+BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
 # Dropout's draws need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 

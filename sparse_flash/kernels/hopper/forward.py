@@ -383,7 +383,7 @@ def attention_forward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
-    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, STEP=TILE, BY_KEY=False)
+    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, TILE, STEP=TILE, BY_KEY=False)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(

@@ -5,16 +5,17 @@ passes a ``TileInfo`` for each to the other warps through a ring in shared memor
 
 The ring has two slots, each released with the tile's queries (forward) or keys (backward). By then every warp has read the slot.
 The loading warp reads it before it requests the tile's data, which the computing warps wait for. The computing warps read it before
-they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward).
+they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward). Where there is
+room for the keys of one tile only, the slots have barriers of their own, and the sending warp releases both.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from .ring import Ring, ring_beside
+from .ring import Ring, ring_beside, ring_of
 
-TILE = gl.constexpr(128)  # queries (forward) or keys (backward) of a tile
+TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
 # Fields of a work item, int32: see ``Table.work``.
 WORK_FIELDS = gl.constexpr(8)
 
@@ -95,7 +96,8 @@ class Scheduler:
     tiles: gl.tensor
     queue: gl.tensor  # (2,) int32, both 0 at the start
     length: gl.tensor  # of the walked axis
-    STEP: gl.constexpr  # tokens along it
+    TILE: gl.constexpr  # tokens of a tile
+    STEP: gl.constexpr  # tokens of a step along the walked axis
     BY_KEY: gl.constexpr
 
     @gluon.jit
@@ -159,7 +161,7 @@ class Scheduler:
         """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
         a group, items follow each other, each with all heads of the group."""
         table = self.table
-        TILES: gl.constexpr = table.BLOCK // TILE
+        TILES: gl.constexpr = table.BLOCK // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
         slots = self.items * TILES
         group = number // (slots * self.heads_together)
@@ -170,12 +172,12 @@ class Scheduler:
         if table.SPARSE:
             batch, head = self.heads.of_line(line)
             item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
-            first = gl.load(item) * table.BLOCK + slot % TILES * TILE
+            first = gl.load(item) * table.BLOCK + slot % TILES * self.TILE
             split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
         else:
-            first = slot * TILE
+            first = slot * self.TILE
             begin = slot * 0
             end = (self.length + self.STEP - 1) // self.STEP
             # By query, a ragged last step is masked like a run entry; by key, tokens past the end are zeros.
@@ -188,13 +190,27 @@ class Scheduler:
 
 @gluon.jit
 def new_scheduler(
-    released_with, table, heads, heads_together, items, tiles, queue, length, STEP: gl.constexpr, BY_KEY: gl.constexpr
+    released_with,
+    table,
+    heads,
+    heads_together,
+    items,
+    tiles,
+    queue,
+    length,
+    TILE: gl.constexpr,
+    STEP: gl.constexpr,
+    BY_KEY: gl.constexpr,
 ):
     """released_with: the ring of the tiles' queries (forward) or keys (backward)."""
     FIELDS: gl.constexpr = BACKWARD_FIELDS if BY_KEY else FORWARD_FIELDS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = ring_beside(released_with, gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout), 2, FIELDS)
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, STEP, BY_KEY)
+    data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
+    if released_with.STAGES > 1:
+        slots = ring_beside(released_with, data, 2, FIELDS)
+    else:
+        slots = ring_of(data, 2, FIELDS)
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, TILE, STEP, BY_KEY)
 
 
 @gluon.jit
