@@ -123,17 +123,20 @@ def compiled_for_hopper(
     dtype: str = "bf16",
 ):
     if kernel is hopper_forward.attention_forward_kernel:
-        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
+        queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
+        constants |= {"GROUPS": config.queries // 64}
     else:
-        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
+        queries, pieces = config.queries, config.pieces
+        constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
         constants |= {"ADDED": split, "FIXED": fixed, "RAGGED": ragged}
+    constants |= {"KEYS": config.keys}
     constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
+            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
@@ -241,6 +244,12 @@ def of_the_tests():
             yield partial(
                 report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged
             )
+    for dim in (64, 128):
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
+        yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
+        for split, fixed in ((True, False), (False, True)):
+            details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64, split, fixed
+            yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details)
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield partial(
             report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128

@@ -723,7 +723,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
     does that of dK and dV if query heads share them or heavy columns are split.
 
-    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     variant: dropout only, or None.
     """
     room = _room(q, k, mask, deterministic)
@@ -800,7 +800,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     block_size = mask.block_size if mask else TILE.value
-    if config is None and dropout_p is not None:
+    if config is None and dropout_p is not None and block_size > 64:
         config = BACKWARD_OF_DROPOUT[dim]
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)

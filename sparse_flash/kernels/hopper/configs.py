@@ -9,15 +9,18 @@ from ..launch.tuned import choose, key_of, remembered
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of 128 keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
-    first gets the rest."""
+    """stages: tiles of keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
+    first gets the rest. queries: of a tile, 64 for each warp group. keys: of a step. programs: that share a multiprocessor."""
 
     stages: int
     registers: int = 240
+    queries: int = 128
+    keys: int = 128
+    programs: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 4}  # of the first partition; Gluon adds those of the others
+        return {"num_warps": 4} | _registers(self.programs)  # of the first partition; Gluon adds those of the others
 
 
 @dataclass(frozen=True)
@@ -34,41 +37,47 @@ class BackwardConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        # Each has two warp groups, the second of the warps that load, send and schedule.
-        shared = {"maxnreg": 65536 // (256 * self.programs)} if self.programs > 1 else {}
-        return {"num_warps": self.keys // 16} | shared
+        return {"num_warps": self.keys // 16} | _registers(self.programs)
+
+
+def _registers(programs: int) -> dict[str, int]:
+    """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
+    return {"maxnreg": 65536 // (256 * programs)} if programs > 1 else {}
 
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
-# Blocks of 64: two programs of one warp group each on a multiprocessor.
+# For tables of blocks of 64, each a step.
+FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
 # Dropout's draws need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 
-# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128 there are none.
+# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
 _OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
 
 
-def candidates(kernel: str, dim: int) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
-    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded."""
+def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
+    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded. block_size: the
+    table's, or None for dense attention."""
+    if block_size == 64:
+        return ((FORWARD_OF_64 if kernel == "forward" else BACKWARD_OF_64)[dim],)
     builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
     return tuple(dict.fromkeys((builtin[dim], *others.get(dim, ()))))
 
 
 @remembered
 def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
-    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. dim: padded. block_size: the table's, or None
-    for dense attention."""
-    return choose(candidates("forward", dim), key_of("hopper", "forward", dtype, dim, block_size, device))
+    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. Arguments as for ``candidates``."""
+    return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
 
 
 @remembered
 def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
     """For the backward pass."""
-    return choose(candidates("backward", dim), key_of("hopper", "backward", dtype, dim, block_size, device))
+    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,11 @@ FOOTPRINT = {
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
     ("backward", 128): Footprint(232156, 40),
+    # Two of these share a multiprocessor's 227 KiB.
+    ("forward_of_64", 64): Footprint(83000, 0),
+    ("forward_of_64", 128): Footprint(99000, 0),
+    ("backward_of_64", 64): Footprint(85000, 0),
+    ("backward_of_64", 128): Footprint(109000, 248),
     ("forward_of_dropout", 64): Footprint(131704, 0),
     ("forward_of_dropout", 128): Footprint(197176, 0),
     ("backward_of_dropout", 64): Footprint(142828, 0),
