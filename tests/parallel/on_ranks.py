@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from oracle import poisoned_memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
 
@@ -167,32 +170,53 @@ def of_a_layer(fullgraph: bool) -> tuple[float, float]:
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
 
 
-def compiled(strategy: str, plans: int) -> tuple[float, int]:
-    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
+def compiled(plans: int, **options) -> tuple[float, int]:
+    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
+    that computes before and after the call."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    weights = [torch.randn(HEAD_DIM, HEAD_DIM) / HEAD_DIM**0.5 for _ in range(2)]
 
-    @torch.compile(fullgraph=True, backend=counter)
     def attend(q, k, v, plan):
-        return plan.attention(2 * q, k, v, return_lse=True)
+        out, lse = plan.attention(q @ weights[0], k, v, return_lse=True)
+        return out @ weights[1], lse
 
+    graph = torch.compile(attend, fullgraph=True, backend=counter)
     worst = 0.0
     for number in range(plans):
-        pattern = sf.causal() & sf.local(100 + 60 * number)
-        plan = sf.context_parallel(pattern, 1000, mesh(), heads=4, kv_heads=4, block_size=64, strategy=strategy)
-        given = [plan.shard(t[:, :, :1000], 2) for t in inputs("per head")]
-        eager = results(lambda q, k, v, plan=plan: plan.attention(2 * q, k, v, return_lse=True), *given)
-        worst = max(worst, difference(results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *given), eager))
+        pattern = sf.causal() & (sf.local(30 + 15 * number) | sf.global_tokens(1 + number))
+        plan = sf.context_parallel(pattern, 350, mesh(), heads=4, kv_heads=4, block_size=16, **options)
+        given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
+        eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
+        worst = max(worst, difference(got, eager))
     return worst, counter.frame_count
 
 
-def checkpointed(name: str) -> float:
-    plan = plan_of(name)
+def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
+    """(the difference from one process, the exchanges of a forward pass, those of a backward pass). policy: "none": no
+    checkpointing; "all": everything is recomputed; "operator": everything but what the operator returns."""
+    plan = plan_of(name, **options)
 
-    def attend(q, k, v):
-        return checkpoint(lambda *qkv: plan.attention(*qkv, return_lse=True), q, k, v, use_reentrant=False)
+    def of(_, function, *args, **kwargs):
+        saved = function is torch.ops.sparse_flash.context_attention.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return difference(of_a_plan(plan, name, attend), of_one_process(name))
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, of)} if policy == "operator" else {}
+    forward = []
+
+    def attend(*qkv):
+        # A product, so that something is left to recompute.
+        found = plan.attention(qkv[0] * 1.0, *qkv[1:], return_lse=True)
+        forward.append(exchanges.call_count)
+        return found
+
+    def checkpointed_attend(*qkv):
+        return checkpoint(attend, *qkv, use_reentrant=False, **more)
+
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+        got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
+    return difference(got, of_one_process(name)), forward[0], exchanges.call_count - forward[0]
 
 
 def on_two_dimensions(name: str, strategy: str) -> float:

@@ -49,14 +49,33 @@ def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
 
-@pytest.mark.parametrize("strategy", ["blocks", "heads"])
-def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy):
-    for error, graphs in pools(2).run(on_ranks.compiled, strategy, 20):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "blocks", "overlap": True},
+        {"strategy": "blocks", "overlap": False},
+        {"strategy": "blocks", "overlap": None, "keep_fetched": False},
+        {"strategy": "heads"},
+    ],
+)
+def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, options):
+    for error, graphs in pools(2).run(on_ranks.compiled, 20, **options):
         assert error < 1e-6 and graphs == 1
 
 
-def test_activation_checkpointing_fetches_again_and_gives_the_same(pools):
-    assert max(pools(3).run(on_ranks.checkpointed, "causal")) < 1e-5
+@pytest.mark.parametrize(
+    "policy, keep_fetched, forward, backward",
+    [
+        ("none", True, 1, 1),
+        ("none", False, 1, 2),  # blocks again, and gradients
+        ("all", True, 1, 2),
+        ("operator", True, 1, 1),
+        ("operator", False, 1, 2),
+    ],
+)
+def test_what_is_kept_and_what_is_checkpointed_say_how_often_ranks_exchange(pools, policy, keep_fetched, forward, backward):
+    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy, keep_fetched=keep_fetched):
+        assert error < 1e-5 and exchanges == [forward, backward]
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
