@@ -8,10 +8,14 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from .costs import SequenceSizes
 
 # Tokens of a chunk, the unit that is assigned, where this leaves each rank enough chunks for zigzag to fold evenly.
 CHUNK_TOKENS = 512
 _CHUNKS_OF_A_RANK = 4
+# Rows that visit a larger share of all columns are shared, so that their queries travel and not the keys, if they are few: their
+# queries and results are then at most half of the bytes of all keys and values.
+_HEAVY, _FEW = 0.5, 0.25
 # Of ``exchanged``: a million tokens over 8 ranks take a second. Gains below a thousandth end it.
 _MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 3, 0.999
 
@@ -29,16 +33,21 @@ class Visits:
     needs: np.ndarray
 
     @classmethod
-    def of(cls, mask: BlockMask, per: int) -> Visits:
+    def of(cls, mask: BlockMask, per: int, without: np.ndarray | None = None) -> Visits:
+        """without: (q_blocks,) bool, block rows that do not count."""
         rows = mask.grid.q_blocks
         chunks = -(-rows // per)
         ptr, cols = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy()
-        share = np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
+        share = _share_of_heads(mask)
         bounds = ptr[:, np.minimum(np.arange(chunks + 1) * per, rows)]
         blocks, needs = np.zeros((chunks, chunks)), np.zeros((chunks, rows), bool)
         for number in range(mask.masks):
+            counted = None if without is None else np.repeat(~without, np.diff(ptr[number]))
             for chunk in range(chunks):
-                visited = cols[bounds[number, chunk] : bounds[number, chunk + 1]]
+                begin, end = bounds[number, chunk], bounds[number, chunk + 1]
+                visited = cols[begin:end]
+                if counted is not None:
+                    visited = visited[counted[begin - ptr[number, 0] : end - ptr[number, 0]]]
                 blocks[chunk] += share[number] * np.bincount(visited // per, minlength=chunks)
                 needs[chunk, visited] = True
         return cls(per, blocks, needs)
@@ -83,6 +92,10 @@ class Assignment:
         """(ranks, kv_blocks) bool: the block columns that each rank visits."""
         return np.stack([self.visits.needs[self.owner == rank].any(0) for rank in range(self.ranks)])
 
+    def of_blocks(self, values: np.ndarray) -> np.ndarray:
+        """(ranks,): the sum over each rank's blocks of values, (blocks,)."""
+        return np.array([values[blocks[blocks >= 0]].sum() for blocks in self.blocks])
+
     def sent(self, source: int, target: int) -> np.ndarray:
         """The blocks that one rank sends another, ascending: those that it owns and the other visits."""
         own = self.blocks[source][self.blocks[source] >= 0]
@@ -103,6 +116,28 @@ class Assignment:
     def received(self) -> np.ndarray:
         """(ranks,) int64: how many blocks each rank gets from others."""
         return np.array([sum(len(self.sent(source, target)) for source in range(self.ranks)) for target in range(self.ranks)])
+
+
+def _share_of_heads(mask: BlockMask) -> np.ndarray:
+    """(masks,) float64: which share of heads, over the batch, uses each stored mask."""
+    return np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
+
+
+def shared_rows(mask: BlockMask, sizes: SequenceSizes) -> np.ndarray:
+    """(q_blocks,) bool: the block rows that visit most block columns, in the mean over heads, if they are few; else none."""
+    visited = _share_of_heads(mask) @ np.diff(mask.by_query.row_ptr.numpy())
+    heavy = visited > _HEAVY * mask.grid.kv_blocks
+    return heavy & (heavy.sum() * sizes.heads <= _FEW * len(heavy) * sizes.kv_heads)
+
+
+def column_work(mask: BlockMask, rows: np.ndarray) -> np.ndarray:
+    """(kv_blocks,) float64: how many of some block rows, (q_blocks,) bool, visit each block column, the mean over heads."""
+    ptr, cols = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy()
+    work = np.zeros(mask.grid.kv_blocks)
+    for number, share in enumerate(_share_of_heads(mask)):
+        visited = cols[ptr[number, 0] : ptr[number, -1]][np.repeat(rows, np.diff(ptr[number]))]
+        work += share * np.bincount(visited, minlength=len(work))
+    return work
 
 
 def chunk_blocks(blocks: int, block_size: int, ranks: int) -> int:
@@ -131,12 +166,12 @@ def levelled(work: np.ndarray, ranks: int) -> np.ndarray:
     return owner
 
 
-def candidates(mask: BlockMask, ranks: int, per: int) -> list[Assignment]:
+def candidates(mask: BlockMask, ranks: int, per: int, without: np.ndarray | None = None) -> list[Assignment]:
     """Contiguous, zigzag, zigzag in ever more stretches, and chunks levelled by their work alone.
 
-    Finer ones balance better and make ranks fetch more.
+    Finer ones balance better and make ranks fetch more. without: (q_blocks,) bool, block rows that do not count.
     """
-    visits = Visits.of(mask, per)
+    visits = Visits.of(mask, per, without)
     chunks = len(visits.needs)
     owners = {"contiguous": folded(chunks, ranks, 0)}
     folds = 1

@@ -8,6 +8,7 @@ from typing import NamedTuple
 # Assumed where nothing is said, as both costs are proportional to it and so no choice depends on it.
 HEAD_DIM = 128
 ELEMENT_BYTES = 2  # float16, bfloat16
+LSE_BYTES = 4  # float32
 
 # Two H200 on NVLink, torch 2.11, bf16, 2026-11-21: 786 MB of keys and values took 4.83 ms, packing included. (The link itself is
 # more than twice as fast.) Links between nodes are slower: link_rate= says how fast.
@@ -68,7 +69,7 @@ def call_times(
     on_near, on_far = seconds(near, 0, sizes, link_rate), seconds(far, 0, sizes, link_rate)
     travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
     # For one call the rank's own blocks and the others' are copied into one tensor: read and written.
-    gathered = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE
+    gathered = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE if received else 0.0
     # A row is joined where it visits a column of others, so no more rows are than such blocks.
     joined = min(own * sizes.heads, far) * sizes.block_size * HEAD_DIM / _MEMORY_RATE
     forward = CallTimes(on_near + on_far + travel + gathered, max(on_near, travel) + on_far + _JOIN_BYTES * joined)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
-from .assignment import Assignment, candidates, chunk_blocks, exchanged
-from .costs import SequenceSizes, call_times, seconds
+from .assignment import Assignment, candidates, chunk_blocks, column_work, exchanged, shared_rows
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, call_times, seconds
 
-Strategy = Literal["blocks", "heads"]
-STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
+Strategy = Literal["blocks", "heads", "queries"]
+STRATEGIES: tuple[Strategy, ...] = "blocks", "heads", "queries"
 
 # A regular assignment is kept unless exchanging chunks saves more than this: the estimate is no better.
 _WORTH_IT = 0.98
@@ -38,8 +39,9 @@ class StrategyCosts:
 
 @dataclass(frozen=True, eq=False)
 class ContextExplanation:
-    """Costs by strategy: "blocks", "heads" where the plan knows its heads and ranks divide them, "ring" (all keys and values pass
-    every rank, arXiv:2310.01889) and "all-gather" (every rank gets them all, then attends). Prints as a table.
+    """Costs by strategy: "blocks", "queries" where a few rows visit most columns, "heads" where the plan knows its heads and ranks
+    divide them, "ring" (all keys and values pass every rank, arXiv:2310.01889) and "all-gather" (every rank gets them all, then
+    attends). Prints as a table.
 
     sizes: of the sequence. ranks: how many. costs: by name. choice: the strategy of this library that is estimated to be faster.
     assignments: who owns what, by strategy of this library.
@@ -68,7 +70,8 @@ class ContextExplanation:
 
 def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool) -> ContextExplanation:
     """The costs of a mask, on the CPU. knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
-    options = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
+    per = chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks)
+    options = candidates(mask, ranks, per)
     block = sizes.block_bytes
     own = options[0].blocks.shape[1] * block
     others = np.full(ranks, (ranks - 1) * own, np.float64)
@@ -76,13 +79,24 @@ def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: floa
     def costs(work: np.ndarray, waited: float, received: np.ndarray, held: float) -> StrategyCosts:
         return StrategyCosts(work, waited, received, held, seconds(waited, received.max(), sizes, link_rate))
 
-    def of_blocks(option: Assignment) -> StrategyCosts:
-        work, received = option.work.sum(1) * sizes.heads, option.received * float(block)
-        near, present = option.work.diagonal() * sizes.heads, (option.blocks >= 0).sum(1)
+    def of_blocks(option: Assignment, shared: np.ndarray | None = None) -> StrategyCosts:
+        """shared: (blocks,) bool, rows that the option leaves out, whose queries travel."""
+        far, near, travelling = option.work.sum(1), option.work.diagonal(), np.zeros(ranks)
+        far = far - near
+        if shared is not None:
+            near = near + option.of_blocks(column_work(mask, shared))
+            mine = option.of_blocks(shared)
+            token = sizes.heads * HEAD_DIM * ELEMENT_BYTES
+            # Queries of others arrive, and parts of the rank's own rows from all others.
+            travelling = sizes.block_size * ((mine.sum() - mine) * token + (ranks - 1) * mine * (token + sizes.heads * LSE_BYTES))
+        work, received = (near + far) * sizes.heads, option.received * float(block) + travelling
+        present = (option.blocks >= 0).sum(1)
         # The slowest rank is not always that with the most work, nor that which gets most.
         took = max(
-            min(call_times(*of_rank, sizes, link_rate)[0])
-            for of_rank in zip(near, work - near, present, option.received, strict=True)
+            min(call_times(n, f, held, fetched, sizes, link_rate)[0]) + seconds(0, more, sizes, link_rate)
+            for n, f, held, fetched, more in zip(
+                near * sizes.heads, far * sizes.heads, present, option.received, travelling, strict=True
+            )
         )
         return StrategyCosts(work, work.max(), received, own + received.max(), took)
 
@@ -95,23 +109,29 @@ def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: floa
         work = option.work.sum(1) * sizes.heads
         return costs(work, work.max(), others, ranks * own)
 
-    def fastest(of) -> tuple[Assignment, StrategyCosts]:
+    def fastest(of, options: list[Assignment]) -> tuple[Assignment, StrategyCosts]:
         return min(((option, of(option)) for option in options), key=lambda pair: pair[1].seconds)
 
-    assignment, found = fastest(of_blocks)
-    fetching = seconds(0, block, sizes, link_rate) / seconds(sizes.heads, 0, sizes, link_rate)
-    uneven = exchanged(assignment, fetching)
-    if of_blocks(uneven).seconds < _WORTH_IT * found.seconds:
-        assignment, found = uneven, of_blocks(uneven)
-    table = {"blocks": found}
-    assignments: dict[Strategy, Assignment] = {"blocks": assignment}
+    def fastest_of_blocks(options: list[Assignment], shared: np.ndarray | None = None) -> tuple[Assignment, StrategyCosts]:
+        assignment, found = fastest(partial(of_blocks, shared=shared), options)
+        fetching = seconds(0, block, sizes, link_rate) / seconds(sizes.heads, 0, sizes, link_rate)
+        uneven = exchanged(assignment, fetching)
+        of_uneven = of_blocks(uneven, shared)
+        return (uneven, of_uneven) if of_uneven.seconds < _WORTH_IT * found.seconds else (assignment, found)
+
+    assignments: dict[Strategy, Assignment] = {}
+    table = {}
+    assignments["blocks"], table["blocks"] = fastest_of_blocks(options)
+    shared = shared_rows(mask, sizes)
+    if shared.any():
+        assignments["queries"], table["queries"] = fastest_of_blocks(candidates(mask, ranks, per, shared), shared)
     if knows_heads and sizes.kv_heads % ranks == 0:
         received = own * (2 + 2 * sizes.heads / sizes.kv_heads) / 2 * (ranks - 1) / ranks  # q, k, v forth, out back
         work = _work_by_head(mask, sizes.heads).reshape(ranks, -1).sum(1)
         table["heads"] = costs(work, work.max(), np.full(ranks, received), own)
         assignments["heads"] = options[0]
     choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
-    table["ring"], table["all-gather"] = fastest(of_a_ring)[1], fastest(of_an_all_gather)[1]
+    table["ring"], table["all-gather"] = fastest(of_a_ring, options)[1], fastest(of_an_all_gather, options)[1]
     return ContextExplanation(sizes, ranks, table, choice, assignments)
 
 

@@ -20,7 +20,7 @@ from ..masks.build import part_of
 from ..masks.cache import as_block_mask
 from ..variant.definition import with_sinks
 from .agreement import check_agreement
-from .assignment import Assignment
+from .assignment import Assignment, shared_rows
 from .costs import LINK_RATE, SequenceSizes
 from .exchange import all_to_all, attention_of_blocks
 from .explanation import STRATEGIES, ContextExplanation, Strategy, explained
@@ -35,7 +35,7 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads"] = "auto",
+    strategy: Literal["auto", "blocks", "heads", "queries"] = "auto",
     link_rate: float = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
@@ -50,7 +50,9 @@ def context_parallel(
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
     strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
+    (arXiv:2309.14509); the number of ranks must divide kv_heads. "queries": as "blocks", but where a few rows visit more than half
+    of all columns, as those of global tokens do, their queries travel to all ranks; each attends them to its own columns, and their
+    owner joins the parts. "auto" takes the one whose slowest rank is estimated to take less
     time, and "blocks" where heads are not given.
     link_rate: bytes per second that a rank receives from others; the default was measured between two H200.
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
@@ -85,7 +87,7 @@ class ContextPlan:
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
     embeddings, for instance.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks" or "heads". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
+    strategy: "blocks", "heads" or "queries". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
     overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
     mask: the BlockMask of the whole sequence, on the CPU.
     """
@@ -125,7 +127,8 @@ class ContextPlan:
             order = assignment.blocks.flatten()
             self._gathered_mask = part_of(_heads_of(mask, self.rank, self.ranks), order, order).to(device)
         else:
-            self._route = Route.of(mask, assignment, self.rank, group, device, overlap, sizes, link_rate)
+            shared = shared_rows(mask, sizes) if strategy == "queries" else None
+            self._route = Route.of(mask, assignment, self.rank, group, device, overlap, sizes, link_rate, shared)
         self._peers = Peers(group)
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
@@ -278,13 +281,13 @@ def divided(
     mask: BlockMask,
     sizes: SequenceSizes,
     ranks: int,
-    strategy: Literal["auto", "blocks", "heads"],
+    strategy: Literal["auto", "blocks", "heads", "queries"],
     link_rate: float,
     knows_heads: bool,
 ) -> tuple[Assignment, Strategy]:
     """(who owns what, the strategy) for a mask on the CPU. Raises ValueError for a strategy that cannot be."""
     if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy must be 'auto', 'blocks' or 'heads'; got {strategy!r}")
+        raise ValueError(f"strategy must be 'auto', 'blocks', 'heads' or 'queries'; got {strategy!r}")
     if not link_rate > 0:
         raise ValueError(f"link_rate must be a positive number of bytes per second; got {link_rate!r}")
     if strategy == "heads" and not knows_heads:
@@ -295,6 +298,11 @@ def divided(
             "strategy='blocks', or a smaller dimension of the mesh"
         )
     explanation = explained(mask, sizes, ranks, link_rate, knows_heads)
+    if strategy == "queries" and strategy not in explanation.assignments:
+        raise ValueError(
+            "strategy 'queries' is for masks in which a few block rows visit more than half of all columns, as global tokens do; "
+            "use strategy='blocks'"
+        )
     chosen: Strategy = explanation.choice if strategy == "auto" else strategy
     return explanation.assignments[chosen], chosen
 

@@ -64,6 +64,28 @@ class TwoCalls:
     rows: torch.Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows whose queries travel to all ranks, as they visit most columns.
+
+    rows: (blocks,) int64, the rank's own of them, among its blocks. counts: how many each rank has. mask: rows: those of all ranks,
+    rank after rank; columns: the rank's own blocks.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    mask: BlockMask
+    block_size: int
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray, device: torch.device) -> SharedRows:
+        """shared: (blocks,) bool."""
+        of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
+        every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
+        own = part_of(mask, every, assignment.blocks[rank]).to(device)
+        return cls(torch.from_numpy(of_rank[rank]).to(device), [len(rows) for rows in of_rank], own, mask.block_size)
+
+
 class Overlap(NamedTuple):
     """For each pass, whether it is of two calls, one of which overlaps the exchange."""
 
@@ -79,6 +101,7 @@ class Route(Peers):
     and come from each. silent: no rank sends anything.
     answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
     of each sent block is added, as a place in ``answered``.
+    shared: rows that the tables of both passes leave out; None if there are none.
     """
 
     block_size: int
@@ -90,6 +113,7 @@ class Route(Peers):
     silent: bool
     answered: torch.Tensor
     returned: torch.Tensor
+    shared: SharedRows | None
 
     @property
     def received(self) -> int:
@@ -110,8 +134,10 @@ class Route(Peers):
         overlap: bool | None,
         sizes: SequenceSizes,
         link_rate: float,
+        shared: np.ndarray | None = None,
     ) -> Self:
-        """For a mask on the CPU. overlap: None takes, for each pass, what is estimated to be faster."""
+        """For a mask on the CPU. overlap: None takes, for each pass, what is estimated to be faster. shared: (blocks,) bool, the
+        rows whose queries travel."""
         ranks = assignment.ranks
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
@@ -124,7 +150,8 @@ class Route(Peers):
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.
-        calls = {overlaps: _calls(mask, own, fetched, device, overlaps) for overlaps in set(chosen)}
+        rows = own if shared is None else np.where(shared[own], -1, own)
+        calls = {overlaps: _calls(mask, rows, own, fetched, device, overlaps) for overlaps in set(chosen)}
         send = np.searchsorted(own[own >= 0], np.concatenate(sent))
         answered, returned = np.unique(send, return_inverse=True)
         return cls(
@@ -138,17 +165,21 @@ class Route(Peers):
             silent=not assignment.received.any(),
             answered=torch.from_numpy(answered).to(device),
             returned=torch.from_numpy(returned).to(device),
+            shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared, device),
         )
 
 
-def _calls(mask: BlockMask, own: np.ndarray, fetched: np.ndarray, device: torch.device, overlaps: bool) -> OneCall | TwoCalls:
+def _calls(
+    mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, device: torch.device, overlaps: bool
+) -> OneCall | TwoCalls:
+    """rows: ``own``, with -1 for those that other calls attend."""
     if not overlaps:
-        return OneCall(part_of(mask, own, np.concatenate([own, fetched])).to(device))
-    rows, far = np.flatnonzero(_visits(mask, own, fetched)), None
-    if len(rows):
-        far = part_of(mask, own[rows], fetched).to(device)
-    near = part_of(mask, own, own).to(device)
-    return TwoCalls(near, far, None if len(rows) == len(own) else torch.from_numpy(rows).to(device))
+        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])).to(device))
+    visiting, far = np.flatnonzero(_visits(mask, rows, fetched)), None
+    if len(visiting):
+        far = part_of(mask, rows[visiting], fetched).to(device)
+    near = part_of(mask, rows, own).to(device)
+    return TwoCalls(near, far, None if len(visiting) == len(own) else torch.from_numpy(visiting).to(device))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import pytest
 from on_ranks import CASES
 
 pytestmark = pytest.mark.ranks
+OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
@@ -19,6 +20,13 @@ def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pool
 @pytest.mark.parametrize("name", ["causal", "ranks that get nothing", "grouped 6:3"])
 def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, overlap):
     for error, same in pools(3).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=False):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("ranks, overlap", [(2, True), (3, False), (4, None)])
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_queries_that_travel_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "queries", overlap=overlap):
         assert error < 1e-5 and same
 
 
@@ -55,6 +63,7 @@ def test_second_derivatives_are_refused(pools):
         {"strategy": "blocks", "overlap": True},
         {"strategy": "blocks", "overlap": False},
         {"strategy": "blocks", "overlap": None, "keep_fetched": False},
+        {"strategy": "queries"},
         {"strategy": "heads"},
     ],
 )
@@ -101,7 +110,8 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks' or 'heads'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'heads' or 'queries'; got 'ring'"),
+        ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
