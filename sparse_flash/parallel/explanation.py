@@ -10,7 +10,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, candidates, chunk_blocks, exchanged
-from .costs import ELEMENT_BYTES, HEAD_DIM, SequenceSizes, seconds
+from .costs import SequenceSizes, call_times, seconds
 
 Strategy = Literal["blocks", "heads"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
@@ -26,7 +26,7 @@ class StrategyCosts:
     work: (ranks,) float64, visited blocks, summed over heads. waited: float, the visited blocks that all ranks wait for: those of
     the heaviest rank, or of the heaviest in each step of a ring.
     received: (ranks,) float64, bytes that each rank gets from others. held: the most bytes of keys and values on a rank at a time.
-    seconds: an estimate of the slowest rank's time, as if nothing overlapped.
+    seconds: an estimate of the slowest rank's time. Only fetched blocks hide behind work, where that is estimated to pay.
     """
 
     work: np.ndarray
@@ -69,8 +69,7 @@ class ContextExplanation:
 def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool) -> ContextExplanation:
     """The costs of a mask, on the CPU. knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
     options = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
-    token = sizes.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES  # bytes of its keys and values
-    block = sizes.block_size * token
+    block = sizes.block_bytes
     own = options[0].blocks.shape[1] * block
     others = np.full(ranks, (ranks - 1) * own, np.float64)
 
@@ -79,8 +78,12 @@ def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: floa
 
     def of_blocks(option: Assignment) -> StrategyCosts:
         work, received = option.work.sum(1) * sizes.heads, option.received * float(block)
+        near, present = option.work.diagonal() * sizes.heads, (option.blocks >= 0).sum(1)
         # The slowest rank is not always that with the most work, nor that which gets most.
-        took = max(seconds(w, r, sizes, link_rate) for w, r in zip(work, received, strict=True))
+        took = max(
+            min(call_times(*of_rank, sizes, link_rate)[0])
+            for of_rank in zip(near, work - near, present, option.received, strict=True)
+        )
         return StrategyCosts(work, work.max(), received, own + received.max(), took)
 
     def of_a_ring(option: Assignment) -> StrategyCosts:

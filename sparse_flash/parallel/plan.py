@@ -22,8 +22,9 @@ from ..variant.definition import with_sinks
 from .agreement import check_agreement
 from .assignment import Assignment
 from .costs import LINK_RATE, SequenceSizes
-from .exchange import Route, all_to_all, attention_of_blocks
+from .exchange import all_to_all, attention_of_blocks
 from .explanation import STRATEGIES, ContextExplanation, Strategy, explained
+from .routes import Overlap, Peers, Route
 
 
 def context_parallel(
@@ -36,6 +37,8 @@ def context_parallel(
     block_size: int = 128,
     strategy: Literal["auto", "blocks", "heads"] = "auto",
     link_rate: float = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
 ) -> ContextPlan:
     """A plan for one sequence over the ranks of a mesh: every rank owns some blocks of tokens, the same number on each, and attends
     from them to all tokens that the mask keeps.
@@ -50,6 +53,10 @@ def context_parallel(
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
     time, and "blocks" where heads are not given.
     link_rate: bytes per second that a rank receives from others; the default was measured between two H200.
+    overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
+    place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
+    keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
+    no memory.
 
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
     every rank where they differ, or where one of them raises for an unsuitable argument.
@@ -57,15 +64,17 @@ def context_parallel(
     group = _group_of(mesh)
     ranks = dist.get_world_size(group)
     try:
+        _check_choices(overlap, keep_fetched)
         whole = _square(mask, q_len, block_size)
         sizes = _sizes(whole, heads, kv_heads)
         assignment, chosen = divided(whole, sizes, ranks, strategy, link_rate, heads is not None)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
-    described = _described(mask, whole, heads, kv_heads, assignment, chosen)
+    described = _described(mask, whole, heads, kv_heads, assignment, chosen, overlap, keep_fetched)
     check_agreement(described, group)
-    return ContextPlan(whole, sizes, heads is not None, assignment, chosen, link_rate, group, _device_of(mesh))
+    knows_heads, device = heads is not None, _device_of(mesh)
+    return ContextPlan(whole, sizes, knows_heads, assignment, chosen, link_rate, group, device, overlap, keep_fetched)
 
 
 class ContextPlan:
@@ -77,6 +86,7 @@ class ContextPlan:
     embeddings, for instance.
     exists: (tokens,) bool on the plan's device, False for padding.
     strategy: "blocks" or "heads". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
+    overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
     mask: the BlockMask of the whole sequence, on the CPU.
     """
 
@@ -90,11 +100,13 @@ class ContextPlan:
         link_rate: float,
         group: dist.ProcessGroup,
         device: torch.device,
+        overlap: bool | None,
+        keep_fetched: bool,
     ):
         self.mask, self.strategy, self.device = mask, strategy, device
         self.rank, self.ranks = dist.get_rank(group), assignment.ranks
         self._sizes, self._knows_heads, self._assignment = sizes, knows_heads, assignment
-        self._link_rate, self._group = link_rate, group
+        self._link_rate, self._group, self.keep_fetched = link_rate, group, keep_fetched
         places = assignment.places(mask.q_len, mask.block_size)
         self.tokens = places.shape[1]
         own = torch.from_numpy(places[self.rank])
@@ -104,27 +116,21 @@ class ContextPlan:
         inverse = np.empty(mask.q_len, np.int64)
         inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         self._inverse = torch.from_numpy(inverse).to(device)
-        self._route = self._routed()
-        # The compiler reads its length alone.
-        self._columns = torch.zeros(self._route.mask.grid.kv_blocks, dtype=torch.int8, device=device)
-        length_may_vary(self._columns, 0)
-
-    def _routed(self) -> Route:
-        """This rank's part in exchanges."""
-        rank, ranks, assignment = self.rank, self.ranks, self._assignment
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-        if ranks == 1:
-            return Route(self._group, self.mask.to(self.device), nothing, [0], [0], True)
-        if self.strategy == "heads":
+        # Of the call between exchanges, where all tokens are on the rank.
+        self._gathered_mask: BlockMask | None = None
+        self._route: Route | None = None
+        if self.ranks == 1:
+            self._gathered_mask = mask.to(device)
+        elif strategy == "heads":
             order = assignment.blocks.flatten()
-            mask = part_of(_heads_of(self.mask, rank, ranks), order, order)
-            return Route(self._group, mask.to(self.device), nothing, [], [], True)
-        sent = [assignment.sent(rank, target) for target in range(ranks)]
-        sends, receives = [len(blocks) for blocks in sent], [len(assignment.sent(source, rank)) for source in range(ranks)]
-        own = assignment.blocks[rank]
-        mask = part_of(self.mask, own, assignment.columns(rank)).to(self.device)
-        send = torch.from_numpy(np.searchsorted(own[own >= 0], np.concatenate(sent))).to(self.device)
-        return Route(self._group, mask, send, sends, receives, silent=not assignment.received.any())
+            self._gathered_mask = part_of(_heads_of(mask, self.rank, self.ranks), order, order).to(device)
+        else:
+            self._route = Route.of(mask, assignment, self.rank, group, device, overlap, sizes, link_rate)
+        self._peers = Peers(group)
+        self.overlap = self._route.overlap if self._route else Overlap(False, False)
+        # The compiler reads its length alone; it takes lengths below two for constants.
+        self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=device)
+        length_may_vary(self._columns, 0)
 
     def __repr__(self) -> str:
         return (
@@ -197,27 +203,27 @@ class ContextPlan:
             )
         if self.ranks == 1:
             # fmt: off
-            return attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=return_lse,
+            return attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=return_lse,
                              deterministic=deterministic, backend=backend)
             # fmt: on
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
-        if self.strategy == "heads":
+        if self._route is None:
             return self._through_heads(q, k, v, scale, sinks, return_lse, deterministic, backend)
         if sinks is not None:
             check_sinks(sinks, q)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         scale = None if scale is None else checked_scale(scale, q.shape[3])
-        out, lse = attention_of_blocks(q, k, v, self._columns, self._route, scale, deterministic, backend)
+        out, lse = attention_of_blocks(q, k, v, self._columns, self._route, self.keep_fetched, scale, deterministic, backend)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks, None)
         return (out, lse) if return_lse else out
 
     def _through_heads(self, q, k, v, scale, sinks, return_lse, deterministic, backend):
         """Tokens are exchanged for heads, and back."""
-        ranks, handle = self.ranks, self._route.handle
+        ranks, handle = self.ranks, self._peers.handle
         if sinks is not None:
             check_sinks(sinks, q)
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
@@ -226,7 +232,7 @@ class ContextPlan:
         every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
         q, k, v = (t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, (q, k, v), strict=True))
         # fmt: off
-        out, lse = attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=True,
+        out, lse = attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
                              deterministic=deterministic, backend=backend)
         # fmt: on
         out = self._own_tokens(out)
@@ -235,7 +241,7 @@ class ContextPlan:
     def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, tokens, size) of x, (batch, heads of a rank, tokens of all ranks, size)."""
         parts = x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4)
-        return all_to_all(parts, self._route.handle).flatten(0, 1).transpose(0, 1)
+        return all_to_all(parts, self._peers.handle).flatten(0, 1).transpose(0, 1)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -293,6 +299,13 @@ def divided(
     return explanation.assignments[chosen], chosen
 
 
+def _check_choices(overlap: object, keep_fetched: object) -> None:
+    if overlap is not None and not isinstance(overlap, bool):
+        raise ValueError(f"overlap must be True, False or None; got {overlap!r}; None takes what is estimated to be faster")
+    if not isinstance(keep_fetched, bool):
+        raise ValueError(f"keep_fetched must be True or False; got {keep_fetched!r}")
+
+
 def _square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
     """The mask of the whole sequence, on the CPU."""
     whole = as_block_mask(mask, q_len=q_len, kv_len=q_len, block_size=block_size).to("cpu")
@@ -340,7 +353,14 @@ def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
 
 
 def _described(
-    mask: MaskLike, whole: BlockMask, heads: int | None, kv_heads: int | None, assignment: Assignment, strategy: Strategy
+    mask: MaskLike,
+    whole: BlockMask,
+    heads: int | None,
+    kv_heads: int | None,
+    assignment: Assignment,
+    strategy: Strategy,
+    overlap: bool | None,
+    keep_fetched: bool,
 ) -> dict[str, str]:
     """What must be the same on all ranks, in short words."""
     text = "" if isinstance(mask, BlockMask) else f" of {mask}"
@@ -353,4 +373,6 @@ def _described(
         "kv_heads": str(kv_heads),
         "strategy": repr(strategy),
         "assignment": f"{assignment.name} ({owners})",
+        "overlap": str(overlap),
+        "keep_fetched": str(keep_fetched),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from oracle import poisoned_memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -65,10 +66,10 @@ def of_one_process(name: str) -> list[torch.Tensor]:
     return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True), *inputs(name))
 
 
-def plan_of(name: str, strategy: str = "blocks", on=None):
+def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
-    return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options)
+    return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
 def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
@@ -90,10 +91,11 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def compared(name: str, strategy: str) -> tuple[float, bool]:
+def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy)
-    once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
+    plan = plan_of(name, strategy, **options)
+    with poisoned_memory():
+        once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
 

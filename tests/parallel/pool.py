@@ -32,10 +32,10 @@ class Pool:
         for process in self._processes:
             process.start()
 
-    def run(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: object, **options: object) -> list[Any]:
         """What the function returns on each rank; it must be importable. Raises AssertionError with what a rank raised."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((function, arguments, options))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} of {self.ranks} does not answer"
@@ -55,8 +55,8 @@ def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     while True:
-        function, arguments = pipe.recv()
+        function, arguments, options = pipe.recv()
         try:
-            pipe.send((function(*arguments), None))
+            pipe.send((function(*arguments, **options), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))

@@ -8,10 +8,17 @@ pytestmark = pytest.mark.ranks
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks, overlap", [(1, None), (2, True), (2, False), (3, True), (4, False)])
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
-    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks"):
+def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["causal", "ranks that get nothing", "grouped 6:3"])
+def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, overlap):
+    for error, same in pools(3).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=False):
         assert error < 1e-5 and same
 
 
@@ -79,6 +86,8 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
+        ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
 )
 def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):

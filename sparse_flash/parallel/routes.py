@@ -1,0 +1,160 @@
+"""A rank's part in the exchanges of a plan: the tables that it attends by, and the blocks that it sends and gets.
+
+A plan's numbers do not cross an operator's boundary. A handle does, the number of ``Peers`` in a 0-d tensor on the CPU, so
+torch.compile guards on no number of a plan, and one graph serves every plan of one shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple, Self
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..masks.block_mask import BlockMask
+from ..masks.build import part_of
+from .assignment import Assignment
+from .costs import SequenceSizes, call_times
+
+_known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
+_numbers = count()
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
+
+    group: dist.ProcessGroup
+    handle: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
+        _known[number] = self
+
+    @classmethod
+    def behind(cls, handle: torch.Tensor) -> Self:
+        found = _known[int(handle)]
+        assert isinstance(found, cls)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class OneCall:
+    """A pass in one call, after the exchange or before it. mask: rows: the rank's blocks; columns: these, then those that it
+    gets."""
+
+    mask: BlockMask
+
+
+@dataclass(frozen=True, eq=False)
+class TwoCalls:
+    """A pass in two calls, so that one of them overlaps the exchange.
+
+    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head; columns: the blocks that
+    the rank gets; None where no row does. rows: (rows of far,) int64 among the rank's blocks; None: all of them.
+    """
+
+    near: BlockMask
+    far: BlockMask | None
+    rows: torch.Tensor | None
+
+
+class Overlap(NamedTuple):
+    """For each pass, whether it is of two calls, one of which overlaps the exchange."""
+
+    forward: bool
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Route(Peers):
+    """Which blocks of keys and values a rank gets and sends, and how it attends, on its device.
+
+    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
+    and come from each. silent: no rank sends anything.
+    answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
+    of each sent block is added, as a place in ``answered``.
+    """
+
+    block_size: int
+    forward: OneCall | TwoCalls
+    backward: OneCall | TwoCalls
+    send: torch.Tensor
+    sends: list[int]
+    receives: list[int]
+    silent: bool
+    answered: torch.Tensor
+    returned: torch.Tensor
+
+    @property
+    def received(self) -> int:
+        return sum(self.receives)
+
+    @property
+    def overlap(self) -> Overlap:
+        return Overlap(isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls))
+
+    @classmethod
+    def of(
+        cls,
+        mask: BlockMask,
+        assignment: Assignment,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        overlap: bool | None,
+        sizes: SequenceSizes,
+        link_rate: float,
+    ) -> Self:
+        """For a mask on the CPU. overlap: None takes, for each pass, what is estimated to be faster."""
+        ranks = assignment.ranks
+        sent = [assignment.sent(rank, target) for target in range(ranks)]
+        received = [assignment.sent(source, rank) for source in range(ranks)]
+        own, fetched = assignment.blocks[rank], np.concatenate(received)
+        if overlap is None:
+            work = assignment.work[rank] * sizes.heads
+            near, present = work[rank], int((own >= 0).sum())
+            times = call_times(near, work.sum() - near, present, len(fetched), sizes, link_rate)
+            chosen = Overlap(*(of_pass.overlaps for of_pass in times))
+        else:
+            chosen = Overlap(overlap, overlap)
+        # A table is built once, and only if a pass walks it.
+        calls = {overlaps: _calls(mask, own, fetched, device, overlaps) for overlaps in set(chosen)}
+        send = np.searchsorted(own[own >= 0], np.concatenate(sent))
+        answered, returned = np.unique(send, return_inverse=True)
+        return cls(
+            group=group,
+            block_size=mask.block_size,
+            forward=calls[chosen.forward],
+            backward=calls[chosen.backward],
+            send=torch.from_numpy(send).to(device),
+            sends=[len(blocks) for blocks in sent],
+            receives=[len(blocks) for blocks in received],
+            silent=not assignment.received.any(),
+            answered=torch.from_numpy(answered).to(device),
+            returned=torch.from_numpy(returned).to(device),
+        )
+
+
+def _calls(mask: BlockMask, own: np.ndarray, fetched: np.ndarray, device: torch.device, overlaps: bool) -> OneCall | TwoCalls:
+    if not overlaps:
+        return OneCall(part_of(mask, own, np.concatenate([own, fetched])).to(device))
+    rows, far = np.flatnonzero(_visits(mask, own, fetched)), None
+    if len(rows):
+        far = part_of(mask, own[rows], fetched).to(device)
+    near = part_of(mask, own, own).to(device)
+    return TwoCalls(near, far, None if len(rows) == len(own) else torch.from_numpy(rows).to(device))
+
+
+def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """(rows,) bool: whether a block row visits one of the block columns, in some head. -1 visits none."""
+    wanted = np.zeros(mask.grid.kv_blocks, np.int64)
+    wanted[cols] = 1
+    ptr = mask.by_query.row_ptr.numpy()
+    before = np.append(0, np.cumsum(wanted[mask.by_query.col_idx.numpy()]))
+    return (rows >= 0) & (before[ptr[:, rows + 1]] > before[ptr[:, rows]]).any(0)
