@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
-from .assignment import Assignment, candidates, chunk_blocks, exchanged
+from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
 from .costs import SequenceSizes, call_times, seconds
 
 Strategy = Literal["blocks", "heads"]
@@ -66,53 +67,123 @@ class ContextExplanation:
         return "\n".join(lines)
 
 
-def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool) -> ContextExplanation:
-    """The costs of a mask, on the CPU. knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
-    options = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
-    block = sizes.block_bytes
-    own = options[0].blocks.shape[1] * block
-    others = np.full(ranks, (ranks - 1) * own, np.float64)
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What is estimated to take least time. owners: of the tokens. strategies: one for each mask."""
 
-    def costs(work: np.ndarray, waited: float, received: np.ndarray, held: float) -> StrategyCosts:
-        return StrategyCosts(work, waited, received, held, seconds(waited, received.max(), sizes, link_rate))
+    owners: Owners
+    strategies: tuple[Strategy, ...]
 
-    def of_blocks(option: Assignment) -> StrategyCosts:
-        work, received = option.work.sum(1) * sizes.heads, option.received * float(block)
-        near, present = option.work.diagonal() * sizes.heads, (option.blocks >= 0).sum(1)
+
+def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool) -> tuple[Strategy, ...]:
+    """knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
+    return STRATEGIES if knows_heads and sizes.kv_heads % ranks == 0 else ("blocks",)
+
+
+def chosen(
+    visits: Sequence[Visits],
+    layers: Sequence[int],
+    sizes: SequenceSizes,
+    ranks: int,
+    link_rate: float,
+    allowed: Sequence[Strategy],
+) -> Choice:
+    """Owners of the tokens and a strategy for each mask, by the time of all layers. Each layer waits for its slowest rank, as ranks
+    meet in its exchange.
+
+    visits: of the masks. layers: how many layers have each.
+    """
+    estimates = _Estimates(sizes, ranks, link_rate)
+    of_heads = [estimates.of_heads(one.mask).seconds if "heads" in allowed else np.inf for one in visits]
+
+    def of(owners: Owners) -> tuple[float, Choice]:
+        of_blocks = [estimates.of_blocks(owners.under(one)).seconds if "blocks" in allowed else np.inf for one in visits]
+        strategies: tuple[Strategy, ...] = tuple("blocks" if b <= h else "heads" for b, h in zip(of_blocks, of_heads, strict=True))
+        total = sum(count * min(both) for count, *both in zip(layers, of_blocks, of_heads, strict=True))
+        return total, Choice(owners, strategies)
+
+    found, choice = min((of(owners) for owners in candidates(visits, layers, ranks)), key=lambda pair: pair[0])
+    fetching = [number for number, strategy in enumerate(choice.strategies) if strategy == "blocks"]
+    if fetching:
+        of_fetching = [visits[number] for number in fetching], [layers[number] for number in fetching]
+        uneven, other = of(exchanged(choice.owners, *of_fetching, estimates.block_in_visits))
+        choice = other if uneven < _WORTH_IT * found else choice
+    return choice
+
+
+def explained(
+    mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool, owners: Owners | None = None
+) -> ContextExplanation:
+    """The costs of a mask, on the CPU. owners: of the tokens, where that is settled, as by the masks of other layers."""
+    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
+    estimates, possible = _Estimates(sizes, ranks, link_rate), possible_strategies(sizes, ranks, knows_heads)
+    options = [option.under(visits) for option in candidates([visits], [1], ranks)]
+
+    def fastest(of: Callable[[Assignment], StrategyCosts]) -> StrategyCosts:
+        return min((of(option) for option in options), key=lambda costs: costs.seconds)
+
+    best = (owners or chosen([visits], [1], sizes, ranks, link_rate, ["blocks"]).owners).under(visits)
+    assignments: dict[Strategy, Assignment] = {"blocks": best}
+    table = {"blocks": estimates.of_blocks(best)}
+    if "heads" in possible:
+        table["heads"], assignments["heads"] = estimates.of_heads(mask), best if owners else options[0]
+    choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
+    table["ring"], table["all-gather"] = fastest(estimates.of_a_ring), fastest(estimates.of_an_all_gather)
+    return ContextExplanation(sizes, ranks, table, choice, assignments)
+
+
+@dataclass(frozen=True)
+class _Estimates:
+    """Of what strategies cost on so many ranks."""
+
+    sizes: SequenceSizes
+    ranks: int
+    link_rate: float
+
+    @property
+    def own(self) -> int:
+        """Bytes of the keys and values of a rank's tokens, where ranks own one piece of the sequence each."""
+        blocks = -(-self.sizes.q_len // self.sizes.block_size)
+        per = chunk_blocks(blocks, self.sizes.block_size, self.ranks)
+        chunks = -(-blocks // per)
+        return min(blocks, -(-chunks // self.ranks) * per) * self.sizes.block_bytes
+
+    @property
+    def block_in_visits(self) -> float:
+        """How many blocks a rank visits, the mean over heads, in the time in which it gets one."""
+        return seconds(0, self.sizes.block_bytes, self.sizes, self.link_rate) / seconds(
+            self.sizes.heads, 0, self.sizes, self.link_rate
+        )
+
+    def of_blocks(self, option: Assignment) -> StrategyCosts:
+        work, near = option.load * self.sizes.heads, option.near * self.sizes.heads
+        received, present = option.received, (option.blocks >= 0).sum(1)
         # The slowest rank is not always that with the most work, nor that which gets most.
         took = max(
-            min(call_times(*of_rank, sizes, link_rate)[0])
-            for of_rank in zip(near, work - near, present, option.received, strict=True)
+            min(call_times(*of_rank, self.sizes, self.link_rate)[0])
+            for of_rank in zip(near, work - near, present, received, strict=True)
         )
-        return StrategyCosts(work, work.max(), received, own + received.max(), took)
+        in_bytes = received * float(self.sizes.block_bytes)
+        return StrategyCosts(work, work.max(), in_bytes, self.own + in_bytes.max(), took)
 
-    def of_a_ring(option: Assignment) -> StrategyCosts:
-        rank, step = np.indices((ranks, ranks))
-        by_step = option.work[rank, (rank - step) % ranks] * sizes.heads
-        return costs(by_step.sum(1), by_step.max(0).sum(), others, min(2, ranks) * own)
+    def of_heads(self, mask: BlockMask) -> StrategyCosts:
+        received = self.own * (2 + 2 * self.sizes.heads / self.sizes.kv_heads) / 2 * (self.ranks - 1) / self.ranks  # q, k, v, out
+        work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
+        return self._even(work, work.max(), received, self.own)
 
-    def of_an_all_gather(option: Assignment) -> StrategyCosts:
-        work = option.work.sum(1) * sizes.heads
-        return costs(work, work.max(), others, ranks * own)
+    def of_a_ring(self, option: Assignment) -> StrategyCosts:
+        rank, step = np.indices((self.ranks, self.ranks))
+        by_step = option.work[rank, (rank - step) % self.ranks] * self.sizes.heads
+        return self._even(by_step.sum(1), by_step.max(0).sum(), (self.ranks - 1) * self.own, min(2, self.ranks) * self.own)
 
-    def fastest(of) -> tuple[Assignment, StrategyCosts]:
-        return min(((option, of(option)) for option in options), key=lambda pair: pair[1].seconds)
+    def of_an_all_gather(self, option: Assignment) -> StrategyCosts:
+        work = option.load * self.sizes.heads
+        return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
 
-    assignment, found = fastest(of_blocks)
-    fetching = seconds(0, block, sizes, link_rate) / seconds(sizes.heads, 0, sizes, link_rate)
-    uneven = exchanged(assignment, fetching)
-    if of_blocks(uneven).seconds < _WORTH_IT * found.seconds:
-        assignment, found = uneven, of_blocks(uneven)
-    table = {"blocks": found}
-    assignments: dict[Strategy, Assignment] = {"blocks": assignment}
-    if knows_heads and sizes.kv_heads % ranks == 0:
-        received = own * (2 + 2 * sizes.heads / sizes.kv_heads) / 2 * (ranks - 1) / ranks  # q, k, v forth, out back
-        work = _work_by_head(mask, sizes.heads).reshape(ranks, -1).sum(1)
-        table["heads"] = costs(work, work.max(), np.full(ranks, received), own)
-        assignments["heads"] = options[0]
-    choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
-    table["ring"], table["all-gather"] = fastest(of_a_ring)[1], fastest(of_an_all_gather)[1]
-    return ContextExplanation(sizes, ranks, table, choice, assignments)
+    def _even(self, work: np.ndarray, waited: float, received: float, held: float) -> StrategyCosts:
+        """Where all ranks get as much."""
+        every = np.full(self.ranks, float(received))
+        return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate))
 
 
 def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:

@@ -50,6 +50,9 @@ class OneCall:
 
     mask: BlockMask
 
+    def to(self, device: torch.device) -> OneCall:
+        return OneCall(self.mask.to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class TwoCalls:
@@ -63,6 +66,10 @@ class TwoCalls:
     far: BlockMask | None
     rows: torch.Tensor | None
 
+    def to(self, device: torch.device) -> TwoCalls:
+        far = None if self.far is None else self.far.to(device)
+        return TwoCalls(self.near.to(device), far, None if self.rows is None else self.rows.to(device))
+
 
 class Overlap(NamedTuple):
     """For each pass, whether it is of two calls, one of which overlaps the exchange."""
@@ -72,8 +79,8 @@ class Overlap(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Route(Peers):
-    """Which blocks of keys and values a rank gets and sends, and how it attends, on its device.
+class BlockExchange:
+    """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
 
     send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
     and come from each. silent: no rank sends anything.
@@ -101,54 +108,54 @@ class Route(Peers):
 
     @classmethod
     def of(
-        cls,
-        mask: BlockMask,
-        assignment: Assignment,
-        rank: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        overlap: bool | None,
-        sizes: SequenceSizes,
-        link_rate: float,
-    ) -> Self:
-        """For a mask on the CPU. overlap: None takes, for each pass, what is estimated to be faster."""
+        cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
+    ) -> BlockExchange:
+        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster."""
         ranks = assignment.ranks
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
         own, fetched = assignment.blocks[rank], np.concatenate(received)
         if overlap is None:
-            work = assignment.work[rank] * sizes.heads
-            near, present = work[rank], int((own >= 0).sum())
-            times = call_times(near, work.sum() - near, present, len(fetched), sizes, link_rate)
+            load, near = assignment.load[rank] * sizes.heads, assignment.near[rank] * sizes.heads
+            times = call_times(near, load - near, int((own >= 0).sum()), len(fetched), sizes, link_rate)
             chosen = Overlap(*(of_pass.overlaps for of_pass in times))
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.
-        calls = {overlaps: _calls(mask, own, fetched, device, overlaps) for overlaps in set(chosen)}
+        calls = {overlaps: _calls(mask, own, fetched, overlaps) for overlaps in set(chosen)}
         send = np.searchsorted(own[own >= 0], np.concatenate(sent))
         answered, returned = np.unique(send, return_inverse=True)
         return cls(
-            group=group,
             block_size=mask.block_size,
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
-            send=torch.from_numpy(send).to(device),
+            send=torch.from_numpy(send),
             sends=[len(blocks) for blocks in sent],
             receives=[len(blocks) for blocks in received],
             silent=not assignment.received.any(),
-            answered=torch.from_numpy(answered).to(device),
-            returned=torch.from_numpy(returned).to(device),
+            answered=torch.from_numpy(answered),
+            returned=torch.from_numpy(returned),
         )
 
 
-def _calls(mask: BlockMask, own: np.ndarray, fetched: np.ndarray, device: torch.device, overlaps: bool) -> OneCall | TwoCalls:
+@dataclass(frozen=True, eq=False)
+class Route(BlockExchange, Peers):
+    """A rank's exchange of blocks, on its device, and the ranks that it is with."""
+
+    @classmethod
+    def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
+        forward = exchange.forward.to(device)
+        backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
+        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
+        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, **moved})
+
+
+def _calls(mask: BlockMask, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
     if not overlaps:
-        return OneCall(part_of(mask, own, np.concatenate([own, fetched])).to(device))
-    rows, far = np.flatnonzero(_visits(mask, own, fetched)), None
-    if len(rows):
-        far = part_of(mask, own[rows], fetched).to(device)
-    near = part_of(mask, own, own).to(device)
-    return TwoCalls(near, far, None if len(rows) == len(own) else torch.from_numpy(rows).to(device))
+        return OneCall(part_of(mask, own, np.concatenate([own, fetched])))
+    rows = np.flatnonzero(_visits(mask, own, fetched))
+    far = part_of(mask, own[rows], fetched) if len(rows) else None
+    return TwoCalls(part_of(mask, own, own), far, None if len(rows) == len(own) else torch.from_numpy(rows))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
