@@ -69,6 +69,11 @@ class BlockGrid:
         index = rows[:, None] * self.block_size + np.arange(self.block_size)
         return np.minimum(index, self.q_len - 1) + self.offset
 
+    def q_ends(self, rows: np.ndarray) -> np.ndarray:
+        """(len(rows), 2) int64 positions of the first and the last query in these block rows."""
+        index = np.stack([rows * self.block_size, (rows + 1) * self.block_size - 1], axis=1)
+        return np.minimum(index, self.q_len - 1) + self.offset
+
     def kv_positions(self, cols: np.ndarray) -> np.ndarray:
         """(len(cols), block_size) int64 positions of the keys in these block columns; past the end the last one repeats."""
         index = cols[:, None] * self.block_size + np.arange(self.block_size)
@@ -173,8 +178,10 @@ class BlockRuns:
         before = np.concatenate([[0], np.cumsum(stop - first)])
         for low in range(0, max(int(before[-1]), 1), chunk):
             high = min(low + chunk, int(before[-1]))
-            flat = np.arange(low, high, dtype=np.int64)
-            run = np.searchsorted(before, flat, side="right") - 1
-            index = first[run] + flat - before[run]
+            # The runs of this piece, and how many of its blocks are in each.
+            begin, end = np.searchsorted(before, low, side="right") - 1, np.searchsorted(before, high)
+            inside = np.diff(before[begin : end + 1].clip(low, high))
+            run = np.repeat(np.arange(begin, end), inside)
+            index = np.repeat(first[begin:end] - before[begin:end], inside) + np.arange(low, high)
             rows, cols = np.divmod(index, self.shape[1])
             yield rows, cols, states[run]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,17 +15,17 @@ from ..api.arguments import autocast, check_sinks, check_tensors, check_types, c
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
 from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.build import part_of
-from ..masks.cache import as_block_mask
 from ..variant.definition import with_sinks
 from .agreement import check_agreement
-from .assignment import Assignment, shared_rows
-from .costs import LINK_RATE, SequenceSizes
+from .costs import LINK_RATE
 from .exchange import all_to_all, attention_of_blocks
-from .explanation import STRATEGIES, ContextExplanation, Strategy, explained
-from .routes import Overlap, Peers, Route
+from .explanation import ContextExplanation, explained
+from .planning import PlannedSequence, PlanOptions, described, planned, square
+from .routes import BlockExchange, Overlap, Peers, Route
+from .sharding import TokenShards
 
 
+@overload
 def context_parallel(
     mask: MaskLike,
     q_len: int,
@@ -35,25 +34,57 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads", "queries"] = "auto",
+    strategy: Literal["auto", "blocks", "queries", "heads"] = "auto",
     link_rate: float = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
-) -> ContextPlan:
+) -> ContextPlan: ...
+
+
+@overload
+def context_parallel(
+    mask: list[MaskLike] | tuple[MaskLike, ...],
+    q_len: int,
+    mesh: DeviceMesh,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    block_size: int = 128,
+    strategy: Literal["auto", "blocks", "queries", "heads"] = "auto",
+    link_rate: float = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
+) -> ContextPlans: ...
+
+
+def context_parallel(
+    mask: MaskLike | list[MaskLike] | tuple[MaskLike, ...],
+    q_len: int,
+    mesh: DeviceMesh,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    block_size: int = 128,
+    strategy: Literal["auto", "blocks", "queries", "heads"] = "auto",
+    link_rate: float = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
+) -> ContextPlan | ContextPlans:
     """A plan for one sequence over the ranks of a mesh: every rank owns some blocks of tokens, the same number on each, and attends
     from them to all tokens that the mask keeps.
 
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
-    head; it is read on the host. q_len: tokens of the whole sequence.
+    head; it is read on the host. A list gives a mask to each layer and returns ``ContextPlans``: one assignment of tokens serves
+    all layers, balanced by their sum; equal masks are planned and stored once. q_len: tokens of the whole sequence.
     mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one.
     heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed by strategy "heads", and to choose a strategy.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
     strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
+    "queries": as that, but where a few rows visit more than half of all columns, as those of global tokens do, their queries travel
+    to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "queries": as "blocks", but where a few rows visit more than half
-    of all columns, as those of global tokens do, their queries travel to all ranks; each attends them to its own columns, and their
-    owner joins the parts. "auto" takes the one whose slowest rank is estimated to take less
-    time, and "blocks" where heads are not given.
+    (arXiv:2309.14509); the number of ranks must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
+    time, for each mask, and "blocks" where heads are not given.
     link_rate: bytes per second that a rank receives from others; the default was measured between two H200.
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
@@ -63,114 +94,81 @@ def context_parallel(
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
     every rank where they differ, or where one of them raises for an unsuitable argument.
     """
-    group = _group_of(mesh)
-    ranks = dist.get_world_size(group)
+    group = group_of(mesh)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+    given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
-        _check_choices(overlap, keep_fetched)
-        whole = _square(mask, q_len, block_size)
-        sizes = _sizes(whole, heads, kv_heads)
-        assignment, chosen = divided(whole, sizes, ranks, strategy, link_rate, heads is not None)
+        options.check(ranks)
+        if not given:
+            raise ValueError("mask must name at least one mask, or be one; got an empty list")
+        masks, layers = _distinct([square(one, q_len, block_size) for one in given])
+        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
-    described = _described(mask, whole, heads, kv_heads, assignment, chosen, overlap, keep_fetched)
-    check_agreement(described, group)
-    knows_heads, device = heads is not None, _device_of(mesh)
-    return ContextPlan(whole, sizes, knows_heads, assignment, chosen, link_rate, group, device, overlap, keep_fetched)
+    in_words = [_in_words(given[layers.index(number)], one) for number, one in enumerate(masks)]
+    words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
+    check_agreement(described(words, q_len, masks[0].block_size, options, numbers), group)
+    plans = plans_of(numbers, layers, options, masks.__getitem__, mesh)
+    return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
-class ContextPlan:
+def plans_of(
+    numbers: PlannedSequence, layers: list[int], options: PlanOptions, whole: Callable[[int], BlockMask], mesh: DeviceMesh
+) -> ContextPlans:
+    """layers: the number of each layer's mask among those that were planned. whole: gives a mask by its number, on the CPU."""
+    places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
+    shards = TokenShards(numbers.sizes.q_len, places, group_of(mesh), device_of(mesh))
+    plans = [ContextPlan(shards, numbers, number, options, partial(whole, number)) for number in range(len(numbers.parts))]
+    return ContextPlans(shards, [plans[number] for number in layers])
+
+
+class ContextPlan(TokenShards):
     """One rank's view of a sequence that several ranks share; ``context_parallel`` makes it, the same on all of them.
 
     tokens: int, the tokens that this rank holds. The same on every rank: some hold padding at their end. A plan for one rank holds
-    all tokens, unpadded.
+    all tokens, unpadded. q_len: tokens of the whole sequence.
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
     embeddings, for instance.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks", "heads" or "queries". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
+    strategy: "blocks", "queries" or "heads". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
     overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
-    mask: the BlockMask of the whole sequence, on the CPU.
     """
 
     def __init__(
         self,
-        mask: BlockMask,
-        sizes: SequenceSizes,
-        knows_heads: bool,
-        assignment: Assignment,
-        strategy: Strategy,
-        link_rate: float,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        overlap: bool | None,
-        keep_fetched: bool,
+        shards: TokenShards,
+        numbers: PlannedSequence,
+        number: int,
+        options: PlanOptions,
+        whole: Callable[[], BlockMask],
     ):
-        self.mask, self.strategy, self.device = mask, strategy, device
-        self.rank, self.ranks = dist.get_rank(group), assignment.ranks
-        self._sizes, self._knows_heads, self._assignment = sizes, knows_heads, assignment
-        self._link_rate, self._group, self.keep_fetched = link_rate, group, keep_fetched
-        places = assignment.places(mask.q_len, mask.block_size)
-        self.tokens = places.shape[1]
-        own = torch.from_numpy(places[self.rank])
-        self.exists = (own >= 0).to(device)
-        self.positions = own.clamp(min=0).to(device)
-        flat = places.flatten()
-        inverse = np.empty(mask.q_len, np.int64)
-        inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-        self._inverse = torch.from_numpy(inverse).to(device)
+        """number: of the mask among those that were planned. whole: gives the mask, on the CPU."""
+        vars(self).update(vars(shards))  # the same tensors under all masks
+        self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
+        self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
+        self._knows_heads, self._link_rate, self._whole = options.heads is not None, options.link_rate, whole
+        part = numbers.parts[number]
         # Of the call between exchanges, where all tokens are on the rank.
-        self._gathered_mask: BlockMask | None = None
-        self._route: Route | None = None
-        if self.ranks == 1:
-            self._gathered_mask = mask.to(device)
-        elif strategy == "heads":
-            order = assignment.blocks.flatten()
-            self._gathered_mask = part_of(_heads_of(mask, self.rank, self.ranks), order, order).to(device)
-        else:
-            shared = shared_rows(mask, sizes) if strategy == "queries" else None
-            self._route = Route.of(mask, assignment, self.rank, group, device, overlap, sizes, link_rate, shared)
-        self._peers = Peers(group)
+        self._gathered_mask = part.to(self.device) if isinstance(part, BlockMask) else None
+        self._route = Route.on(part, self.group, self.device) if isinstance(part, BlockExchange) else None
+        self._peers = Peers(self.group)
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
-        self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=device)
+        self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
         length_may_vary(self._columns, 0)
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """The mask of the whole sequence, on the CPU."""
+        return self._whole()
 
     def __repr__(self) -> str:
         return (
-            f"ContextPlan({self.mask.q_len} tokens over {self.ranks} ranks, {self.tokens} on each, strategy {self.strategy!r}, "
-            f"{self._assignment.name}; this is rank {self.rank})"
+            f"ContextPlan({self.q_len} tokens over {self.ranks} ranks, {self.tokens} on each, strategy {self.strategy!r}, "
+            f"{self._owners.name}; this is rank {self.rank})"
         )
-
-    def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor:
-        """This rank's tokens of x, and ``fill`` for padding: x with ``tokens`` in place of q_len on dimension ``dim``.
-
-        x: all tokens in natural order, on any device. Differentiable. Shift labels before they are sharded: the next token may be
-        on another rank.
-        """
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.mask.q_len:
-            raise ValueError(
-                f"dimension {dim} of x must hold the {self.mask.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}"
-            )
-        if self.ranks == 1:
-            return x
-        padding = ~self.exists.to(x.device).view([-1 if axis == dim % x.dim() else 1 for axis in range(x.dim())])
-        return x.index_select(dim, self.positions.to(x.device)).masked_fill(padding, fill)
-
-    def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens of x in natural order, without padding, on every rank: x with q_len in place of ``tokens`` on ``dim``.
-
-        x: this rank's tokens, on the plan's device; of one shape and dtype on all ranks. A collective call, and not differentiable:
-        the result is detached.
-        """
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
-            raise ValueError(f"dimension {dim} of x must hold the {self.tokens} tokens of this rank; got shape {tuple(x.shape)}")
-        x = x.detach()
-        if self.ranks == 1:
-            return x
-        by_token = x.movedim(dim, 0).contiguous()
-        every = by_token.new_empty(self.ranks * self.tokens, *by_token.shape[1:])
-        dist.all_gather(list(every.chunk(self.ranks)), by_token, group=self._group)
-        return every.index_select(0, self._inverse).movedim(0, dim)
 
     def attention(
         self,
@@ -260,7 +258,7 @@ class ContextPlan:
             raise ValueError(
                 f"the plan is for {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} and {k.shape[1]}"
             )
-        for name, size, wanted in zip(("batch", "heads"), self.mask.mask_index.shape, q.shape[:2], strict=True):
+        for name, size, wanted in zip(("batch", "heads"), self._fits, q.shape[:2], strict=True):
             if size not in (1, wanted):
                 raise ValueError(f"the plan's mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
 
@@ -268,80 +266,58 @@ class ContextPlan:
         """What one forward pass costs each rank by strategy, beside a ring and an all-gather of all keys and values; prints as a
         table. Nothing runs.
 
-        ranks: of the plan by default; any other number shows what as many would do. heads and kv_heads are those that the plan was
-        given, else the mask's heads.
+        ranks: of the plan by default; any other number shows what as many would do, with this mask in all layers. heads and
+        kv_heads are those that the plan was given, else the mask's heads.
         """
         ranks = self.ranks if ranks is None else operator.index(ranks)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {ranks}")
-        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads)
+        owners = self._owners if ranks == self.ranks else None
+        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
 
 
-def divided(
-    mask: BlockMask,
-    sizes: SequenceSizes,
-    ranks: int,
-    strategy: Literal["auto", "blocks", "heads", "queries"],
-    link_rate: float,
-    knows_heads: bool,
-) -> tuple[Assignment, Strategy]:
-    """(who owns what, the strategy) for a mask on the CPU. Raises ValueError for a strategy that cannot be."""
-    if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy must be 'auto', 'blocks', 'heads' or 'queries'; got {strategy!r}")
-    if not link_rate > 0:
-        raise ValueError(f"link_rate must be a positive number of bytes per second; got {link_rate!r}")
-    if strategy == "heads" and not knows_heads:
-        raise ValueError("strategy 'heads' needs heads= and kv_heads= of the attention calls")
-    if strategy == "heads" and sizes.kv_heads % ranks:
+class ContextPlans(TokenShards, Sequence[ContextPlan]):
+    """The plans of a model's layers over one assignment of tokens: ``plans[i]`` is the ``ContextPlan`` of layer i, the same object
+    for layers with equal masks. tokens, positions, exists, shard, unshard and the rest of the tokens are as of a ContextPlan."""
+
+    def __init__(self, shards: TokenShards, by_layer: list[ContextPlan]):
+        vars(self).update(vars(shards))
+        self._by_layer = by_layer
+
+    def __len__(self) -> int:
+        return len(self._by_layer)
+
+    @overload
+    def __getitem__(self, layer: int) -> ContextPlan: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[ContextPlan]: ...
+
+    def __getitem__(self, layer: int | slice) -> ContextPlan | list[ContextPlan]:
+        return self._by_layer[layer]
+
+    def __repr__(self) -> str:
+        return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
+
+
+def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
+    """(the different masks, for each of ``masks`` the number of its equal)"""
+    if other := next((mask for mask in masks if mask.block_size != masks[0].block_size), None):
         raise ValueError(
-            f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {sizes.kv_heads} kv_heads; use "
-            "strategy='blocks', or a smaller dimension of the mesh"
+            f"the masks of all layers must have one block_size, the unit that ranks own; got {masks[0].block_size} and "
+            f"{other.block_size}; compile them alike, or pass patterns"
         )
-    explanation = explained(mask, sizes, ranks, link_rate, knows_heads)
-    if strategy == "queries" and strategy not in explanation.assignments:
-        raise ValueError(
-            "strategy 'queries' is for masks in which a few block rows visit more than half of all columns, as global tokens do; "
-            "use strategy='blocks'"
-        )
-    chosen: Strategy = explanation.choice if strategy == "auto" else strategy
-    return explanation.assignments[chosen], chosen
+    if len(masks) == 1:
+        return masks, [0]
+    found = {mask.digest: mask for mask in masks}
+    return list(found.values()), [list(found).index(mask.digest) for mask in masks]
 
 
-def _check_choices(overlap: object, keep_fetched: object) -> None:
-    if overlap is not None and not isinstance(overlap, bool):
-        raise ValueError(f"overlap must be True, False or None; got {overlap!r}; None takes what is estimated to be faster")
-    if not isinstance(keep_fetched, bool):
-        raise ValueError(f"keep_fetched must be True or False; got {keep_fetched!r}")
+def _in_words(given: MaskLike, whole: BlockMask) -> str:
+    text = "" if isinstance(given, BlockMask) else f" of {given}"
+    return f"{whole.digest.hex()[:12]}{text}"
 
 
-def _square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
-    """The mask of the whole sequence, on the CPU."""
-    whole = as_block_mask(mask, q_len=q_len, kv_len=q_len, block_size=block_size).to("cpu")
-    if (whole.q_len, whole.kv_len) != (q_len, q_len):
-        raise ValueError(
-            f"context parallelism is of self-attention over q_len={q_len} tokens; got a mask of {whole.q_len} queries and "
-            f"{whole.kv_len} keys; compile it for {q_len}, or pass the pattern itself"
-        )
-    return whole
-
-
-def _sizes(mask: BlockMask, heads: int | None, kv_heads: int | None) -> SequenceSizes:
-    of_mask = mask.mask_index.shape[1]
-    if heads is None and kv_heads is not None:
-        raise ValueError(f"kv_heads={kv_heads} says nothing without heads=; pass both")
-    count = of_mask if heads is None else heads
-    of_keys = count if kv_heads is None else kv_heads
-    for name, value in (("heads", count), ("kv_heads", of_keys)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
-    if count % of_keys:
-        raise ValueError(f"kv_heads must divide heads; got {of_keys} and {count}")
-    if of_mask not in (1, count):
-        raise ValueError(f"the mask is of {of_mask} heads and heads={count}; it must be of 1 or {count}")
-    return SequenceSizes(mask.q_len, mask.block_size, count, of_keys)
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
     if mesh.ndim != 1:
@@ -350,37 +326,5 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.empty(0, device=mesh.device_type).device
-
-
-def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """The mask of a rank's heads, where ranks exchange tokens for heads."""
-    index = mask.mask_index
-    return mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
-
-
-def _described(
-    mask: MaskLike,
-    whole: BlockMask,
-    heads: int | None,
-    kv_heads: int | None,
-    assignment: Assignment,
-    strategy: Strategy,
-    overlap: bool | None,
-    keep_fetched: bool,
-) -> dict[str, str]:
-    """What must be the same on all ranks, in short words."""
-    text = "" if isinstance(mask, BlockMask) else f" of {mask}"
-    owners = hashlib.sha256(assignment.blocks.tobytes()).hexdigest()[:12]
-    return {
-        "mask": f"{whole.digest.hex()[:12]}{text}",
-        "q_len": str(whole.q_len),
-        "block_size": str(whole.block_size),
-        "heads": str(heads),
-        "kv_heads": str(kv_heads),
-        "strategy": repr(strategy),
-        "assignment": f"{assignment.name} ({owners})",
-        "overlap": str(overlap),
-        "keep_fetched": str(keep_fetched),
-    }

@@ -6,7 +6,7 @@ torch.compile guards on no number of a plan, and one graph serves every plan of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -50,6 +50,9 @@ class OneCall:
 
     mask: BlockMask
 
+    def to(self, device: torch.device) -> OneCall:
+        return OneCall(self.mask.to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class TwoCalls:
@@ -62,6 +65,10 @@ class TwoCalls:
     near: BlockMask
     far: BlockMask | None
     rows: torch.Tensor | None
+
+    def to(self, device: torch.device) -> TwoCalls:
+        far = None if self.far is None else self.far.to(device)
+        return TwoCalls(self.near.to(device), far, None if self.rows is None else self.rows.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +85,15 @@ class SharedRows:
     block_size: int
 
     @classmethod
-    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray, device: torch.device) -> SharedRows:
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray) -> SharedRows:
         """shared: (blocks,) bool."""
         of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
         every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
-        own = part_of(mask, every, assignment.blocks[rank]).to(device)
-        return cls(torch.from_numpy(of_rank[rank]).to(device), [len(rows) for rows in of_rank], own, mask.block_size)
+        own = part_of(mask, every, assignment.blocks[rank])
+        return cls(torch.from_numpy(of_rank[rank]), [len(rows) for rows in of_rank], own, mask.block_size)
+
+    def to(self, device: torch.device) -> SharedRows:
+        return replace(self, rows=self.rows.to(device), mask=self.mask.to(device))
 
 
 class Overlap(NamedTuple):
@@ -94,14 +104,14 @@ class Overlap(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Route(Peers):
-    """Which blocks of keys and values a rank gets and sends, and how it attends, on its device.
+class BlockExchange:
+    """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
 
     send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
     and come from each. silent: no rank sends anything.
     answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
     of each sent block is added, as a place in ``answered``.
-    shared: rows that the tables of both passes leave out; None if there are none.
+    shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
     """
 
     block_size: int
@@ -125,61 +135,60 @@ class Route(Peers):
 
     @classmethod
     def of(
-        cls,
-        mask: BlockMask,
-        assignment: Assignment,
-        rank: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        overlap: bool | None,
-        sizes: SequenceSizes,
-        link_rate: float,
-        shared: np.ndarray | None = None,
-    ) -> Self:
-        """For a mask on the CPU. overlap: None takes, for each pass, what is estimated to be faster. shared: (blocks,) bool, the
-        rows whose queries travel."""
+        cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
+    ) -> BlockExchange:
+        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster."""
         ranks = assignment.ranks
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
         own, fetched = assignment.blocks[rank], np.concatenate(received)
         if overlap is None:
-            work = assignment.work[rank] * sizes.heads
-            near, present = work[rank], int((own >= 0).sum())
-            times = call_times(near, work.sum() - near, present, len(fetched), sizes, link_rate)
+            far = (assignment.load[rank] - assignment.near[rank]) * sizes.heads
+            near = (assignment.near[rank] + assignment.shared_load[rank]) * sizes.heads
+            times = call_times(near, far, int((own >= 0).sum()), len(fetched), sizes, link_rate)
             chosen = Overlap(*(of_pass.overlaps for of_pass in times))
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.
+        shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
-        calls = {overlaps: _calls(mask, rows, own, fetched, device, overlaps) for overlaps in set(chosen)}
+        calls = {overlaps: _calls(mask, rows, own, fetched, overlaps) for overlaps in set(chosen)}
         send = np.searchsorted(own[own >= 0], np.concatenate(sent))
         answered, returned = np.unique(send, return_inverse=True)
         return cls(
-            group=group,
             block_size=mask.block_size,
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
-            send=torch.from_numpy(send).to(device),
+            send=torch.from_numpy(send),
             sends=[len(blocks) for blocks in sent],
             receives=[len(blocks) for blocks in received],
             silent=not assignment.received.any(),
-            answered=torch.from_numpy(answered).to(device),
-            returned=torch.from_numpy(returned).to(device),
-            shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared, device),
+            answered=torch.from_numpy(answered),
+            returned=torch.from_numpy(returned),
+            shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
         )
 
 
-def _calls(
-    mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, device: torch.device, overlaps: bool
-) -> OneCall | TwoCalls:
+@dataclass(frozen=True, eq=False)
+class Route(BlockExchange, Peers):
+    """A rank's exchange of blocks, on its device, and the ranks that it is with."""
+
+    @classmethod
+    def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
+        forward = exchange.forward.to(device)
+        backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
+        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
+        shared = exchange.shared and exchange.shared.to(device)
+        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, "shared": shared, **moved})
+
+
+def _calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
     """rows: ``own``, with -1 for those that other calls attend."""
     if not overlaps:
-        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])).to(device))
-    visiting, far = np.flatnonzero(_visits(mask, rows, fetched)), None
-    if len(visiting):
-        far = part_of(mask, rows[visiting], fetched).to(device)
-    near = part_of(mask, rows, own).to(device)
-    return TwoCalls(near, far, None if len(visiting) == len(own) else torch.from_numpy(visiting).to(device))
+        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
+    visiting = np.flatnonzero(_visits(mask, rows, fetched))
+    far = part_of(mask, rows[visiting], fetched) if len(visiting) else None
+    return TwoCalls(part_of(mask, rows, own), far, None if len(visiting) == len(own) else torch.from_numpy(visiting))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

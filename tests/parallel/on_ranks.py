@@ -276,3 +276,22 @@ def refused_calls() -> dict[str, str]:
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]
+
+
+def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
+    """(the worst difference from one process over layers of several masks, [which layers share the first layer's plan, which the
+    second's, which the tokens of all])"""
+    options = {"heads": 4, "kv_heads": 4, "block_size": 64, "strategy": strategy}
+    plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), 0.0
+    given = [t[:, :, :1000] for t in inputs("per head")]
+    for plan, mask in zip(plans, BY_LAYER, strict=True):
+        whole = sf.compile_mask(mask, 1000, block_size=64)
+        wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
+        mine = [plans.shard(t, 2) for t in given]
+        got = results(lambda q, k, v, plan=plan: plan.attention(q, k, v, return_lse=True), *mine)
+        worst = max(worst, difference([plans.unshard(t, 2) for t in got], wanted))
+    same = [[plan is plans[layer] for plan in plans] for layer in (0, 1)]
+    return worst, [*same, [plan.positions is plans.positions for plan in plans]]

@@ -7,9 +7,9 @@ from on_ranks import CASES, mask_of
 
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
-from sparse_flash.parallel.assignment import candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
 from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
-from sparse_flash.parallel.explanation import explained
+from sparse_flash.parallel.explanation import chosen, explained
 
 
 def whole(name: str) -> sf.BlockMask:
@@ -20,8 +20,9 @@ def whole(name: str) -> sf.BlockMask:
 def options(name: str, ranks: int):
     """(a mask, ways to assign its tokens)"""
     mask = whole(name)
-    found = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
-    return mask, [*found, exchanged(found[0], 1.0)]
+    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
+    found = candidates([visits], [1], ranks)
+    return mask, [owners.under(visits) for owners in (*found, exchanged(found[0], [visits], [1], 1.0))]
 
 
 def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
@@ -115,7 +116,8 @@ def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_leve
     mask = sf.compile_mask(pattern, tokens)
     found = explained(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
     cost = found.costs["blocks"]
-    regular = {one.name: one for one in candidates(mask, 8, 4)}
+    visits = Visits.of(mask, 8)
+    regular = {one.name: one.under(visits) for one in candidates([visits], [1], 8)}
     balance = {name: one.work.sum(1).max() / one.work.sum(1).mean() for name, one in regular.items()}
     assert cost.waited / cost.work.mean() < 1.25 < min(balance["contiguous"], balance["zigzag"])
     assert found.assignments["blocks"].received.max() < 0.5 * regular["levelled"].received.max()
@@ -160,6 +162,40 @@ def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
     found = explained(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)
     work = found.costs["heads"].work
     assert work[0] == 64 * 64 and work[1] == 64 + 2 * 63 and found.costs["heads"].waited == work[0]
+
+
+def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_most_layers_have():
+    tokens, ranks = 1 << 17, 8
+    visits = [Visits.of(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
+
+    def made(layers: list[int]):
+        return chosen(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
+
+    assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
+    assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
+    summed = sum(count * made([3, 2]).owners.under(one).load for count, one in zip([3, 2], visits, strict=True))
+    assert summed.max() < 1.02 * summed.mean()
+
+
+def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
+    tokens, ranks = 1 << 18, 8
+    visits = [Visits.of(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
+    both = chosen(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
+    assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"
+
+
+def test_exchanging_chunks_lowers_the_sum_of_all_layers():
+    tokens, ranks = 1 << 16, 8
+    ends = np.cumsum(np.random.default_rng(1).lognormal(np.log(4096), 1.3, 100).astype(int).clip(16))
+    apart = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
+    visits = [Visits.of(sf.compile_mask(mask, tokens), 2) for mask in (apart, apart & sf.local(512))]
+    start = candidates(visits, [1, 3], ranks)[0]
+
+    def costliest(owners) -> float:
+        each = [owners.under(one) for one in visits]
+        return max(sum(count * (one.load + one.received) for count, one in zip([1, 3], each, strict=True)))
+
+    assert costliest(exchanged(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
 
 
 def test_one_rank_gets_nothing():

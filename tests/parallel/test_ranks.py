@@ -4,6 +4,8 @@ import on_ranks
 import pytest
 from on_ranks import CASES
 
+import sparse_flash as sf
+
 pytestmark = pytest.mark.ranks
 OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
@@ -53,6 +55,13 @@ def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgr
         assert error < 1e-5 and of_parameters < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["blocks", "heads", "auto"])
+def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(pools, strategy):
+    for error, shared in pools(2).run(on_ranks.of_layers, strategy):
+        assert error < 1e-5
+        assert shared == [[True, False, False, False, True], [False, True, False, True, False], [True] * 5]
+
+
 def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
@@ -100,6 +109,13 @@ def test_different_plans_are_an_error_on_every_rank_that_says_which_rank_has_wha
     assert all("q_len is 1000 on ranks 0, 1, 1001 on rank 2" in said for said in lengths)
 
 
+def test_masks_of_other_layers_are_a_difference_that_is_said(pools):
+    masks = ["causal", "local(64)", "causal"]
+    said, *others = pools(3).run(on_ranks.refused, {rank: {"mask": masks[: 3 - rank // 2]} for rank in range(3)})
+    assert said == others[0] == others[1]
+    assert "for layers [0, 1, 0] on ranks 0, 1" in said and "for layers [0, 1] on rank 2" in said
+
+
 def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     own, *others = pools(3).run(on_ranks.refused, {0: {"strategy": "heads"}})
     assert "needs heads=" in own and all("rank 0: ValueError: strategy 'heads' needs heads=" in said for said in others)
@@ -110,11 +126,13 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'heads' or 'queries'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries' or 'heads'; got 'ring'"),
         ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"mask": []}, "mask must name at least one mask"),
+        ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
