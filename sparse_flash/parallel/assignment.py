@@ -126,6 +126,10 @@ class Owners:
     def ranks(self) -> int:
         return len(self.blocks)
 
+    def of_nodes(self, ranks: int) -> Owners:
+        """Whole nodes in place of ranks. ranks: of a node; its blocks are theirs, rank after rank."""
+        return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
+
     def places(self, q_len: int, block_size: int) -> np.ndarray:
         """(ranks, tokens of a rank) int64: the place of each token in the whole sequence, -1 for padding. One rank has none."""
         places = self.blocks[:, :, None] * block_size + np.arange(block_size)

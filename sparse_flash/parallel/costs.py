@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # Assumed where nothing is said, as both costs are proportional to it and so no choice depends on it.
@@ -39,6 +39,18 @@ class SequenceSizes:
     def block_bytes(self) -> int:
         """Of the keys and values of one block."""
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
+
+    def of_share(self, ranks: int) -> SequenceSizes:
+        """Where ranks hold equal shares of the heads."""
+        return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
+
+
+class Node(NamedTuple):
+    """What is near a rank: the second dimension of a mesh of two. ranks: of a node, 1 in a mesh of one dimension. link_rate: bytes
+    per second that a rank receives from ranks of its own node."""
+
+    ranks: int = 1
+    link_rate: float = LINK_RATE
 
 
 def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:

@@ -11,10 +11,10 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, SequenceSizes, call_times, seconds
+from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, Node, SequenceSizes, call_times, seconds
 
-Strategy = Literal["blocks", "queries", "heads"]
-STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads"
+Strategy = Literal["blocks", "queries", "heads", "nodes"]
+STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
 
 # A regular assignment is kept unless exchanging chunks saves more than this: the estimate is no better.
 _WORTH_IT = 0.98
@@ -40,8 +40,8 @@ class StrategyCosts:
 @dataclass(frozen=True, eq=False)
 class ContextExplanation:
     """Costs by strategy: "blocks", "queries" where a few rows visit most columns, "heads" where the plan knows its heads and ranks
-    divide them, "ring" (all keys and values pass every rank, arXiv:2310.01889) and "all-gather" (every rank gets them all, then
-    attends). Prints as a table.
+    divide them, "nodes" where the ranks of a node do, "ring" (all keys and values pass every rank, arXiv:2310.01889) and
+    "all-gather" (every rank gets them all, then attends). Prints as a table.
 
     sizes: of the sequence. ranks: how many. costs: by name. choice: the strategy of this library that is estimated to be faster.
     assignments: who owns what, by strategy of this library.
@@ -76,9 +76,12 @@ class Choice:
     strategies: tuple[Strategy, ...]
 
 
-def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool) -> tuple[Strategy, ...]:
+def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool, node: Node) -> tuple[Strategy, ...]:
     """knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
-    return STRATEGIES if knows_heads and sizes.kv_heads % ranks == 0 else ("blocks", "queries")
+    divided: dict[Strategy, int] = {"heads": ranks}
+    if 1 < node.ranks < ranks:
+        divided["nodes"] = node.ranks
+    return "blocks", "queries", *(name for name, of in divided.items() if knows_heads and sizes.kv_heads % of == 0)
 
 
 def chosen(
@@ -88,14 +91,15 @@ def chosen(
     ranks: int,
     link_rate: float,
     allowed: Sequence[Strategy],
+    node: Node = Node(),
 ) -> Choice:
     """Owners of the tokens and a strategy for each mask, by the time of all layers. Each layer waits for its slowest rank, as ranks
     meet in its exchange.
 
     visits: of the masks. layers: how many layers have each.
     """
-    estimates = _Estimates(sizes, ranks, link_rate)
-    of_heads = [estimates.of_heads(one.mask).seconds if "heads" in allowed else np.inf for one in visits]
+    estimates = _Estimates(sizes, ranks, link_rate, node)
+    of_heads = [estimates.of_heads(one.mask).seconds for one in visits] if "heads" in allowed else []
     # Under each strategy that fetches blocks, for each mask: what decides which; None where it cannot be.
     fetching: dict[Strategy, list[Visits | None]] = {}
     if "blocks" in allowed:
@@ -111,7 +115,10 @@ def chosen(
                 for name, by_mask in fetching.items()
                 if (one := by_mask[number]) is not None
             }
-            times["heads"] = of_heads[number]
+            if "heads" in allowed:
+                times["heads"] = of_heads[number]
+            if "nodes" in allowed:
+                times["nodes"] = estimates.of_nodes(owners, visits[number]).seconds
             best = min(times, key=times.__getitem__)
             total += count * times[best]
             strategies.append(best)
@@ -130,11 +137,17 @@ def chosen(
 
 
 def explained(
-    mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool, owners: Owners | None = None
+    mask: BlockMask,
+    sizes: SequenceSizes,
+    ranks: int,
+    link_rate: float,
+    knows_heads: bool,
+    owners: Owners | None = None,
+    node: Node = Node(),
 ) -> ContextExplanation:
     """The costs of a mask, on the CPU. owners: of the tokens, where that is settled, as by the masks of other layers."""
     visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
-    estimates, possible = _Estimates(sizes, ranks, link_rate), possible_strategies(sizes, ranks, knows_heads)
+    estimates, possible = _Estimates(sizes, ranks, link_rate, node), possible_strategies(sizes, ranks, knows_heads, node)
     options = [option.under(visits) for option in candidates([visits], [1], ranks)]
 
     def fastest(of: Callable[[Assignment], StrategyCosts]) -> StrategyCosts:
@@ -149,6 +162,9 @@ def explained(
         table["queries"] = estimates.of_blocks(assignments["queries"])
     if "heads" in possible:
         table["heads"], assignments["heads"] = estimates.of_heads(mask), best if owners else options[0]
+    if "nodes" in possible:
+        of_nodes = owners or chosen([visits], [1], sizes, ranks, link_rate, ["nodes"], node).owners
+        table["nodes"], assignments["nodes"] = estimates.of_nodes(of_nodes, visits), of_nodes.under(visits)
     choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
     table["ring"], table["all-gather"] = fastest(estimates.of_a_ring), fastest(estimates.of_an_all_gather)
     return ContextExplanation(sizes, ranks, table, choice, assignments)
@@ -161,6 +177,7 @@ class _Estimates:
     sizes: SequenceSizes
     ranks: int
     link_rate: float
+    node: Node
 
     @property
     def own(self) -> int:
@@ -200,9 +217,24 @@ class _Estimates:
         return self.sizes.block_size * ((mine.sum() - mine) * token + parts)
 
     def of_heads(self, mask: BlockMask) -> StrategyCosts:
-        received = self.own * (2 + 2 * self.sizes.heads / self.sizes.kv_heads) / 2 * (self.ranks - 1) / self.ranks  # q, k, v, out
+        received = self._of_exchanged_heads(self.ranks)
         work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
         return self._even(work, work.max(), received, self.own)
+
+    def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
+        """Where heads have masks of their own, with the mean of them on each rank."""
+        ranks = self.node.ranks
+        across = _Estimates(self.sizes.of_share(ranks), self.ranks // ranks, self.link_rate, Node())
+        costs = across.of_blocks(owners.of_nodes(ranks).under(visits))
+        within = self._of_exchanged_heads(ranks)
+        received = np.repeat(costs.received, ranks) + within
+        return StrategyCosts(
+            np.repeat(costs.work, ranks), costs.waited, received, costs.held, costs.seconds + within / self.node.link_rate
+        )
+
+    def _of_exchanged_heads(self, ranks: int) -> float:
+        """Bytes that each of so many ranks gets: q, k and v in some heads, and out back."""
+        return self.own * (1 + self.sizes.heads / self.sizes.kv_heads) * (ranks - 1) / ranks
 
     def of_a_ring(self, option: Assignment) -> StrategyCosts:
         rank, step = np.indices((self.ranks, self.ranks))

@@ -153,7 +153,9 @@ class BlockExchange:
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
         calls = {overlaps: _calls(mask, rows, own, fetched, overlaps) for overlaps in set(chosen)}
-        send = np.searchsorted(own[own >= 0], np.concatenate(sent))
+        place = np.full(mask.grid.kv_blocks, -1)
+        place[own[own >= 0]] = np.flatnonzero(own >= 0)
+        send = place[np.concatenate(sent)]
         answered, returned = np.unique(send, return_inverse=True)
         return cls(
             block_size=mask.block_size,

@@ -105,20 +105,25 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
+def nodes():
+    """2 x 2 ranks"""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+
+
+def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy, **options)
+    plan = plan_of(name, strategy, nodes() if in_nodes else None, **options)
     with poisoned_memory():
         once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
 
 
-def varied(strategy: str) -> tuple[float, float]:
+def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy), mask_of(name)
+    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), mask_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -181,7 +186,7 @@ def of_a_layer(fullgraph: bool) -> tuple[float, float]:
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
 
 
-def compiled(plans: int, **options) -> tuple[float, int]:
+def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
     """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
     that computes before and after the call."""
     torch._dynamo.reset()
@@ -197,7 +202,7 @@ def compiled(plans: int, **options) -> tuple[float, int]:
     worst = 0.0
     for number in range(plans):
         pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
-        plan = sf.context_parallel(pattern, 350, mesh(), heads=4, kv_heads=4, block_size=16, **options)
+        plan = sf.context_parallel(pattern, 350, nodes() if in_nodes else mesh(), heads=4, kv_heads=4, block_size=16, **options)
         given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
         eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
         worst = max(worst, difference(got, eager))

@@ -8,7 +8,7 @@ from on_ranks import CASES, mask_of
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes, call_times
+from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 
 
@@ -155,6 +155,19 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     assert forward.overlaps and not backward.overlaps  # two backward calls take longer than the exchange of 32 blocks
     assert call_times(1e6, 1e6, 2048, 2048, sizes, 1e10)[1].overlaps
     assert not any(of_pass.overlaps for of_pass in call_times(2e6, 0, 2048, 0, sizes, LINK_RATE))  # nothing travels
+
+
+def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
+    sizes = SequenceSizes(1 << 17, 128, 32, 8)
+    for text in ("causal", "butterfly"):
+        mask = sf.compile_mask(text, sizes.q_len)
+        found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE))
+        assert found.choice == "nodes" and "heads" not in found.costs
+        assert found.costs["nodes"].work.sum() == pytest.approx(found.costs["blocks"].work.sum())
+        assert "nodes" not in explained(mask, sizes, 8, 25e9, True, node=Node(8, LINK_RATE)).costs  # one node alone
+    received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
+    # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
+    assert (received == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20).all()
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():

@@ -8,6 +8,7 @@ import sparse_flash as sf
 
 pytestmark = pytest.mark.ranks
 OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
+OF_NODES = ["causal", "ragged documents", "full, cut block", "per head, grouped", "ranks that get nothing", "grouped 8:2"]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
@@ -36,6 +37,24 @@ def test_queries_that_travel_give_what_one_process_gives_and_the_same_bits_twice
 def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
     for error, same in pools(ranks).run(on_ranks.compared, name, "heads"):
         assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", OF_NODES)
+def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
+    for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
+        assert error < 1e-5 and same
+
+
+def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
+    for strategy in ("blocks", "heads"):
+        for error, same in pools(4).run(on_ranks.compared, "ranks that get nothing", strategy, in_nodes=True):
+            assert error < 1e-5 and same
+
+
+def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
+    for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
+        assert error < 1e-5 and of_sinks < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -69,6 +88,7 @@ def test_second_derivatives_are_refused(pools):
 @pytest.mark.parametrize(
     "options",
     [
+        {"strategy": "nodes", "in_nodes": True},
         {"strategy": "blocks", "overlap": True},
         {"strategy": "blocks", "overlap": False},
         {"strategy": "blocks", "overlap": None, "keep_fetched": False},
@@ -77,7 +97,7 @@ def test_second_derivatives_are_refused(pools):
     ],
 )
 def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, options):
-    for error, graphs in pools(2).run(on_ranks.compiled, 20, **options):
+    for error, graphs in pools(4 if "in_nodes" in options else 2).run(on_ranks.compiled, 20, **options):
         assert error < 1e-6 and graphs == 1
 
 
@@ -126,11 +146,13 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries' or 'heads'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
         ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"link_rate": (1e9, 0)}, "or two, between nodes and within; got (1000000000.0, 0)"),
+        ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
