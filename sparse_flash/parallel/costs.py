@@ -53,6 +53,9 @@ class Node(NamedTuple):
     link_rate: float = LINK_RATE
 
 
+ALONE = Node()  # in a mesh of one dimension
+
+
 def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
     """Of a rank's forward pass: its visited blocks, summed over heads, then the bytes that it receives."""
     return blocks * sizes.block_size**2 * 4 * HEAD_DIM / _FLOPS + received / link_rate

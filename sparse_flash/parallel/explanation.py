@@ -11,7 +11,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, Node, SequenceSizes, call_times, seconds
+from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, Node, SequenceSizes, call_times, seconds
 
 Strategy = Literal["blocks", "queries", "heads", "nodes"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
@@ -91,7 +91,7 @@ def chosen(
     ranks: int,
     link_rate: float,
     allowed: Sequence[Strategy],
-    node: Node = Node(),
+    node: Node = ALONE,
 ) -> Choice:
     """Owners of the tokens and a strategy for each mask, by the time of all layers. Each layer waits for its slowest rank, as ranks
     meet in its exchange.
@@ -131,7 +131,8 @@ def chosen(
     found, choice = min((of(owners) for owners in options), key=lambda pair: pair[0])
     fetched = [(one, layers[n]) for n, name in enumerate(choice.strategies) if name in fetching and (one := fetching[name][n])]
     if fetched:
-        uneven, other = of(exchanged(choice.owners, *zip(*fetched, strict=True), estimates.block_in_visits))
+        of_fetched, counts = [one for one, _ in fetched], [count for _, count in fetched]
+        uneven, other = of(exchanged(choice.owners, of_fetched, counts, estimates.block_in_visits))
         choice = other if uneven < _WORTH_IT * found else choice
     return choice
 
@@ -143,7 +144,7 @@ def explained(
     link_rate: float,
     knows_heads: bool,
     owners: Owners | None = None,
-    node: Node = Node(),
+    node: Node = ALONE,
 ) -> ContextExplanation:
     """The costs of a mask, on the CPU. owners: of the tokens, where that is settled, as by the masks of other layers."""
     visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
@@ -204,7 +205,7 @@ class _Estimates:
         # The slowest rank is not always that with the most work, nor that which gets most.
         took = max(
             min(call_times(*of_rank, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
-            for *of_rank, queries in zip(near, far, present, option.received, travelling, strict=True)
+            for of_rank, queries in zip(zip(near, far, present, option.received, strict=True), travelling, strict=True)
         )
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(near + far, (near + far).max(), fetched + travelling, self.own + fetched.max(), took)
@@ -224,7 +225,7 @@ class _Estimates:
     def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
         """Where heads have masks of their own, with the mean of them on each rank."""
         ranks = self.node.ranks
-        across = _Estimates(self.sizes.of_share(ranks), self.ranks // ranks, self.link_rate, Node())
+        across = _Estimates(self.sizes.of_share(ranks), self.ranks // ranks, self.link_rate, ALONE)
         costs = across.of_blocks(owners.of_nodes(ranks).under(visits))
         within = self._of_exchanged_heads(ranks)
         received = np.repeat(costs.received, ranks) + within

@@ -81,15 +81,15 @@ def context_parallel(
     all layers, balanced by their sum; equal masks are planned and stored once. q_len: tokens of the whole sequence.
     mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one, or of two with names, ``mesh["node", "cp"]``: the nodes and
     the ranks of each. All its ranks share the sequence.
-    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed by strategy "heads", and to choose a strategy.
+    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed to exchange heads, and to choose that.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
     strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
     "queries": as that, but where a few rows visit more than half of all columns, as those of global tokens do, their queries travel
     to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes": the ranks of a node exchange tokens for heads, and fetch
-    blocks of those heads from the other nodes, for a mesh of two dimensions; the ranks of a node must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
-    time, for each mask, and "blocks" where heads are not given.
+    (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
+    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
     link_rate: bytes per second that a rank receives from others; the default was measured between two H200. Of a mesh of two
     dimensions two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
@@ -138,7 +138,7 @@ class ContextPlan(TokenShards):
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
     embeddings, for instance.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
+    strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
     overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
     """
 

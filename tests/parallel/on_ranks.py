@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from unittest.mock import patch
 
@@ -152,6 +153,17 @@ def of_one_result(which: str) -> float:
     if which == "lse":
         wanted, got = wanted[:2], got[:2]  # v has no part in it
     return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def dying(rank: int) -> None:
+    """One rank ends after a call; the others make more of them."""
+    plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
+    q = torch.zeros(1, 1, plan.tokens, 16)
+    plan.attention(q, q, q)
+    if dist.get_rank() == rank:
+        os._exit(1)
+    for _ in range(3):
+        plan.attention(q, q, q)
 
 
 def differentiated_twice() -> str:

@@ -167,7 +167,7 @@ def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
         assert "nodes" not in explained(mask, sizes, 8, 25e9, True, node=Node(8, LINK_RATE)).costs  # one node alone
     received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
     # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
-    assert (received == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20).all()
+    assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():

@@ -3,6 +3,7 @@
 import on_ranks
 import pytest
 from on_ranks import CASES
+from pool import Pool
 
 import sparse_flash as sf
 
@@ -79,6 +80,19 @@ def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(p
     for error, shared in pools(2).run(on_ranks.of_layers, strategy):
         assert error < 1e-5
         assert shared == [[True, False, False, False, True], [False, True, False, True, False], [True] * 5]
+
+
+def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
+    pool = Pool(3, tmp_path)
+    try:
+        with pytest.raises(AssertionError) as raised:
+            pool.run(on_ranks.dying, 1)
+    finally:
+        pool.close()
+    assert "rank 1: the process ended" in str(raised.value)
+    for rank in (0, 2):
+        said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
+        assert "RuntimeError" in said and "by peer" in said
 
 
 def test_second_derivatives_are_refused(pools):
