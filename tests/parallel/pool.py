@@ -33,7 +33,7 @@ class Pool:
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=False)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
