@@ -2,5 +2,6 @@
 Knows the calls of ``api``, and nothing of models or of other libraries."""
 
 from .plan import ContextPlan, ContextPlans, context_parallel
+from .planner import ContextParallel, PendingPlan
 
-__all__ = ["ContextPlan", "ContextPlans", "context_parallel"]
+__all__ = ["ContextParallel", "ContextPlan", "ContextPlans", "PendingPlan", "context_parallel"]

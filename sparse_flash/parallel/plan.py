@@ -121,11 +121,17 @@ def context_parallel(
 
 
 def plans_of(
-    numbers: PlannedSequence, layers: list[int], options: PlanOptions, whole: Callable[[int], BlockMask], mesh: DeviceMesh
+    numbers: PlannedSequence,
+    layers: list[int],
+    options: PlanOptions,
+    whole: Callable[[int], BlockMask],
+    mesh: DeviceMesh,
+    cu_seqlens: tuple[int, ...] = (0,),
 ) -> ContextPlans:
-    """layers: the number of each layer's mask among those that were planned. whole: gives a mask by its number, on the CPU."""
+    """layers: the number of each layer's mask among those that were planned. whole: gives a mask by its number, on the CPU.
+    cu_seqlens: of the documents; one by default."""
     places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
-    shards = TokenShards(numbers.sizes.q_len, places, group_of(mesh), device_of(mesh))
+    shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
     plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
     return ContextPlans(shards, [plans[number] for number in layers])
 
@@ -136,7 +142,7 @@ class ContextPlan(TokenShards):
     tokens: int, the tokens that this rank holds. The same on every rank: some hold padding at their end. A plan for one rank holds
     all tokens, unpadded. q_len: tokens of the whole sequence.
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
-    embeddings, for instance.
+    embeddings, for instance. document_positions: the same, the place of each in its document, for a plan of ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
     strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
     overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.

@@ -15,11 +15,12 @@ class TokenShards:
     """One rank's tokens of a sequence, the same number on every rank: some hold padding at their end.
 
     q_len: tokens of the sequence. places: (ranks, tokens) int64 on the host, the place of each token in the sequence, -1 for
-    padding. group: the ranks. device: of the tensors.
+    padding. cu_seqlens: where documents start. group: the ranks. device: of the tensors.
     """
 
     q_len: int
     places: np.ndarray
+    cu_seqlens: tuple[int, ...]
     group: dist.ProcessGroup
     device: torch.device
 
@@ -29,6 +30,12 @@ class TokenShards:
         own = torch.from_numpy(self.places[self.rank])
         self.exists = (own >= 0).to(self.device)
         self.positions = own.clamp(min=0).to(self.device)
+
+    @cached_property
+    def document_positions(self) -> torch.Tensor:
+        """(tokens,) int64, as ``positions``: the place of each token in its document."""
+        starts = torch.tensor(self.cu_seqlens, device=self.device)
+        return self.positions - starts[torch.searchsorted(starts, self.positions, right=True) - 1]
 
     @cached_property
     def _inverse(self) -> torch.Tensor:

@@ -312,3 +312,63 @@ def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
         worst = max(worst, difference([plans.unshard(t, 2) for t in got], wanted))
     same = [[plan is plans[layer] for plan in plans] for layer in (0, 1)]
     return worst, [*same, [plan.positions is plans.positions for plan in plans]]
+
+
+DOCUMENTS = [[0, 70, 333, 334, 900, 1000], [0, 1000], [0, *range(90, 900, 90)], [0, 512, 1000]]
+
+
+def of_a_planner() -> tuple[float, int, list[bool]]:
+    """Masks by layer, and documents that change with each step, all submitted at first: (the worst difference from one process, how
+    many graphs were compiled, whether positions are those of documents)."""
+    torch._dynamo.reset()
+    counter, worst, placed = CompileCounterWithBackend("aot_eager"), 0.0, []
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, plan):
+        return plan.attention(q, k, v, return_lse=True)
+
+    given = [t[:, :, :1000] for t in inputs("per head")]
+    masks = ["causal", "causal & local(100)"]
+    with sf.ContextParallel(mesh(), masks, 1000, block_size=64) as planner:
+        coming = [planner.submit(torch.tensor(cu_seqlens)) for cu_seqlens in DOCUMENTS]
+        for cu_seqlens, pending in zip(DOCUMENTS, coming, strict=True):
+            plans = pending.result()
+            for mask, plan in zip(masks, plans, strict=True):
+                apart = sf.parse(mask) & sf.documents(cu_seqlens)
+                whole = sf.compile_mask(apart, 1000, block_size=64)
+                assert torch.equal(plan.mask.to_dense(), whole.to_dense())
+                wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
+                mine = [plan.shard(t, 2) for t in given]
+                got = results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *mine)
+                worst = max(worst, difference([plan.unshard(t, 2) for t in got], wanted))
+            starts = torch.tensor(cu_seqlens)
+            token = torch.arange(1000)
+            in_document = token - starts[torch.searchsorted(starts, token, right=True) - 1]
+            placed.append(torch.equal(plans.unshard(plans.document_positions, 0), in_document))
+    return worst, counter.frame_count, placed
+
+
+def refused_documents() -> dict[str, str]:
+    """What a planner says of documents that do not fit, or that other ranks do not have, by name; and of one that fits, after."""
+    said, rank = {}, dist.get_rank()
+    options = {"heads": 2, "block_size": 64, "strategy": "heads"}
+    with sf.ContextParallel(mesh(), "causal", 1000, **options) as planner:
+        submitted = {
+            "too long": [0, 1001],
+            "falling": [0, 10, 5],
+            "of one rank": [0, 1001] if rank == 1 else [0, 1000],
+            "other": [0, 500, 1000] if rank == 0 else [0, 400, 1000],
+            "right": [0, 1000],
+        }
+        coming = {name: planner.submit(cu_seqlens) for name, cu_seqlens in submitted.items()}
+        for name, pending in coming.items():
+            try:
+                said[name] = repr(pending.result())
+            except ValueError as error:
+                said[name] = str(error)
+    for name, mask in (("table", sf.compile_mask("causal", 1000)), ("no mask", [])):
+        try:
+            sf.ContextParallel(mesh(), mask, 1000)
+        except (TypeError, ValueError) as error:
+            said[name] = str(error)
+    return said

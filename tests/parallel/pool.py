@@ -22,11 +22,18 @@ class Pool:
         self.ranks = ranks
         # Forks of a process that has imported everything start at once.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["sparse_flash.parallel", "torch._dynamo.testing"])
+        context.set_forkserver_preload(
+            [
+                "sparse_flash.parallel",
+                "torch._dynamo.testing",
+                "sparse_flash.integrations.transformers",
+                "transformers.models.llama",
+            ]
+        )
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=False)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

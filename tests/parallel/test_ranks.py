@@ -187,3 +187,21 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
         assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
+
+
+def test_documents_that_change_are_planned_beside_and_compile_once(pools):
+    for error, graphs, placed in pools(2).run(on_ranks.of_a_planner):
+        assert error < 1e-5 and graphs == 1 and all(placed)
+
+
+def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_next_are_planned(pools):
+    first, second = pools(2).run(on_ranks.refused_documents)
+    assert "end at token 1001, past the q_len=1000" in first["too long"] == second["too long"]
+    assert "must not decrease" in first["falling"]
+    assert "rank 1: ValueError: the documents end at token 1001" in first["of one rank"]
+    assert first["other"] == second["other"]
+    assert "cu_seqlens is of 2 documents to token 1000" in first["other"] and "on rank 0" in first["other"]
+    assert first["right"].startswith("ContextPlan(1000 tokens over 2 ranks, 512 on each, strategy 'heads'")
+    assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
+    assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
+    assert "must name at least one mask" in first["no mask"]
