@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives
-from .calls import PartialAttention, Results, add, join
+from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import Arriving, by_block, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
@@ -93,7 +93,7 @@ def _backward(
     route = Route.behind(handle)
     calls, shared = route.backward, route.shared
     run = PartialAttention(_scale_of(q, scale), deterministic, backend)
-    results = Results(dout, dlse, out, lse)
+    results = RowResults(dout, dlse, out, lse)
     sent = sent_results(q, results, shared, route.group) if shared else None
     fetching = None
     if not keep_fetched:
