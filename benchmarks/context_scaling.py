@@ -4,8 +4,8 @@
 
 Assigns the tokens of one sequence for each mask and number of ranks, and estimates the time of a forward pass as plans do when they
 choose: from visited blocks, bytes, the rate of products and that of links. Up to ``--node`` ranks have ``--link-rate``; beyond, all
-bytes have ``--between-rate``. It knows no latency, no other traffic and no other work. Writes context-scaling.json, .png and
--dark.png.
+bytes have ``--between-rate``, but for heads exchanged within a node. It knows no latency, no other traffic and no other work.
+Writes context-scaling.json, .png and -dark.png.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import sparse_flash as sf
-from sparse_flash.parallel.costs import FLOP_RATE, LINK_RATE, SequenceSizes
+from sparse_flash.parallel.costs import ALONE, FLOP_RATE, LINK_RATE, Node, SequenceSizes
 from sparse_flash.parallel.explanation import explained
 
 from .report.plots import draw_context_scaling
@@ -36,7 +36,7 @@ def masks(tokens: int) -> dict[str, sf.Pattern]:
     drawn = np.random.default_rng(0).lognormal(np.log(4096), 1.3, max(16, tokens // 1024)).astype(int).clip(16)
     ends = np.cumsum(drawn)
     apart = sf.documents((0, *ends[ends < tokens].tolist(), tokens))
-    texts = ("causal", "causal & local(4096)", "causal & (local(1024) | power_of_two)", "butterfly")
+    texts = ("causal", "causal & local(4096)", "causal & (local(1024) | power_of_two)", "butterfly", "bigbird")
     return {text: sf.parse(text) for text in texts} | {"causal & documents": sf.causal() & apart}
 
 
@@ -58,8 +58,8 @@ def simulated(
     slower = FLOP_RATE / flop_rate
     rows: list[dict] = []
     for count in ranks:
-        rate = (link_rate if count <= node else between_rate) * slower
-        found = explained(mask, sizes, count, rate, knows_heads=True)
+        near = Node(node, link_rate * slower) if count > node else ALONE
+        found = explained(mask, sizes, count, (link_rate if count <= node else between_rate) * slower, True, node=near)
         cost = found.costs[found.choice]
         took = cost.seconds * slower
         rows.append(

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from .costs import SequenceSizes
 
 # Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
 # most as many as are searched in milliseconds. Chunks of 512 tokens gave documents of random lengths no better plans.
@@ -19,6 +20,9 @@ _LEAST_CHUNKS, _MOST_CHUNKS = 4, 64  # of a rank
 # ranks after an exchange, and of the costliest of all after so many of them.
 _MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 2, 0.999
 _LOOK_BACK, _LEAST_PROGRESS = 32, 0.98
+# Rows that visit a larger share of all columns are shared, so that their queries travel and not the keys, if they are few: their
+# queries and results are then at most half of the bytes of all keys and values.
+_HEAVY, _FEW = 0.5, 0.25
 _ENTRIES_TOGETHER = 1 << 22  # of a table, read at a time
 
 
@@ -29,6 +33,7 @@ class Visits:
     mask: on the CPU. work: (chunks,) float64, how many blocks the rows of a chunk visit, the mean over heads.
     ptr, cols: (chunks + 1,) and (needs,) int64: chunk i needs the block columns cols[ptr[i] : ptr[i + 1]], ascending: those that
     some row of it visits, in some head.
+    shared: (q_blocks,) bool, rows that count for nothing here, as their queries travel; None if there are none.
     """
 
     mask: BlockMask
@@ -36,18 +41,25 @@ class Visits:
     work: np.ndarray
     ptr: np.ndarray
     cols: np.ndarray
+    shared: np.ndarray | None = None
 
     @classmethod
-    def of(cls, mask: BlockMask, per: int) -> Visits:
+    def of(cls, mask: BlockMask, per: int, shared: np.ndarray | None = None) -> Visits:
         blocks = mask.grid.q_blocks
         chunks = -(-blocks // per)
-        bounds = np.minimum(np.arange(chunks + 1) * per, blocks)
-        work = _shares(mask) @ np.diff(mask.by_query.row_ptr.numpy()[:, bounds])
+        visited = np.diff(mask.by_query.row_ptr.numpy())
+        work = _shares(mask) @ np.add.reduceat(visited if shared is None else visited * ~shared, np.arange(chunks) * per, axis=1)
         needed = np.zeros(chunks * blocks, bool)
-        for _, chunk, cols in _entries_by_chunk(mask, per):
+        for _, chunk, cols in _entries_by_chunk(mask, per, shared):
             needed[chunk * blocks + cols] = True
         needs = np.flatnonzero(needed)
-        return cls(mask, per, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks)
+        return cls(mask, per, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
+
+    def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
+        """The same, but for the rows that visit most columns, in the mean over heads; None unless there are some, and few."""
+        heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
+        few = 0 < heavy.sum() * sizes.heads <= _FEW * len(heavy) * sizes.kv_heads
+        return Visits.of(self.mask, self.per, heavy) if few else None
 
     @property
     def chunks(self) -> int:
@@ -57,7 +69,7 @@ class Visits:
     def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Which chunks visit which: (row chunks, column chunks, how many blocks, the mean over heads), where any."""
         blocks = np.zeros(self.chunks**2)
-        for share, chunk, cols in _entries_by_chunk(self.mask, self.per):
+        for share, chunk, cols in _entries_by_chunk(self.mask, self.per, self.shared):
             blocks += share * np.bincount(chunk * self.chunks + cols // self.per, minlength=len(blocks))
         visited = np.flatnonzero(blocks)
         return *np.divmod(visited, self.chunks), blocks[visited]
@@ -68,16 +80,22 @@ def _shares(mask: BlockMask) -> np.ndarray:
     return np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
 
 
-def _entries_by_chunk(mask: BlockMask, per: int) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    """(the share of heads, the chunk of the row, the column) of a mask's visited blocks, some rows of a stored mask at a time."""
+def _entries_by_chunk(
+    mask: BlockMask, per: int, without: np.ndarray | None = None
+) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+    """(the share of heads, the chunk of the row, the column) of a mask's visited blocks, some rows of a stored mask at a time.
+    without: (q_blocks,) bool, rows that are left out."""
     ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _shares(mask)
     chunk_of_row = np.arange(mask.grid.q_blocks) // per
     for number in range(mask.masks):
         row = 0
         while row < mask.grid.q_blocks:
             stop = max(row + 1, int(np.searchsorted(ptr[number], ptr[number, row] + _ENTRIES_TOGETHER, side="right")) - 1)
-            chunk = np.repeat(chunk_of_row[row:stop], np.diff(ptr[number, row : stop + 1]))
-            yield float(share[number]), chunk, cols[ptr[number, row] : ptr[number, stop]]
+            counts, visited = np.diff(ptr[number, row : stop + 1]), cols[ptr[number, row] : ptr[number, stop]]
+            if without is not None:
+                visited = visited[np.repeat(~without[row:stop], counts)]
+                counts = counts * ~without[row:stop]
+            yield float(share[number]), np.repeat(chunk_of_row[row:stop], counts), visited
             row = stop
 
 
@@ -108,6 +126,10 @@ class Owners:
     @property
     def ranks(self) -> int:
         return len(self.blocks)
+
+    def of_nodes(self, ranks: int) -> Owners:
+        """Whole nodes in place of ranks. ranks: of a node; its blocks are theirs, rank after rank."""
+        return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
 
     def places(self, q_len: int, block_size: int) -> np.ndarray:
         """(ranks, tokens of a rank) int64: the place of each token in the whole sequence, -1 for padding. One rank has none."""
@@ -142,6 +164,19 @@ class Assignment(Owners):
         row, col, blocks = self.visits.pairs
         own = self.owner[row] == self.owner[col]
         return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
+
+    def of_ranks(self, values: np.ndarray) -> np.ndarray:
+        """(ranks,): the sum of values, (blocks,), over each rank's blocks."""
+        return np.bincount(self.owner_of_block, values, self.ranks)
+
+    @cached_property
+    def shared_load(self) -> np.ndarray:
+        """(ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
+        of_columns = np.zeros(len(self.owner_of_block))
+        if self.visits.shared is not None:
+            for share, _, cols in _entries_by_chunk(self.visits.mask, self.per, ~self.visits.shared):
+                of_columns += share * np.bincount(cols, minlength=len(of_columns))
+        return self.of_ranks(of_columns)
 
     @cached_property
     def work(self) -> np.ndarray:

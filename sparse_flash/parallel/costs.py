@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 # Assumed where nothing is said, as both costs are proportional to it and so no choice depends on it.
 HEAD_DIM = 128
 ELEMENT_BYTES = 2  # float16, bfloat16
+LSE_BYTES = 4  # float32
 
 # Two H200 on NVLink, torch 2.11, bf16, 2026-11-21: 786 MB of keys and values took 4.83 ms, packing included. (The link itself is
 # more than twice as fast.) Links between nodes are slower: link_rate= says how fast.
@@ -39,6 +40,21 @@ class SequenceSizes:
         """Of the keys and values of one block."""
         return self.block_size * self.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES
 
+    def of_share(self, ranks: int) -> SequenceSizes:
+        """Where ranks hold equal shares of the heads."""
+        return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
+
+
+class Node(NamedTuple):
+    """What is near a rank: the second dimension of a mesh of two. ranks: of a node, 1 in a mesh of one dimension. link_rate: bytes
+    per second that a rank receives from ranks of its own node."""
+
+    ranks: int = 1
+    link_rate: float = LINK_RATE
+
+
+ALONE = Node()  # in a mesh of one dimension
+
 
 def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
     """Of a rank's forward pass: its visited blocks, summed over heads, then the bytes that it receives."""
@@ -68,7 +84,7 @@ def call_times(
     on_near, on_far = seconds(near, 0, sizes, link_rate), seconds(far, 0, sizes, link_rate)
     travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
     # For one call the rank's own blocks and the others' are copied into one tensor: read and written.
-    gathered = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE
+    gathered = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE if received else 0.0
     # A row is joined where it visits a column of others, so no more rows are than such blocks.
     joined = min(own * sizes.heads, far) * sizes.block_size * HEAD_DIM / _MEMORY_RATE
     forward = CallTimes(on_near + on_far + travel + gathered, max(on_near, travel) + on_far + _JOIN_BYTES * joined)

@@ -14,12 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api.arguments import autocast, check_sinks, check_tensors, check_types, checked_scale
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
+from ..compat.pytorch import flattened
 from ..masks.block_mask import BlockMask, MaskLike
+from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from .agreement import check_agreement
-from .costs import LINK_RATE
-from .exchange import all_to_all, attention_of_blocks
+from .costs import LINK_RATE, Node
+from .exchange import attention_of_blocks
 from .explanation import ContextExplanation, explained
+from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, Peers, Route
 from .sharding import TokenShards
@@ -34,8 +37,8 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads"] = "auto",
-    link_rate: float = LINK_RATE,
+    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlan: ...
@@ -50,8 +53,8 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads"] = "auto",
-    link_rate: float = LINK_RATE,
+    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlans: ...
@@ -65,8 +68,8 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads"] = "auto",
-    link_rate: float = LINK_RATE,
+    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
 ) -> ContextPlan | ContextPlans:
@@ -76,14 +79,19 @@ def context_parallel(
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
     head; it is read on the host. A list gives a mask to each layer and returns ``ContextPlans``: one assignment of tokens serves
     all layers, balanced by their sum; equal masks are planned and stored once. q_len: tokens of the whole sequence.
-    mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one.
-    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed by strategy "heads", and to choose a strategy.
+    mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one, or of two with names, ``mesh["node", "cp"]``: the nodes and
+    the ranks of each. All its ranks share the sequence.
+    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed to exchange heads, and to choose that.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
     strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
+    "queries": as that, but where a few rows visit more than half of all columns, as those of global tokens do, their queries travel
+    to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
-    time, for each mask, and "blocks" where heads are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200.
+    (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
+    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. Of a mesh of two
+    dimensions two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
@@ -92,16 +100,16 @@ def context_parallel(
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
     every rank where they differ, or where one of them raises for an unsuitable argument.
     """
-    group = group_of(mesh)
+    group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
     given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
-        options.check(ranks)
+        options.check(ranks, ranks_of_node)
         if not given:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
         masks, layers = _distinct([square(one, q_len, block_size) for one in given])
-        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options)
+        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options, ranks_of_node)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
@@ -124,7 +132,7 @@ def plans_of(
     cu_seqlens: of the documents; one by default."""
     places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
     shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
-    plans = [ContextPlan(shards, numbers, number, options, partial(whole, number)) for number in range(len(numbers.parts))]
+    plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
     return ContextPlans(shards, [plans[number] for number in layers])
 
 
@@ -136,7 +144,7 @@ class ContextPlan(TokenShards):
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
     embeddings, for instance. document_positions: the same, the place of each in its document, for a plan of ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks" or "heads". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
+    strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
     overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
     """
 
@@ -147,17 +155,25 @@ class ContextPlan(TokenShards):
         number: int,
         options: PlanOptions,
         whole: Callable[[], BlockMask],
+        mesh: DeviceMesh,
     ):
         """number: of the mask among those that were planned. whole: gives the mask, on the CPU."""
         vars(self).update(vars(shards))  # the same tensors under all masks
         self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
         self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
-        self._knows_heads, self._link_rate, self._whole = options.heads is not None, options.link_rate, whole
+        self._knows_heads, self._rates, self._whole = options.heads is not None, options.rates, whole
+        self._ranks_of_node = ranks_of_node_of(mesh)
         part = numbers.parts[number]
         # Of the call between exchanges, where all tokens are on the rank.
         self._gathered_mask = part.to(self.device) if isinstance(part, BlockMask) else None
-        self._route = Route.on(part, self.group, self.device) if isinstance(part, BlockExchange) else None
-        self._peers = Peers(self.group)
+        across = mesh.get_group(0) if self.strategy == "nodes" else self.group
+        self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
+        # With those that exchange tokens for heads: how many, and their group.
+        self._sharing, self._peers = 1, None
+        if self.strategy == "heads" and self.ranks > 1:
+            self._sharing, self._peers = self.ranks, Peers(self.group)
+        elif self.strategy == "nodes":
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -214,39 +230,31 @@ class ContextPlan(TokenShards):
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
-        if self._route is None:
-            return self._through_heads(q, k, v, scale, sinks, return_lse, deterministic, backend)
         if sinks is not None:
             check_sinks(sinks, q)
+        if self._peers is None:
+            out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+            return (out, lse) if return_lse else out
+        ranks, handle = self._sharing, self._peers.handle
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
+        q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
+        out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+        out = own_tokens_of_all_heads(out, ranks, handle)
+        return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
+
+    def _between(self, q, k, v, scale, sinks, deterministic, backend):
+        """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
+        if self._route is None:
+            # fmt: off
+            return attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
+                             deterministic=deterministic, backend=backend)
+            # fmt: on
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         scale = None if scale is None else checked_scale(scale, q.shape[3])
         out, lse = attention_of_blocks(q, k, v, self._columns, self._route, self.keep_fetched, scale, deterministic, backend)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks, None)
-        return (out, lse) if return_lse else out
-
-    def _through_heads(self, q, k, v, scale, sinks, return_lse, deterministic, backend):
-        """Tokens are exchanged for heads, and back."""
-        ranks, handle = self.ranks, self._peers.handle
-        if sinks is not None:
-            check_sinks(sinks, q)
-            sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
-        # (ranks, tokens, batch, heads of a rank x head_dim) each, so that all tokens of what arrives follow each other.
-        sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in (q, k, v)]
-        every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
-        q, k, v = (t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, (q, k, v), strict=True))
-        # fmt: off
-        out, lse = attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
-                             deterministic=deterministic, backend=backend)
-        # fmt: on
-        out = self._own_tokens(out)
-        return (out, self._own_tokens(lse[..., None])[..., 0]) if return_lse else out
-
-    def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, tokens, size) of x, (batch, heads of a rank, tokens of all ranks, size)."""
-        parts = x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4)
-        return all_to_all(parts, self._peers.handle).flatten(0, 1).transpose(0, 1)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -266,18 +274,23 @@ class ContextPlan(TokenShards):
             if size not in (1, wanted):
                 raise ValueError(f"the plan's mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
 
-    def explain(self, ranks: int | None = None) -> ContextExplanation:
+    def explain(self, ranks: int | None = None, ranks_of_node: int | None = None) -> ContextExplanation:
         """What one forward pass costs each rank by strategy, beside a ring and an all-gather of all keys and values; prints as a
         table. Nothing runs.
 
-        ranks: of the plan by default; any other number shows what as many would do, with this mask in all layers. heads and
-        kv_heads are those that the plan was given, else the mask's heads.
+        ranks: of the plan by default; any other number shows what as many would do, with this mask in all layers. ranks_of_node:
+        those of the mesh's second dimension, also by default; 1 is for a mesh of one. heads and kv_heads are those that the plan
+        was given, else the mask's heads.
         """
         ranks = self.ranks if ranks is None else operator.index(ranks)
+        of_node = self._ranks_of_node if ranks_of_node is None else operator.index(ranks_of_node)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {ranks}")
+        if of_node < 1 or ranks % of_node:
+            raise ValueError(f"ranks_of_node must divide the {ranks} ranks; got {of_node}")
         owners = self._owners if ranks == self.ranks else None
-        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads, owners)
+        rate, near = self._rates
+        return explained(self.mask, self._sizes, ranks, rate, self._knows_heads, owners, Node(of_node, near))
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):
@@ -317,17 +330,34 @@ def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
 
 
 def _in_words(given: MaskLike, whole: BlockMask) -> str:
-    text = "" if isinstance(given, BlockMask) else f" of {given}"
-    return f"{whole.digest.hex()[:12]}{text}"
+    try:
+        text = given.to_spec() if isinstance(given, Pattern) else given if isinstance(given, str) else ""
+    except ValueError:
+        text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
+    return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
-    if mesh.ndim != 1:
-        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
-        raise ValueError(f"mesh must have one dimension; got {mesh.ndim} ({names}); name one: mesh['cp']")
-    return mesh.get_group()
+    named = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not named):
+        names = ", ".join(map(repr, named)) or "no names"
+        raise ValueError(
+            f"mesh must have one dimension, or two with names; got {mesh.ndim} ({names}); name one or two: mesh['cp'], "
+            "mesh['node', 'cp']"
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    numbers = mesh.mesh.flatten().tolist()
+    if numbers != sorted(numbers):
+        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
+    return flattened(mesh).get_group()
+
+
+def ranks_of_node_of(mesh: DeviceMesh) -> int:
+    """1 in a mesh of one dimension."""
+    return mesh.size(1) if mesh.ndim == 2 else 1
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

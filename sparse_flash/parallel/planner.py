@@ -25,7 +25,7 @@ from ..masks.pattern import Pattern, parse
 from ..patterns import documents
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE
-from .plan import ContextPlan, ContextPlans, group_of, plans_of
+from .plan import ContextPlan, ContextPlans, group_of, plans_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, planned, short_digest
 
 
@@ -38,6 +38,7 @@ class _Task:
     q_len: int
     rank: int
     ranks: int
+    ranks_of_node: int
     options: PlanOptions
 
     def mask(self, number: int, cu_seqlens: tuple[int, ...]) -> BlockMask:
@@ -46,7 +47,8 @@ class _Task:
 
     def planned(self, cu_seqlens: tuple[int, ...]) -> PlannedSequence:
         masks = [self.mask(number, cu_seqlens) for number in range(len(self.patterns))]
-        return planned(masks, [self.layers.count(number) for number in range(len(masks))], self.rank, self.ranks, self.options)
+        layers = [self.layers.count(number) for number in range(len(masks))]
+        return planned(masks, layers, self.rank, self.ranks, self.options, self.ranks_of_node)
 
 
 class ContextParallel:
@@ -77,8 +79,8 @@ class ContextParallel:
         heads: int | None = None,
         kv_heads: int | None = None,
         block_size: int = 128,
-        strategy: Literal["auto", "blocks", "heads"] = "auto",
-        link_rate: float = LINK_RATE,
+        strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+        link_rate: float | tuple[float, float] = LINK_RATE,
         overlap: bool | None = None,
         keep_fetched: bool = True,
         timeout: timedelta | None = None,
@@ -90,13 +92,13 @@ class ContextParallel:
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
         try:
-            options.check(len(ranks))
+            options.check(len(ranks), ranks_of_node_of(mesh))
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
             patterns = tuple(dict.fromkeys(by_layer))
             layers = tuple(patterns.index(one) for one in by_layer)
-            self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), options)
+            self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), ranks_of_node_of(mesh), options)
             self._task.planned((0, q_len))  # raises what every plan would
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)

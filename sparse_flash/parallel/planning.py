@@ -11,7 +11,7 @@ from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.build import part_of
 from ..masks.cache import as_block_mask
 from .assignment import Owners, Visits, chunk_blocks
-from .costs import SequenceSizes
+from .costs import Node, SequenceSizes
 from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
 from .routes import BlockExchange
 
@@ -23,12 +23,17 @@ class PlanOptions:
     heads: int | None
     kv_heads: int | None
     block_size: int
-    strategy: Literal["auto", "blocks", "heads"]
-    link_rate: float
+    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"]
+    link_rate: float | tuple[float, float]
     overlap: bool | None
     keep_fetched: bool
 
-    def check(self, ranks: int) -> None:
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second that a rank receives: from any other, from one of its node."""
+        return self.link_rate if isinstance(self.link_rate, tuple) else (self.link_rate, self.link_rate)
+
+    def check(self, ranks: int, ranks_of_node: int) -> None:
         """Raises ValueError for what cannot be."""
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ValueError(
@@ -44,16 +49,26 @@ class PlanOptions:
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads; got {self.kv_heads} and {self.heads}")
         if self.strategy not in ("auto", *STRATEGIES):
-            raise ValueError(f"strategy must be 'auto', 'blocks' or 'heads'; got {self.strategy!r}")
-        if not self.link_rate > 0:
-            raise ValueError(f"link_rate must be a positive number of bytes per second; got {self.link_rate!r}")
-        kv_heads = self.kv_heads or self.heads
-        if self.strategy == "heads" and kv_heads is None:
-            raise ValueError("strategy 'heads' needs heads= and kv_heads= of the attention calls")
-        if self.strategy == "heads" and kv_heads is not None and kv_heads % ranks:
+            raise ValueError(f"strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got {self.strategy!r}")
+        if len(self.rates) != 2 or not all(rate > 0 for rate in self.rates):
             raise ValueError(
-                f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {kv_heads} kv_heads; use "
-                "strategy='blocks', or a smaller dimension of the mesh"
+                f"link_rate must be a positive number of bytes per second, or two, between nodes and within; got {self.link_rate!r}"
+            )
+        kv_heads = self.kv_heads or self.heads
+        if self.strategy == "nodes" and not 1 < ranks_of_node < ranks:
+            raise ValueError(
+                "strategy 'nodes' needs a mesh of two dimensions, nodes and the ranks of each, with at least two of both; got "
+                f"{ranks // ranks_of_node} x {ranks_of_node}; use strategy='heads' or 'blocks'"
+            )
+        if self.strategy not in ("heads", "nodes"):
+            return
+        dividing = ranks if self.strategy == "heads" else ranks_of_node
+        if kv_heads is None:
+            raise ValueError(f"strategy {self.strategy!r} needs heads= and kv_heads= of the attention calls")
+        if kv_heads % dividing:
+            raise ValueError(
+                f"strategy {self.strategy!r} needs a number of ranks that divides kv_heads; got {dividing} ranks and {kv_heads} "
+                "kv_heads; use strategy='blocks', or a smaller dimension of the mesh"
             )
 
     def sizes(self, masks: Sequence[BlockMask]) -> SequenceSizes:
@@ -80,15 +95,23 @@ class PlannedSequence:
     parts: tuple[BlockMask | BlockExchange, ...]
 
 
-def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions) -> PlannedSequence:
-    """masks: different ones, on the CPU, of one length and block size. layers: how many layers have each. Raises ValueError for
-    options that do not fit them."""
+def planned(
+    masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks: int, options: PlanOptions, ranks_of_node: int = 1
+) -> PlannedSequence:
+    """masks: different ones, on the CPU, of one length and block size. layers: how many layers have each. ranks_of_node: 1 in a
+    mesh of one dimension. Raises ValueError for options that do not fit them."""
     sizes = options.sizes(masks)
-    possible = possible_strategies(sizes, ranks, options.heads is not None)
+    link_rate, node = options.rates[0], Node(ranks_of_node, options.rates[1])
+    possible = possible_strategies(sizes, ranks, options.heads is not None, node)
     allowed = possible if options.strategy == "auto" else (options.strategy,)
     per = chunk_blocks(masks[0].grid.q_blocks, sizes.block_size, ranks)
     visits = [Visits.of(mask, per) for mask in masks]
-    choice = chosen(visits, layers, sizes, ranks, options.link_rate, allowed)
+    if options.strategy == "queries" and not all(one.without_shared_rows(sizes) for one in visits):
+        raise ValueError(
+            "strategy 'queries' is for masks in which a few block rows visit more than half of all columns, as global tokens do; "
+            "use strategy='blocks'"
+        )
+    choice = chosen(visits, layers, sizes, ranks, link_rate, allowed, node)
 
     def part(one: Visits, strategy: Strategy) -> BlockMask | BlockExchange:
         if ranks == 1:
@@ -96,7 +119,12 @@ def planned(masks: Sequence[BlockMask], layers: Sequence[int], rank: int, ranks:
         if strategy == "heads":
             order = choice.owners.blocks.flatten()
             return part_of(_heads_of(one.mask, rank, ranks), order, order)
-        return BlockExchange.of(one.mask, choice.owners.under(one), rank, options.overlap, sizes, options.link_rate)
+        if strategy == "nodes":
+            number, within = divmod(rank, ranks_of_node)
+            mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)
+            return BlockExchange.of(mask, owners.under(one), number, options.overlap, sizes.of_share(ranks_of_node), link_rate)
+        travelling = one.without_shared_rows(sizes) if strategy == "queries" else None
+        return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, link_rate)
 
     parts = tuple(part(*both) for both in zip(visits, choice.strategies, strict=True))
     return PlannedSequence(sizes, choice.owners, choice.strategies, tuple(tuple(mask.mask_index.shape) for mask in masks), parts)

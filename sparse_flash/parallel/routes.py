@@ -6,7 +6,7 @@ torch.compile guards on no number of a plan, and one graph serves every plan of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -71,6 +71,31 @@ class TwoCalls:
         return TwoCalls(self.near.to(device), far, None if self.rows is None else self.rows.to(device))
 
 
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows whose queries travel to all ranks, as they visit most columns.
+
+    rows: (blocks,) int64, the rank's own of them, among its blocks. counts: how many each rank has. mask: rows: those of all ranks,
+    rank after rank; columns: the rank's own blocks.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    mask: BlockMask
+    block_size: int
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray) -> SharedRows:
+        """shared: (blocks,) bool."""
+        of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
+        every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
+        own = part_of(mask, every, assignment.blocks[rank])
+        return cls(torch.from_numpy(of_rank[rank]), [len(rows) for rows in of_rank], own, mask.block_size)
+
+    def to(self, device: torch.device) -> SharedRows:
+        return replace(self, rows=self.rows.to(device), mask=self.mask.to(device))
+
+
 class Overlap(NamedTuple):
     """For each pass, whether it is of two calls, one of which overlaps the exchange."""
 
@@ -86,6 +111,7 @@ class BlockExchange:
     and come from each. silent: no rank sends anything.
     answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
     of each sent block is added, as a place in ``answered``.
+    shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
     """
 
     block_size: int
@@ -97,6 +123,7 @@ class BlockExchange:
     silent: bool
     answered: torch.Tensor
     returned: torch.Tensor
+    shared: SharedRows | None
 
     @property
     def received(self) -> int:
@@ -116,14 +143,19 @@ class BlockExchange:
         received = [assignment.sent(source, rank) for source in range(ranks)]
         own, fetched = assignment.blocks[rank], np.concatenate(received)
         if overlap is None:
-            load, near = assignment.load[rank] * sizes.heads, assignment.near[rank] * sizes.heads
-            times = call_times(near, load - near, int((own >= 0).sum()), len(fetched), sizes, link_rate)
+            far = (assignment.load[rank] - assignment.near[rank]) * sizes.heads
+            near = (assignment.near[rank] + assignment.shared_load[rank]) * sizes.heads
+            times = call_times(near, far, int((own >= 0).sum()), len(fetched), sizes, link_rate)
             chosen = Overlap(*(of_pass.overlaps for of_pass in times))
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.
-        calls = {overlaps: _calls(mask, own, fetched, overlaps) for overlaps in set(chosen)}
-        send = np.searchsorted(own[own >= 0], np.concatenate(sent))
+        shared = assignment.visits.shared
+        rows = own if shared is None else np.where(shared[own], -1, own)
+        calls = {overlaps: _calls(mask, rows, own, fetched, overlaps) for overlaps in set(chosen)}
+        place = np.full(mask.grid.kv_blocks, -1)
+        place[own[own >= 0]] = np.flatnonzero(own >= 0)
+        send = place[np.concatenate(sent)]
         answered, returned = np.unique(send, return_inverse=True)
         return cls(
             block_size=mask.block_size,
@@ -135,6 +167,7 @@ class BlockExchange:
             silent=not assignment.received.any(),
             answered=torch.from_numpy(answered),
             returned=torch.from_numpy(returned),
+            shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
         )
 
 
@@ -147,15 +180,17 @@ class Route(BlockExchange, Peers):
         forward = exchange.forward.to(device)
         backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
         moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
-        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, **moved})
+        shared = exchange.shared and exchange.shared.to(device)
+        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, "shared": shared, **moved})
 
 
-def _calls(mask: BlockMask, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
+def _calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
+    """rows: ``own``, with -1 for those that other calls attend."""
     if not overlaps:
-        return OneCall(part_of(mask, own, np.concatenate([own, fetched])))
-    rows = np.flatnonzero(_visits(mask, own, fetched))
-    far = part_of(mask, own[rows], fetched) if len(rows) else None
-    return TwoCalls(part_of(mask, own, own), far, None if len(rows) == len(own) else torch.from_numpy(rows))
+        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
+    visiting = np.flatnonzero(_visits(mask, rows, fetched))
+    far = part_of(mask, rows[visiting], fetched) if len(visiting) else None
+    return TwoCalls(part_of(mask, rows, own), far, None if len(visiting) == len(own) else torch.from_numpy(visiting))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from oracle import poisoned_memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
 
@@ -27,6 +31,17 @@ CASES = {
     "bit tiles": ("causal & (dilated(3, 5) | strided(64))", 1100, 32, 1, 2, 2),
     "rows that keep nothing": ("causal & ~local(200)", 1024, 64, 1, 2, 2),
     "bigbird": ("bigbird(block=64, density=0.05)", 1536, 64, 1, 2, 2),
+    "global tokens": ("local(80) | global_tokens(70)", 1400, 32, 1, 4, 2),
+    "global tokens, per head": (
+        ("global_tokens(40)", "global_tokens(16) | local(60)", "global_tokens(16)", "local(9)"),
+        900,
+        16,
+        2,
+        4,
+        4,
+    ),
+    "global tokens, few blocks": ("block_diagonal(32) | global_tokens(20)", 140, 32, 1, 2, 2),
+    "global tokens at the end": (sf.local(50) | sf.from_mask_fn(lambda q, kv: (q >= 530) | (q == kv)), 555, 32, 1, 2, 2),
     "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
     "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
     "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
@@ -91,20 +106,25 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def compared(name: str, strategy: str, **options) -> tuple[float, bool]:
+def nodes():
+    """2 x 2 ranks"""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+
+
+def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy, **options)
+    plan = plan_of(name, strategy, nodes() if in_nodes else None, **options)
     with poisoned_memory():
         once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
 
 
-def varied(strategy: str) -> tuple[float, float]:
+def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy), mask_of(name)
+    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), mask_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -133,6 +153,17 @@ def of_one_result(which: str) -> float:
     if which == "lse":
         wanted, got = wanted[:2], got[:2]  # v has no part in it
     return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def dying(rank: int) -> None:
+    """One rank ends after a call; the others make more of them."""
+    plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
+    q = torch.zeros(1, 1, plan.tokens, 16)
+    plan.attention(q, q, q)
+    if dist.get_rank() == rank:
+        os._exit(1)
+    for _ in range(3):
+        plan.attention(q, q, q)
 
 
 def differentiated_twice() -> str:
@@ -167,32 +198,53 @@ def of_a_layer(fullgraph: bool) -> tuple[float, float]:
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
 
 
-def compiled(strategy: str, plans: int) -> tuple[float, int]:
-    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
+def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
+    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
+    that computes before and after the call."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    weights = [torch.randn(HEAD_DIM, HEAD_DIM) / HEAD_DIM**0.5 for _ in range(2)]
 
-    @torch.compile(fullgraph=True, backend=counter)
     def attend(q, k, v, plan):
-        return plan.attention(2 * q, k, v, return_lse=True)
+        out, lse = plan.attention(q @ weights[0], k, v, return_lse=True)
+        return out @ weights[1], lse
 
+    graph = torch.compile(attend, fullgraph=True, backend=counter)
     worst = 0.0
     for number in range(plans):
-        pattern = sf.causal() & sf.local(100 + 60 * number)
-        plan = sf.context_parallel(pattern, 1000, mesh(), heads=4, kv_heads=4, block_size=64, strategy=strategy)
-        given = [plan.shard(t[:, :, :1000], 2) for t in inputs("per head")]
-        eager = results(lambda q, k, v, plan=plan: plan.attention(2 * q, k, v, return_lse=True), *given)
-        worst = max(worst, difference(results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *given), eager))
+        pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
+        plan = sf.context_parallel(pattern, 350, nodes() if in_nodes else mesh(), heads=4, kv_heads=4, block_size=16, **options)
+        given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
+        eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
+        worst = max(worst, difference(got, eager))
     return worst, counter.frame_count
 
 
-def checkpointed(name: str) -> float:
-    plan = plan_of(name)
+def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
+    """(the difference from one process, the exchanges of a forward pass, those of a backward pass). policy: "none": no
+    checkpointing; "all": everything is recomputed; "operator": everything but what the operator returns."""
+    plan = plan_of(name, **options)
 
-    def attend(q, k, v):
-        return checkpoint(lambda *qkv: plan.attention(*qkv, return_lse=True), q, k, v, use_reentrant=False)
+    def of(_, function, *args, **kwargs):
+        saved = function is torch.ops.sparse_flash.context_attention.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return difference(of_a_plan(plan, name, attend), of_one_process(name))
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, of)} if policy == "operator" else {}
+    forward = []
+
+    def attend(*qkv):
+        # A product, so that something is left to recompute.
+        found = plan.attention(qkv[0] * 1.0, *qkv[1:], return_lse=True)
+        forward.append(exchanges.call_count)
+        return found
+
+    def checkpointed_attend(*qkv):
+        return checkpoint(attend, *qkv, use_reentrant=False, **more)
+
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+        got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
+    return difference(got, of_one_process(name)), forward[0], exchanges.call_count - forward[0]
 
 
 def on_two_dimensions(name: str, strategy: str) -> float:

@@ -46,7 +46,10 @@ class Pool:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} of {self.ranks} does not answer"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((None, "the process ended"))
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
         assert not errors, "\n".join(errors)
         return [result for result, _ in answers]

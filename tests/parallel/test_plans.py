@@ -8,7 +8,7 @@ from on_ranks import CASES, mask_of
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
+from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
 
 
@@ -130,6 +130,44 @@ def test_at_8_ranks_heads_are_exchanged_where_that_moves_less_and_key_heads_suff
     assert explanation("butterfly", 1 << 18, 8, heads=32, kv_heads=4).choice == "blocks"
     assert "heads" not in explanation("butterfly", 1 << 18, 64).costs
     assert "heads" not in explanation("butterfly", 1 << 18, 8, knows_heads=False).costs
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_queries_of_global_tokens_travel_as_that_moves_a_tenth_and_shares_their_work(ranks):
+    found = explanation("local(1024) | global_tokens(128)", 1 << 18, ranks, heads=32)
+    costs = found.costs
+    assert found.choice == "queries" and costs["queries"].received.max() < 0.1 * costs["blocks"].received.max()
+    assert costs["queries"].waited < 1.01 * costs["queries"].work.mean() < costs["blocks"].waited
+    assert costs["queries"].work.sum() == pytest.approx(costs["blocks"].work.sum())
+
+
+def test_bigbird_sends_queries_at_64_ranks_and_exchanges_heads_at_8():
+    assert [explanation("bigbird", 1 << 18, ranks).choice for ranks in (8, 64)] == ["heads", "queries"]
+
+
+def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
+    assert all("queries" not in explanation(text, 1 << 16, 8).costs for text in ("causal", "butterfly", "causal & local(4096)"))
+
+
+def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster():
+    sizes = SequenceSizes(1 << 19, 128, 32, 8)
+    forward, backward = call_times(2e6, 1e4, 2048, 32, sizes, LINK_RATE)
+    assert forward.overlaps and not backward.overlaps  # two backward calls take longer than the exchange of 32 blocks
+    assert call_times(1e6, 1e6, 2048, 2048, sizes, 1e10)[1].overlaps
+    assert not any(of_pass.overlaps for of_pass in call_times(2e6, 0, 2048, 0, sizes, LINK_RATE))  # nothing travels
+
+
+def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
+    sizes = SequenceSizes(1 << 17, 128, 32, 8)
+    for text in ("causal", "butterfly"):
+        mask = sf.compile_mask(text, sizes.q_len)
+        found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE))
+        assert found.choice == "nodes" and "heads" not in found.costs
+        assert found.costs["nodes"].work.sum() == pytest.approx(found.costs["blocks"].work.sum())
+        assert "nodes" not in explained(mask, sizes, 8, 25e9, True, node=Node(8, LINK_RATE)).costs  # one node alone
+    received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
+    # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
+    assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():

@@ -3,10 +3,13 @@
 import on_ranks
 import pytest
 from on_ranks import CASES
+from pool import Pool
 
 import sparse_flash as sf
 
 pytestmark = pytest.mark.ranks
+OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
+OF_NODES = ["causal", "ragged documents", "full, cut block", "per head, grouped", "ranks that get nothing", "grouped 8:2"]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
@@ -24,10 +27,35 @@ def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, o
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize("ranks, overlap", [(2, True), (3, False), (4, None)])
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_queries_that_travel_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "queries", overlap=overlap):
+        assert error < 1e-5 and same
+
+
 @pytest.mark.parametrize("name, ranks", OF_HEADS)
 def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
     for error, same in pools(ranks).run(on_ranks.compared, name, "heads"):
         assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", OF_NODES)
+def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
+    for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
+        assert error < 1e-5 and same
+
+
+def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
+    for strategy in ("blocks", "heads"):
+        for error, same in pools(4).run(on_ranks.compared, "ranks that get nothing", strategy, in_nodes=True):
+            assert error < 1e-5 and same
+
+
+def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
+    for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
+        assert error < 1e-5 and of_sinks < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -54,18 +82,52 @@ def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(p
         assert shared == [[True, False, False, False, True], [False, True, False, True, False], [True] * 5]
 
 
+def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
+    pool = Pool(3, tmp_path)
+    try:
+        with pytest.raises(AssertionError) as raised:
+            pool.run(on_ranks.dying, 1)
+    finally:
+        pool.close()
+    assert "rank 1: the process ended" in str(raised.value)
+    for rank in (0, 2):
+        said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
+        assert "RuntimeError" in said and "by peer" in said
+
+
 def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
 
-@pytest.mark.parametrize("strategy", ["blocks", "heads"])
-def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy):
-    for error, graphs in pools(2).run(on_ranks.compiled, strategy, 20):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "nodes", "in_nodes": True},
+        {"strategy": "blocks", "overlap": True},
+        {"strategy": "blocks", "overlap": False},
+        {"strategy": "blocks", "overlap": None, "keep_fetched": False},
+        {"strategy": "queries"},
+        {"strategy": "heads"},
+    ],
+)
+def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, options):
+    for error, graphs in pools(4 if "in_nodes" in options else 2).run(on_ranks.compiled, 20, **options):
         assert error < 1e-6 and graphs == 1
 
 
-def test_activation_checkpointing_fetches_again_and_gives_the_same(pools):
-    assert max(pools(3).run(on_ranks.checkpointed, "causal")) < 1e-5
+@pytest.mark.parametrize(
+    "policy, keep_fetched, forward, backward",
+    [
+        ("none", True, 1, 1),
+        ("none", False, 1, 2),  # blocks again, and gradients
+        ("all", True, 1, 2),
+        ("operator", True, 1, 1),
+        ("operator", False, 1, 2),
+    ],
+)
+def test_what_is_kept_and_what_is_checkpointed_say_how_often_ranks_exchange(pools, policy, keep_fetched, forward, backward):
+    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy, keep_fetched=keep_fetched):
+        assert error < 1e-5 and exchanges == [forward, backward]
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -98,10 +160,13 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks' or 'heads'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
+        ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"link_rate": (1e9, 0)}, "or two, between nodes and within; got (1000000000.0, 0)"),
+        ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
