@@ -14,7 +14,7 @@ LSE_BYTES = 4  # float32
 # more than twice as fast.) Links between nodes are slower: link_rate= says how fast.
 LINK_RATE = 163e9  # bytes per second that a rank receives
 # One H200, bf16, head_dim 128, forward, over the pairs of visited blocks: docs/performance.md, windows and butterflies.
-_FLOPS = 500e12
+FLOP_RATE = 500e12  # per second
 # Of one H200, in copies and sums of tensors: three quarters of its data sheet's 4.8e12.
 _MEMORY_RATE = 3.6e12  # bytes per second
 # A backward pass has five products where a forward pass has two.
@@ -58,7 +58,7 @@ ALONE = Node()  # in a mesh of one dimension
 
 def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: float) -> float:
     """Of a rank's forward pass: its visited blocks, summed over heads, then the bytes that it receives."""
-    return blocks * sizes.block_size**2 * 4 * HEAD_DIM / _FLOPS + received / link_rate
+    return blocks * sizes.block_size**2 * 4 * HEAD_DIM / FLOP_RATE + received / link_rate
 
 
 class CallTimes(NamedTuple):
