@@ -42,6 +42,7 @@ CASES = {
     ),
     "global tokens, few blocks": ("block_diagonal(32) | global_tokens(20)", 140, 32, 1, 2, 2),
     "global tokens at the end": (sf.local(50) | sf.from_mask_fn(lambda q, kv: (q >= 530) | (q == kv)), 555, 32, 1, 2, 2),
+    "every other block": (sf.from_mask_fn(lambda q, kv: kv // 32 % 2 == 0), 1300, 32, 1, 2, 2),
     "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
     "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
     "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
