@@ -6,7 +6,7 @@ position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -80,6 +80,12 @@ class BlockGrid:
         return np.minimum(index, self.kv_len - 1)
 
 
+def union(ascending: Sequence[np.ndarray]) -> np.ndarray:
+    """The distinct numbers of some ascending arrays, ascending. Merging is several times as fast as np.unique, which hashes."""
+    numbers = np.sort(np.concatenate(ascending), kind="stable")
+    return numbers[np.append(True, numbers[1:] != numbers[:-1])]
+
+
 @dataclass(frozen=True)
 class BlockRuns:
     """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with
@@ -144,7 +150,7 @@ class BlockRuns:
     def _combine(self, other: BlockRuns, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> BlockRuns:
         if self.shape != other.shape:
             raise ValueError(f"block states of different grids: {self.shape} and {other.shape}")
-        starts = np.union1d(self.starts, other.starts)
+        starts = union([self.starts, other.starts])
         return BlockRuns(self.shape, starts, operation(self.at(starts), other.at(starts)))._merged()
 
     def __and__(self, other: BlockRuns) -> BlockRuns:
