@@ -21,13 +21,15 @@ from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
 if TYPE_CHECKING:
-    from .parallel import ContextPlan, context_parallel
+    from .parallel import ContextParallel, ContextPlan, ContextPlans, context_parallel
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "CheckError",
+    "ContextParallel",
     "ContextPlan",
+    "ContextPlans",
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 # Imported at their first use: most programs need no groups of processes.
-_LATE = {"ContextPlan": "parallel", "context_parallel": "parallel"}
+_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel"), "parallel")
 
 
 def __getattr__(name: str) -> object:
