@@ -25,7 +25,7 @@ def attention_over_picks(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` on a selection. others: the arguments that a selection does not take. Raises ValueError for them and for
     arguments that do not fit together, TypeError for wrong types."""
-    given = [name for name, value in others.items() if not (value is None or value == 0.0 or value == ())]
+    given = [name for name, value in others.items() if isinstance(value, torch.Tensor) or value]
     if given:
         raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
     check_types(q, k, v)
