@@ -17,8 +17,8 @@ MOSTLY = 0.95  # of picks that are alike
 class SelectionExplanation:
     """Figures of one selection; pairs are per head that picks, averaged. Prints as a table of sentences. See ``explain``.
 
-    call: lengths, heads and dtype in words. every: queries of a group. density, causal_density: kept pairs / all pairs, and / causal
-    pairs.
+    call: lengths, heads and dtype in words. every: queries of a group. density, causal_density: kept pairs / all pairs, or / causal
+    ones.
     picks: blocks of a group of queries, on average.
     alike: the share of a group's picks that the group before picked too.
     unions: queries of a tile -> how many different blocks they picked, on average over tiles. A tile that walks its union does

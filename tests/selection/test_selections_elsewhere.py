@@ -61,6 +61,19 @@ def test_what_a_layer_cannot_select_by_is_refused():
         attn(inputs(), attn.new_cache(2, 100))
 
 
+@pytest.mark.parametrize("call", ["attention_decode", "BlockMask.per_head", "SparseAttention"])
+def test_calls_that_take_masks_alone_say_where_a_selection_goes(call):
+    chosen, q, k = selection(), torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 150, 8)
+    with pytest.raises(TypeError, match="got BlockSelection; a selection by query goes to attention, or as select="):
+        match call:
+            case "attention_decode":
+                sf.attention_decode(q, k, k, chosen)
+            case "BlockMask.per_head":
+                sf.BlockMask.per_head([chosen], 150)
+            case "SparseAttention":
+                sf.SparseAttention(48, 4, chosen)
+
+
 def selection(every=1, always=None):
     generator = torch.Generator().manual_seed(2)
     q, k = tensor((2, 4, 150, 8), generator=generator), tensor((2, 2, 150, 8), generator=generator)
