@@ -41,7 +41,7 @@ def backward(dout, dlse, q, k, v, out, lse, selection, scale):
     dq = torch.empty_like(q)
     with own_precision(q):
         walk = _GroupWalk(q, k, v, selection, scale)
-        dk, dv = _Sums(k, walk), _Sums(v, walk)
+        dk, dv = _KeyGradient(k, walk), _KeyGradient(v, walk)
         for chunk in walk:
             weights = chunk.weights(chunk.pack(lse[..., None]))
             upstream = chunk.pack(dout)
@@ -68,7 +68,7 @@ def block_lse_backward(dblock_lse, q, k, block_lse, selection, scale):
     dq = torch.empty_like(q)
     with own_precision(q):
         walk = _GroupWalk(q, k, None, selection, scale)
-        dk = _Sums(k, walk)
+        dk = _KeyGradient(k, walk)
         for chunk in walk:
             scores = chunk.scores(0).unflatten(-1, (-1, selection.block_size))
             shares = _shares(scores, chunk.pack(block_lse)[..., None])
@@ -176,13 +176,13 @@ class _GroupChunk:
         self.logs = torch.cat(scores, -1).logsumexp(-1, keepdim=True) if logs is None else logs
         return [_shares(s, self.logs) for s in scores]
 
-    def add_products(self, dscores, dq, dk: _Sums, scale: float) -> None:
+    def add_products(self, dscores, dq, dk: _KeyGradient, scale: float) -> None:
         """Adds what gradients of scores, by kind, give dq and dk."""
         self.unpack(scale * sum(d @ keys for d, keys in zip(dscores, self.keys, strict=True)), dq)
         dk.add(self, dscores, scale * self.queries)
 
 
-class _Sums:
+class _KeyGradient:
     """A gradient of keys or values, summed over chunks in order."""
 
     def __init__(self, like, walk: _GroupWalk):
