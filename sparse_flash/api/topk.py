@@ -172,6 +172,7 @@ def _by_query(
         raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
     if score not in choice.SCORES:
         raise ValueError(f"score must be one of {', '.join(map(repr, choice.SCORES))}; got {score!r}; pass scores= for others")
+    keep = min(keep, -(-k.shape[2] // block_size))
     picks = choice.choose_blocks(q, k, keep, every, block_size, share_group, score)
     return _selection(picks, q.shape[2], k.shape[2], block_size, every, always)
 
@@ -203,7 +204,7 @@ def _by_scores(
                 f"{length} tokens are {-(-length // size)} {what}; got scores of {of_scores}, shape {tuple(scores.shape)}; pass a "
                 f"{name}= that fits"
             )
-    picks = choice.choose_by_scores(scores, keep, every, block_size, q_len, kv_len)
+    picks = choice.choose_by_scores(scores, min(keep, scores.shape[3]), every, block_size, q_len, kv_len)
     return _selection(picks, q_len, kv_len, block_size, every, always)
 
 

@@ -299,10 +299,10 @@ def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_
         block = block + torch.arange(own_width(every, block_size, kv_len - q_len), device=picks.device)
         picks = torch.cat([picks, block.expand(*picks.shape[:2], -1, -1)], 3)
     beyond = -(-kv_len // block_size)
-    picks = torch.where((picks >= 0) & (picks * block_size <= last), picks, beyond).sort(3).values
+    picks = torch.where((picks >= 0) & (picks * block_size <= last), picks, beyond).to(torch.int32).sort(3).values
     again = torch.nn.functional.pad(picks[..., 1:] == picks[..., :-1], (1, 0))
     picks = torch.where(again, beyond, picks).sort(3).values
-    return torch.where(picks == beyond, -1, picks).to(torch.int32)
+    return torch.where(picks == beyond, -1, picks)
 
 
 @normalized.register_fake

@@ -19,6 +19,7 @@ from ..masks.block_selection import group_positions, normalized, own_width
 
 SCORES = ("mean", "max")
 _MOST_BYTES = 512  # of a query's head_dim, for shared memory to hold the kernel's tiles
+_MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 
@@ -34,7 +35,7 @@ def choose_blocks(
     heads = k.shape[1] if share_group else q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
-    if _by_kernel(q, heads) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+    if _by_kernel(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
@@ -70,7 +71,7 @@ def _(q, k, keep, every, block_size, share_group, score):
 def choose_by_scores(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
     """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
-    if _by_kernel(scores, scores.shape[1]):
+    if _by_kernel(scores, scores.shape[1], keep):
         from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
@@ -88,9 +89,10 @@ def _(scores, keep, every, block_size, q_len, kv_len):
     return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
 
 
-def _by_kernel(x: torch.Tensor, heads: int) -> bool:
+def _by_kernel(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
-    return portable.by_kernels(x.device) and x.dtype in portable.DTYPES and x.shape[0] * heads <= portable.MAX_BATCH_HEADS
+    fits = x.dtype in portable.DTYPES and x.shape[0] * heads <= portable.MAX_BATCH_HEADS and keep <= _MOST_KEPT
+    return fits and portable.by_kernels(x.device)
 
 
 def _fake(like, heads: int, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:

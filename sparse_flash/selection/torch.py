@@ -30,7 +30,7 @@ def forward(q, k, v, selection, scale):
     with own_precision(q):
         walk = _GroupWalk(q, k, v, selection, scale)
         for chunk in walk:
-            weights, logs = chunk.weights(), chunk.logs
+            weights, logs = chunk.weights()
             chunk.unpack(sum(w @ values for w, values in zip(weights, chunk.values, strict=True)), out)
             chunk.unpack(logs, lse[..., None])
     return out, lse
@@ -43,7 +43,7 @@ def backward(dout, dlse, q, k, v, out, lse, selection, scale):
         walk = _GroupWalk(q, k, v, selection, scale)
         dk, dv = _KeyGradient(k, walk), _KeyGradient(v, walk)
         for chunk in walk:
-            weights = chunk.weights(chunk.pack(lse[..., None]))
+            weights, _ = chunk.weights(chunk.pack(lse[..., None]))
             upstream = chunk.pack(dout)
             delta = (upstream * chunk.pack(out)).sum(-1, keepdim=True)
             if dlse is not None:
@@ -120,7 +120,6 @@ class _GroupChunk:
 
     keys, values: what each group attends to, one tensor or two: the blocks that it picked, and the keys that ``always`` keeps for
     some query of the chunk; (batch, heads that pick, groups or 1, keys, head_dim).
-    logs: lse of the rows, once ``weights`` has computed it.
     """
 
     def __init__(self, walk: _GroupWalk, low: int, high: int):
@@ -138,7 +137,7 @@ class _GroupChunk:
         key = (picks[..., None] * walk.size + torch.arange(walk.size, device=picks.device)).flatten(3)
         exists = (picks >= 0)[..., None].expand(*picks.shape, walk.size).flatten(3)
         self.kept = [(key[:, :, :, None] <= position[..., None]) & exists[:, :, :, None]]
-        self.of_kinds = [gathered]
+        kinds = [gathered]
         self.tokens = None
         if walk.always is not None:
             self.tokens, kept = walk.always.keys_of(self.first, self.stop, self.groups * walk.every, picks.device)
@@ -146,9 +145,8 @@ class _GroupChunk:
             # A key of a picked block is there already.
             picked = (picks[..., None] == self.tokens // walk.size).any(3)
             self.kept.append(kept & ~picked[:, :, :, None])
-            self.of_kinds.append([t[:, walk.key_head][:, :, None, self.tokens].to(_exact(t)) for t in walk.tensors])
-        self.keys = [kind[0] for kind in self.of_kinds]
-        self.values = [kind[-1] for kind in self.of_kinds]
+            kinds.append([t[:, walk.key_head][:, :, None, self.tokens].to(_exact(t)) for t in walk.tensors])
+        self.keys, self.values = ([kind[which] for kind in kinds] for which in (0, -1))
         self.queries = self.pack(walk.q)
 
     def pack(self, x):
@@ -170,11 +168,11 @@ class _GroupChunk:
         by_head = scores.unflatten(3, (self.walk.shared, self.walk.every))
         return by_head.masked_fill_(~self.kept[kind][:, :, :, None], float("-inf")).flatten(3, 4)
 
-    def weights(self, logs=None) -> list[torch.Tensor]:
-        """The probabilities by kind. logs: lse of the rows, computed here by default."""
+    def weights(self, logs=None) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(the probabilities by kind, lse of the rows). logs: lse, computed here by default."""
         scores = [self.scores(kind) for kind in range(len(self.keys))]
-        self.logs = torch.cat(scores, -1).logsumexp(-1, keepdim=True) if logs is None else logs
-        return [_shares(s, self.logs) for s in scores]
+        logs = torch.cat(scores, -1).logsumexp(-1, keepdim=True) if logs is None else logs
+        return [_shares(s, logs) for s in scores], logs
 
     def add_products(self, dscores, dq, dk: _KeyGradient, scale: float) -> None:
         """Adds what gradients of scores, by kind, give dq and dk."""

@@ -83,6 +83,13 @@ def test_blocks_of_512_are_chosen_like_any_other():
     assert (lists(selection.picks) == definition(q[:, :, -3:], k, 2, 1, 512, False, "mean")).all()
 
 
+def test_more_blocks_than_there_are_keep_all_in_no_more_memory():
+    q, k = whole_numbers(1, 1, 100, 4), whole_numbers(1, 1, 100, 4)
+    selection = sf.topk_blocks(q, k, 1 << 40, every=1, block_size=16)
+    assert selection.picks.shape == (1, 1, 100, 7)
+    assert torch.equal(selection.to_dense(), torch.ones(1, 1, 100, 100, dtype=torch.bool, device=DEVICE).tril())
+
+
 def test_given_scores_choose_and_those_that_are_none_never_do():
     scores = torch.tensor([[5.0, 1.0, 1.0, 9.0], [float("-inf"), float("nan"), float("inf"), 9.0]], device=DEVICE)
     scores = scores[:, None].expand(2, 64, 4)[None]

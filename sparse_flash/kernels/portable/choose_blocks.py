@@ -110,8 +110,9 @@ def choose_blocks_kernel(
         if KIND == MEAN:
             # The mean of scores is the score of the mean, but for a factor that changes no order.
             query = tl.zeros((TILE, DIM), tl.float32)
-            for shared in tl.static_range(SHARED):
-                query += tl.load(rows + shared * q_head, mask=some, other=0.0).to(tl.float32)
+            for _ in tl.static_range(SHARED):
+                query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
+                rows += q_head
         for start in range(0, tl.max(own, 0), COLUMNS):
             column = start + tl.arange(0, COLUMNS)[None, :]
             before = column < own[:, None]
@@ -129,9 +130,11 @@ def choose_blocks_kernel(
                 scores = tl.zeros((TILE, COLUMNS), tl.float32)
                 for number in range(tl.minimum(COLUMNS, tl.max(own, 0) - start)):
                     total = tl.zeros((TILE,), tl.float32)
+                    rows_of_head = rows
                     # Not unrolled: the queries of all heads at once would not fit.
-                    for shared in range(SHARED):
-                        query = tl.load(rows + shared * q_head, mask=some, other=0.0)
+                    for _ in range(SHARED):
+                        query = tl.load(rows_of_head, mask=some, other=0.0)
+                        rows_of_head += q_head
                         most = tl.full((TILE,), -float("inf"), tl.float32)
                         for step in range(0, BLOCK, KEYS):
                             key = (start + number) * BLOCK + step + tl.arange(0, KEYS)
