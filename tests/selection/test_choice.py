@@ -195,7 +195,7 @@ def by_picks(q, k, v):
 
 @parametrize("mode", ["eager", "autocast", "compiled", "compiled autocast"])
 @parametrize(
-    "attend, owner, step", [(chosen, choice, "_best"), (by_picks, torch.Tensor, "sort")], ids=["topk_blocks", "from_picks"]
+    "attend, owner, step", [(chosen, choice, "block_means"), (by_picks, torch.Tensor, "sort")], ids=["topk_blocks", "from_picks"]
 )
 def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(attend, owner, step, mode, monkeypatch):
     """step: of owner, is taken whenever picks are made."""

@@ -117,7 +117,7 @@ def test_picks_that_are_alike_are_told():
 def test_a_picture_shows_the_share_of_kept_pairs(level, tmp_path):
     one = selection(always="sinks(2) | local(20)").select(1, 1)
     picture = cells(one, 5, 5, level)
-    kept = torch.nn.functional.pad(one.to_dense()[0, 0].double(), (0, -150 % picture.unit, 0, -150 % picture.unit))
+    kept = torch.nn.functional.pad(one.to_dense()[0, 0].double().cpu(), (0, -150 % picture.unit, 0, -150 % picture.unit))
     totals = kept.unfold(0, picture.unit, picture.unit).unfold(1, picture.unit, picture.unit).sum((2, 3)).numpy()
     rows, cols = picture.shares.shape
     sizes = [min(picture.unit, 150 - i * picture.unit) for i in range(rows)]
