@@ -109,7 +109,7 @@ def case(name):
 @parametrize("backend", BACKENDS)
 @parametrize("name", CASES)
 def test_results_and_gradients_are_right(name, backend, monkeypatch):
-    monkeypatch.setattr(by_torch, "_CHUNK_CPU", 1 << 14)  # several chunks
+    monkeypatch.setattr(by_torch, "_CHUNK_CPU", 1 << 15)  # several chunks
     (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
     generator = torch.Generator().manual_seed(1)
     shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 24), (batch, heads, q_len, 24)
