@@ -207,7 +207,7 @@ class _GroupChunk:
         return spread.unflatten(0, (lines, self.slots))
 
     def scores(self):
-        """(pieces, entries * rows, block_size): scores of the rows of each piece with its keys, -inf for pairs that are not kept."""
+        """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
         walk = self.walk
         scores = self.rows(self.queries) @ self.keys.mT * walk.scale
         first = self.block % walk.selection.kv_blocks * walk.size
