@@ -10,11 +10,13 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .masks.block_mask import BlockMask
+from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .selection.choice import keep_picks
 from .tools.draw import draw
 from .tools.explain import explain
 from .tools.shadow_check import CheckError, check
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "BlockSelection",
     "CheckError",
     "ContextParallel",
     "ContextPlan",
@@ -47,6 +50,7 @@ __all__ = [
     "context_parallel",
     "draw",
     "explain",
+    "keep_picks",
     "list_patterns",
     "parse",
     "positive_int",

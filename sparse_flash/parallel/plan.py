@@ -202,7 +202,7 @@ class ContextPlan(TokenShards):
         deterministic: bool | None = None,
         backend: str = "auto",
         **refused: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """``sf.attention`` of the whole sequence under the plan's mask, for this rank's queries. On one rank it is that call.
 
         q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim): this
