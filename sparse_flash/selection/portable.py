@@ -1,0 +1,173 @@
+"""Attention over picked key blocks on the portable kernels: any GPU that Triton supports; under TRITON_INTERPRET=1 a CPU, slowly.
+
+Picks that most queries of a tile share are walked by the tile; the others come as parts, computed for each key block and the queries
+that picked it. Parts take bounded memory: a call is computed in turns, of key heads and ranges of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends import Call
+from ..backends import triton as portable
+from ..backends.triton import addressable, current_device, restored, restored_out
+from ..kernels.common.config import padded_head_dim
+from ..kernels.common.layout import empty_out
+from ..masks.block_mask import BlockMask
+from .tables import (
+    Pieces,
+    always_pieces,
+    backward_most,
+    column_lists,
+    forward_most,
+    least_walked,
+    tile_walks,
+    turns_of,
+    walks_alone,
+)
+
+# Bytes that parts of results may take. With a quarter, the prototype's forward pass took 6 % longer (H200, 65,536 tokens, 32 heads
+# over 8, blocks of 128).
+WORKSPACE = 512 << 20
+MOST_PICKS = 2**31 - 1
+# Picks of a tile's queries, which one program sorts.
+MOST_TOGETHER = 8192
+
+
+def supports(call: Call, picks_shape: tuple[int, ...], every: int, block_size: int, always: BlockMask | None) -> str | None:
+    """Why these kernels cannot run a call, or None. picks_shape: (batch, kv_heads | heads, choices, n)."""
+    from ..kernels.portable.selection_tiles import ROWS
+
+    reason = portable.supports(call)
+    if reason is not None:
+        return reason
+    if call.features:
+        return f"it takes no {', '.join(sorted(call.features))} beside a selection"
+    batch, pickers, choices, slots = picks_shape
+    members = call.heads // pickers
+    if members > ROWS.value:
+        return f"it runs up to {ROWS.value} query heads that share a choice; got {members}"
+    if batch * pickers * choices * slots > MOST_PICKS:
+        return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {choices:,} x {slots}"
+    together = max(1, ROWS.value // members // every) * slots
+    if together > MOST_TOGETHER:
+        return f"it runs up to {MOST_TOGETHER:,} picks of the queries of a tile; got {together:,}"
+    if always is not None and always.mask_index.numel() > 1:
+        return f"what is always kept must be one mask for all heads; got one for each of {tuple(always.mask_index.shape)}"
+    return None
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int) -> Any:
+    from ..kernels.portable.selection_tiles import SelectionSizes
+
+    (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
+    pickers, slots = picks.shape[1] // kv_heads, picks.shape[3]
+    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, every, slots, pickers, block_size)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, every: int, block_size: int, always: BlockMask | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads, q_len, v's head_dim) in q's memory order and dtype, lse (batch, heads, q_len) float32.
+
+    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim). picks: (batch, kv_heads | heads, choices, n) int32,
+    contiguous: the key blocks of ``block_size`` keys that each ``every`` queries picked, ascending, then -1. always: a mask of pairs
+    that are kept too, or None. Keys after a query are not kept; queries are aligned with keys at the end.
+    """
+    from ..kernels.portable.selection_forward import picked_parts, walk_picks
+
+    sizes = _sizes(q, k, picks, every, block_size)
+    ready = [addressable(t) for t in (q, k, v)]
+    rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
+    alone = walks_alone(sizes)
+    turns = turns_of(sizes, 0 if alone else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
+    out = empty_out(ready[0], ready[2].shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with current_device(q.device):
+        walks = tile_walks(picks, sizes, least_walked(sizes))
+        if alone:
+            walk_picks(*ready, picks, walks, None, None, None, always, out, lse, sizes, turns.all[0], scale)
+            return restored_out(out, ready[0], q, v), lse
+        lists = column_lists(picks, walks, sizes, turns, forward_most(sizes))
+        entries = turns.lines * sizes.pickers * turns.choices * sizes.slots
+        parts = q.new_empty(entries, rows, dim_v)
+        part_lse = lse.new_empty(entries, rows)
+        for turn in turns.all:
+            picked_parts(*ready, lists, parts, part_lse, sizes, turn, scale)
+            walk_picks(*ready, picks, walks, lists.counts, parts, part_lse, always, out, lse, sizes, turn, scale)
+    return restored_out(out, ready[0], q, v), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    picks: torch.Tensor,
+    every: int,
+    block_size: int,
+    always: BlockMask | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv like q, k, v. dlse: None if lse is not differentiated. Other arguments: see ``forward``. No atomics: gradients repeat
+    bit for bit."""
+    from ..kernels.portable import selection_backward as kernels
+
+    sizes = _sizes(q, k, picks, every, block_size)
+    dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+    dq, dk, dv = (torch.empty_like(t) for t in ready)
+    log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
+    alone, gathered = walks_alone(sizes), (*ready, dout, log2_sum, delta)
+    turns, most, parts, sums = _backward_room(*ready[::2], sizes, not alone)
+    with current_device(q.device):
+        kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
+        walks = tile_walks(picks, sizes, 1) if alone else None
+        lists = column_lists(picks, None, sizes, turns, most)
+        beside, always_sums = None, None
+        if always is not None:
+            beside = always_pieces(always, sizes.heads // sizes.kv_heads)
+            always_sums = _key_sums(*ready[::2], turns.lines * beside.items.shape[1] * always.block_size)
+        before = _sums_before(*ready[::2], sizes, turns, always)
+        for turn in turns.all:
+            kernels.picked_grads(*gathered, lists, parts, *sums, sizes, turn, scale)
+            if always_sums is not None and turn.choice == 0:
+                kernels.always_grads(*gathered, picks, always, beside.items, *always_sums, sizes, turn, scale)
+            kernels.sum_key_grads(dk, dv, sums, lists, always_sums, beside, before, always, sizes, turn, scale)
+            kernels.sum_query_grads(*gathered, picks, walks, lists, parts, always, dq, sizes, turn, scale)
+    return tuple(map(restored, (dq, dk, dv), ready, (q, k, v)))
+
+
+def _backward_room(q, v, sizes, with_parts: bool):
+    """(turns, entries of a piece, parts of dQ or None, sums of dK and dV of pieces)."""
+    from ..kernels.portable.selection_backward import key_step
+
+    dim = padded_head_dim(q.shape[3])
+    of_block = sizes.block // key_step(q, v, sizes)[0]
+    of_entry = of_block * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
+    of_key = (dim + padded_head_dim(v.shape[3])) * 4
+    # Half as many pieces again as there are key blocks: see ``backward_most``.
+    turns = turns_of(sizes, of_entry, 3 * sizes.key_blocks * sizes.block * of_key // 2, WORKSPACE)
+    entries, most = turns.lines * sizes.pickers * turns.choices * sizes.slots, backward_most(sizes, turns)
+    parts = q.new_empty(entries, of_block, sizes.rows_of_choice, dim) if with_parts else None
+    pieces = turns.lines * sizes.key_blocks + entries // most
+    return turns, most, parts, _key_sums(q, v, pieces * sizes.block)
+
+
+def _key_sums(q, v, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of dK and dV, (rows, padded head_dim) float32."""
+    return tuple(t.new_empty(rows, padded_head_dim(t.shape[3]), dtype=torch.float32) for t in (q, v))
+
+
+def _sums_before(q, v, sizes, turns, always):
+    """Sums of dK and dV that a turn leaves to the next one of its lines; None if a turn has all choices of its lines."""
+    from ..kernels.portable.selection_backward import keys_of_sum
+
+    if turns.choices >= sizes.choices:
+        return None
+    keys = keys_of_sum(sizes, always)
+    return _key_sums(q, v, turns.lines * -(-sizes.kv_len // keys) * keys)
