@@ -294,6 +294,7 @@ def always_grads_kernel(
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     ALWAYS: tl.constexpr,
+    QUERIES: tl.constexpr,
     EVERY: tl.constexpr,
     MEMBERS: tl.constexpr,
     PICKERS: tl.constexpr,
@@ -304,10 +305,9 @@ def always_grads_kernel(
 ):
     """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: (pieces, 4): column, first entry,
     unused, last. dk_ptr, dv_ptr: (lines of a turn, pieces, ALWAYS, DIM or DIM_V) float32. picks: (batch, kv_heads * PICKERS, choices,
-    SLOTS)."""
+    SLOTS). QUERIES: of a tile."""
     PARTS: tl.constexpr = ALWAYS // TILE_N
-    PER_TILE: tl.constexpr = ROWS // MEMBERS
-    TILES_OF_ENTRY: tl.constexpr = (ALWAYS + PER_TILE - 1) // PER_TILE
+    TILES_OF_ENTRY: tl.constexpr = (ALWAYS + QUERIES - 1) // QUERIES
     STEPS: tl.constexpr = TILES_OF_ENTRY * PICKERS
     number, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     begin, end = tl.load(items + number * 4 + 1), tl.load(items + number * 4 + 3)
@@ -329,9 +329,9 @@ def always_grads_kernel(
         row = tl.arange(0, ROWS)
         for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
             entry = step // STEPS
-            place = step % TILES_OF_ENTRY * PER_TILE + row // MEMBERS
+            place = step % TILES_OF_ENTRY * QUERIES + row // MEMBERS
             query = tl.load(always.table.index + entry) * ALWAYS + place
-            exists = (row < PER_TILE * MEMBERS) & (place < ALWAYS) & (query < q_len)
+            exists = (row < QUERIES * MEMBERS) & (place < ALWAYS) & (query < q_len)
             head = (kv_head * PICKERS + step % STEPS // TILES_OF_ENTRY) * MEMBERS + row % MEMBERS
             rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
             q = load_rows(q_rows, rows, DIM)
@@ -358,7 +358,7 @@ def always_grads(
     arguments += [dk_sums, dv_sums, picks, items, *always_arguments(always, True, delta)]
     arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
     constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block, "PADDED": padded(sizes.slots)}
-    constants |= {"ALWAYS": always.block_size, **sizes.constants}
+    constants |= {"ALWAYS": always.block_size, "QUERIES": ROWS.value // sizes.members, **sizes.constants}
     grid = items.shape[1] * (always.block_size // n), turn.lines
     launch(always_grads_kernel, grid, arguments, constants, config.options)
 
@@ -368,10 +368,11 @@ def _sum_pieces(dk, dv, dk_ptr, dv_ptr, begin, end, within, BLOCK: tl.constexpr,
     """dk and dv plus KEYS rows, from row ``within`` on, of the sums begin .. end - 1."""
     DIM: tl.constexpr = dk.shape[1]
     DIM_V: tl.constexpr = dv.shape[1]
-    for piece in tl.range(begin, end):
-        key = piece.to(tl.int64) * BLOCK + within + tl.arange(0, KEYS)
+    key = begin.to(tl.int64) * BLOCK + within + tl.arange(0, KEYS)
+    for _ in tl.range(begin, end):
         dk += tl.load(dk_ptr + key[:, None] * DIM + tl.arange(0, DIM)[None, :])
         dv += tl.load(dv_ptr + key[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :])
+        key += BLOCK
     return dk, dv
 
 
