@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import LOG2_E, load_tile, store_tile
+from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
 from ..launch.launch import described, launch, rows_of
 from .configs import selection_config
 from .selection_tiles import (
     INTEGERS,
     ROWS,
+    Always,
     Lengths,
     RowsOfTile,
     SelectionSizes,
@@ -30,7 +31,6 @@ from .selection_tiles import (
     Span,
     Turn,
     always_arguments,
-    always_table,
     choices_of_rows,
     is_picked,
     lines_of_rows,
@@ -86,13 +86,17 @@ def rows_of_softmax(out, dout, lse, dlse, log2_sum, delta) -> None:
 
 
 class _Block(NamedTuple):
-    """TILE_N keys of a key block from ``position`` on, and how products become scores. part: their number among the block's steps.
-    score_scale: times log2(e). STEPS: of a block."""
+    """Keys of a key block from ``position`` on. part: their number among the block's steps."""
 
     k: Any
     v: Any
     position: Any
     part: Any
+
+
+class _Widths(NamedTuple):
+    """TILE_N: keys of a step. STEPS: of a block. score_scale: scale times log2(e)."""
+
     scale: Any
     score_scale: Any
     DIM: Any
@@ -111,19 +115,19 @@ class _Queries(NamedTuple):
 
 
 @triton.jit
-def _keeps(block, rows, lengths):
+def _keeps(position, rows, lengths, TILE_N: tl.constexpr):
     """Which keys (axis 0) do not follow which queries (axis 1)."""
-    key = block.position + tl.arange(0, block.TILE_N)
+    key = position + tl.arange(0, TILE_N)
     return key[:, None] <= (rows.query + lengths.offset)[None, :]
 
 
 @triton.jit
-def _add_grads(dk, dv, weights, q, rows, queries, block, lengths, shared):
+def _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths):
     """(dk, dv, dS) after a step. weights: (keys, rows)."""
     at = lines_of_rows(rows, lengths, shared)
-    dout = load_rows(queries.dout, rows, block.DIM_V)
+    dout = load_rows(queries.dout, rows, widths.DIM_V)
     dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
-    dweights = tl.dot(block.v, dout.T, input_precision="ieee")
+    dweights = tl.dot(v, dout.T, input_precision="ieee")
     delta = tl.load(queries.delta + at, mask=rows.exists, other=0.0)
     dscores = (weights * (dweights - delta[None, :])).to(q.dtype)
     return tl.dot(dscores, q, dk, input_precision="ieee"), dv, dscores
@@ -131,7 +135,7 @@ def _add_grads(dk, dv, weights, q, rows, queries, block, lengths, shared):
 
 @triton.jit
 def _compute_grads(
-    dk, dv, queries, part_ptr, entries, begin, end, line, block, span, lengths, shared,
+    dk, dv, queries, part_ptr, entries, begin, end, line, block, span, lengths, shared, widths,
     CUT: tl.constexpr, PARTS: tl.constexpr, MASSES: tl.constexpr,
 ):  # fmt: skip
     """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored if PARTS. CUT: whether keys may follow their
@@ -139,8 +143,8 @@ def _compute_grads(
     for step in tl.range(0, steps_of_list(begin, end, shared)):
         rows, entry = rows_of_list(entries, begin, end, step, line, span, lengths, shared)
         at = lines_of_rows(rows, lengths, shared)
-        q = load_rows(queries.q, rows, block.DIM)
-        scores = tl.dot(block.k, q.T, input_precision="ieee") * block.score_scale
+        q = load_rows(queries.q, rows, widths.DIM)
+        scores = tl.dot(block.k, q.T, input_precision="ieee") * widths.score_scale
         if MASSES:
             at = at * shared.SLOTS + entry % shared.SLOTS
             lse = tl.load(queries.log2_sum + at, mask=rows.exists, other=float("inf"))
@@ -149,27 +153,56 @@ def _compute_grads(
             log2_sum = tl.load(queries.log2_sum + at, mask=rows.exists, other=float("inf"))
         weights = tl.math.exp2(scores - log2_sum[None, :])
         if CUT:
-            weights = tl.where(_keeps(block, rows, lengths), weights, 0.0)
+            weights = tl.where(_keeps(block.position, rows, lengths, widths.TILE_N), weights, 0.0)
         if MASSES:
             dmass = tl.load(queries.delta + at, mask=rows.exists, other=0.0)
             dscores = (weights * dmass[None, :]).to(q.dtype)
             dk = tl.dot(dscores, q, dk, input_precision="ieee")
         else:
-            dk, dv, dscores = _add_grads(dk, dv, weights, q, rows, queries, block, lengths, shared)
+            dk, dv, dscores = _add_grads(dk, dv, weights, q, rows, queries, block.v, lengths, shared, widths)
         if PARTS:
-            dq = tl.dot(dscores.T, block.k, input_precision="ieee") * block.scale
-            part = (entry.to(tl.int64) * block.STEPS + block.part) * (shared.EVERY * shared.MEMBERS) + rows.number
-            places = part_ptr + part[:, None] * block.DIM + tl.arange(0, block.DIM)[None, :]
+            dq = tl.dot(dscores.T, block.k, input_precision="ieee") * widths.scale
+            part = (entry.to(tl.int64) * widths.STEPS + block.part) * (shared.EVERY * shared.MEMBERS) + rows.number
+            places = part_ptr + part[:, None] * widths.DIM + tl.arange(0, widths.DIM)[None, :]
             tl.store(places, dq.to(part_ptr.dtype.element_ty), mask=rows.exists[:, None], cache_modifier=".cs")
     return dk, dv
 
 
 @triton.jit
-def _store_sums(dk_ptr, dv_ptr, dk, dv, row, block):
+def _store_sums(dk_ptr, dv_ptr, dk, dv, row, widths):
     """row: of the first key, in float32 sums with a row for each key."""
-    key = row + tl.arange(0, block.TILE_N)
-    tl.store(dk_ptr + key[:, None] * block.DIM + tl.arange(0, block.DIM)[None, :], dk)
-    tl.store(dv_ptr + key[:, None] * block.DIM_V + tl.arange(0, block.DIM_V)[None, :], dv)
+    key = row + tl.arange(0, widths.TILE_N)
+    tl.store(dk_ptr + key[:, None] * widths.DIM + tl.arange(0, widths.DIM)[None, :], dk)
+    tl.store(dv_ptr + key[:, None] * widths.DIM_V + tl.arange(0, widths.DIM_V)[None, :], dv)
+
+
+@triton.jit
+def _compute_piece(
+    k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items, queries, span, lengths, shared, widths,
+    PARTS: tl.constexpr, MASSES: tl.constexpr,
+):  # fmt: skip
+    number, part = tl.program_id(0), tl.program_id(1)
+    piece = items + number * 4
+    begin, end = tl.load(piece + 1), tl.load(piece + 3)
+    if begin < end:
+        column = tl.load(piece)
+        whole = tl.load(piece + 2)
+        own = span.line + column // lengths.key_blocks
+        batch, kv_head = own // lengths.kv_heads, own % lengths.kv_heads
+        position = (column % lengths.key_blocks * widths.STEPS + part) * widths.TILE_N
+        k = load_tile(k_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM)
+        v = k
+        if not MASSES:
+            v = load_tile(v_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM_V)
+        dk = tl.zeros([widths.TILE_N, widths.DIM], tl.float32)
+        dv = tl.zeros([widths.TILE_N, widths.DIM_V], tl.float32)
+        # fmt: off
+        dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, begin, whole, own, _Block(k, v, position, part), span, lengths,
+                                shared, widths, True, PARTS, MASSES)
+        dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, whole, end, own, _Block(k, v, position, part), span, lengths,
+                                shared, widths, False, PARTS, MASSES)
+        # fmt: on
+        _store_sums(dk_ptr, dv_ptr, dk, dv, (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N, widths)
 
 
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
@@ -213,32 +246,17 @@ def picked_grads_kernel(
     """One program per piece of a key block's list and TILE_N keys of the block. part_ptr: (entries of a turn, BLOCK // TILE_N, EVERY,
     MEMBERS, DIM), used if PARTS. dk_ptr, dv_ptr: (pieces of a turn, BLOCK, DIM or DIM_V) float32. MASSES: of the picked blocks'
     lse, log2_sum_ptr (batch, heads, q_len, SLOTS), whose gradient is delta_ptr; no dV, no dOut."""
-    number, part = tl.program_id(0), tl.program_id(1)
-    piece = items + (item + number) * 4
-    begin, end = tl.load(piece + 1), tl.load(piece + 3)
-    if begin < end:
-        column = tl.load(piece)
-        whole = tl.load(piece + 2)
-        span = Span(line, choice, turn_choices)
-        lengths = Lengths(kv_heads, q_len, offset, choices, key_blocks)
-        shared = Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES)
-        own = line + column // key_blocks
-        position = column % key_blocks * BLOCK + part * TILE_N
-        k = load_tile(k_tensor, own // kv_heads, own % kv_heads, position, TILE_N, DIM)
-        v = k
-        if not MASSES:
-            v = load_tile(v_tensor, own // kv_heads, own % kv_heads, position, TILE_N, DIM_V)
-        block = _Block(k, v, position, part, scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N)
-        queries = _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr)
-        dk = tl.zeros([TILE_N, DIM], tl.float32)
-        dv = tl.zeros([TILE_N, DIM_V], tl.float32)
-        # fmt: off
-        dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, begin, whole, own, block, span, lengths, shared,
-                                True, PARTS, MASSES)
-        dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, whole, end, own, block, span, lengths, shared,
-                                False, PARTS, MASSES)
-        # fmt: on
-        _store_sums(dk_ptr, dv_ptr, dk, dv, number.to(tl.int64) * BLOCK + part * TILE_N, block)
+    # fmt: off
+    _compute_piece(
+        k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + item * 4,
+        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        Span(line, choice, turn_choices),
+        Lengths(kv_heads, q_len, offset, choices, key_blocks),
+        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
+        _Widths(scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N),
+        PARTS, MASSES,
+    )
+    # fmt: on
 
 
 def picked_grads(q, k, v, dout, log2_sum, delta, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float):
@@ -258,6 +276,48 @@ def key_step(q, v, sizes: SelectionSizes, block: int | None = None):
     dim = max(padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3]))
     config = selection_config("grad_kv", q.dtype, dim, block or sizes.block, q.device)
     return config.tile_n, config
+
+
+@triton.jit
+def _compute_always_piece(
+    k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items, always, queries, span, lengths, shared, widths,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    SIZE: tl.constexpr = always.table.BLOCK
+    TILES_OF_ENTRY: tl.constexpr = (SIZE + QUERIES - 1) // QUERIES
+    STEPS: tl.constexpr = TILES_OF_ENTRY * shared.PICKERS
+    number, part = tl.program_id(0) // widths.STEPS, tl.program_id(0) % widths.STEPS
+    begin, end = tl.load(items + number * 4 + 1), tl.load(items + number * 4 + 3)
+    if begin < end:
+        column = tl.load(items + number * 4)
+        own = span.line + tl.program_id(1)
+        batch, kv_head = own // lengths.kv_heads, own % lengths.kv_heads
+        position = (column * widths.STEPS + part) * widths.TILE_N
+        k = load_tile(k_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM)
+        v = load_tile(v_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM_V)
+        dk = tl.zeros([widths.TILE_N, widths.DIM], tl.float32)
+        dv = tl.zeros([widths.TILE_N, widths.DIM_V], tl.float32)
+        key = part * widths.TILE_N + tl.arange(0, widths.TILE_N)
+        row = tl.arange(0, ROWS)
+        for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
+            entry = step // STEPS
+            place = step % TILES_OF_ENTRY * QUERIES + row // shared.MEMBERS
+            query = tl.load(always.table.index + entry) * SIZE + place
+            exists = (row < QUERIES * shared.MEMBERS) & (place < SIZE) & (query < lengths.q_len)
+            head = (kv_head * shared.PICKERS + step % STEPS // TILES_OF_ENTRY) * shared.MEMBERS + row % shared.MEMBERS
+            rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
+            q = load_rows(queries.q, rows, widths.DIM)
+            at = lines_of_rows(rows, lengths, shared)
+            log2_sum = tl.load(queries.log2_sum + at, mask=exists, other=float("inf"))
+            weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * widths.score_scale - log2_sum[None, :])
+            choice = tl.where(exists, choices_of_rows(rows, lengths, shared), 0)
+            picked = is_picked(picks, choice, exists, position // BLOCK, shared.SLOTS, PADDED)
+            kept = _keeps(position, rows, lengths, widths.TILE_N) & (exists & ~picked)[None, :]
+            place = tl.where(exists, place, 0)
+            weights = of_always(tl.where(kept, weights, 0.0), 0.0, always, column, entry, place[None, :], key[:, None])
+            dk, dv, _ = _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths)
+        piece = tl.program_id(1) * (tl.num_programs(0) // widths.STEPS) + number
+        _store_sums(dk_ptr, dv_ptr, dk, dv, (piece.to(tl.int64) * widths.STEPS + part) * widths.TILE_N, widths)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -306,46 +366,18 @@ def always_grads_kernel(
     """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: (pieces, 4): column, first entry,
     unused, last. dk_ptr, dv_ptr: (lines of a turn, pieces, ALWAYS, DIM or DIM_V) float32. picks: (batch, kv_heads * PICKERS, choices,
     SLOTS). QUERIES: of a tile."""
-    PARTS: tl.constexpr = ALWAYS // TILE_N
-    TILES_OF_ENTRY: tl.constexpr = (ALWAYS + QUERIES - 1) // QUERIES
-    STEPS: tl.constexpr = TILES_OF_ENTRY * PICKERS
-    number, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    begin, end = tl.load(items + number * 4 + 1), tl.load(items + number * 4 + 3)
-    if begin < end:
-        column = tl.load(items + number * 4)
-        lengths = Lengths(kv_heads, q_len, offset, choices, key_blocks)
-        shared = Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES)
-        always = always_table(row_ptr, row_split, row_idx, tile_idx, tile_runs, tile_bits, ALWAYS)
-        own = line + tl.program_id(1)
-        batch, kv_head = own // kv_heads, own % kv_heads
-        position = column * ALWAYS + part * TILE_N
-        k = load_tile(k_tensor, batch, kv_head, position, TILE_N, DIM)
-        v = load_tile(v_tensor, batch, kv_head, position, TILE_N, DIM_V)
-        block = _Block(k, v, position, part, scale, score_scale, DIM, DIM_V, TILE_N, 1)
-        queries = _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr)
-        dk = tl.zeros([TILE_N, DIM], tl.float32)
-        dv = tl.zeros([TILE_N, DIM_V], tl.float32)
-        key = part * TILE_N + tl.arange(0, TILE_N)
-        row = tl.arange(0, ROWS)
-        for step in tl.range(begin * STEPS, end * STEPS, num_stages=1):
-            entry = step // STEPS
-            place = step % TILES_OF_ENTRY * QUERIES + row // MEMBERS
-            query = tl.load(always.table.index + entry) * ALWAYS + place
-            exists = (row < QUERIES * MEMBERS) & (place < ALWAYS) & (query < q_len)
-            head = (kv_head * PICKERS + step % STEPS // TILES_OF_ENTRY) * MEMBERS + row % MEMBERS
-            rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
-            q = load_rows(q_rows, rows, DIM)
-            at = lines_of_rows(rows, lengths, shared)
-            log2_sum = tl.load(log2_sum_ptr + at, mask=exists, other=float("inf"))
-            weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * score_scale - log2_sum[None, :])
-            choice_of_row = tl.where(exists, choices_of_rows(rows, lengths, shared), 0)
-            picked = is_picked(picks, choice_of_row, exists, position // BLOCK, SLOTS, PADDED)
-            kept = _keeps(block, rows, lengths) & (exists & ~picked)[None, :]
-            place = tl.where(exists, place, 0)
-            weights = of_always(tl.where(kept, weights, 0.0), 0.0, always, column, entry, place[None, :], key[:, None])
-            dk, dv, _ = _add_grads(dk, dv, weights, q, rows, queries, block, lengths, shared)
-        pieces = tl.num_programs(0) // PARTS
-        _store_sums(dk_ptr, dv_ptr, dk, dv, (tl.program_id(1) * pieces + number).to(tl.int64) * ALWAYS + part * TILE_N, block)
+    # fmt: off
+    _compute_always_piece(
+        k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items,
+        Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
+        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        Span(line, choice, turn_choices),
+        Lengths(kv_heads, q_len, offset, choices, key_blocks),
+        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
+        _Widths(scale, score_scale, DIM, DIM_V, TILE_N, ALWAYS // TILE_N),
+        BLOCK, PADDED, QUERIES,
+    )
+    # fmt: on
 
 
 def always_grads(
@@ -449,13 +481,109 @@ def keys_of_sum(sizes: SelectionSizes, always) -> int:
     return min(_KEYS_OF_SUM, sizes.smallest_block(always))
 
 
+class _Rows(NamedTuple):
+    """What a tile of queries brings to its walk."""
+
+    q: Any
+    dout: Any
+    log2_sum: Any
+    delta: Any
+
+
+class _Walks(NamedTuple):
+    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
+
+    counts: Any
+    blocks: Any
+    bits: Any
+    WIDTH: Any
+
+
 @triton.jit
-def _grad_of_step(dq, q, dout, log2_sum, delta, k, v, kept, score_scale):
-    """dq after a step. kept: (rows, keys)."""
-    weights = tl.math.exp2(tl.dot(q, k.T, input_precision="ieee") * score_scale - log2_sum[:, None])
+def _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept, widths):
+    """dq after TILE_N keys. kept: (rows, keys)."""
+    k = load_tile(k_tensor, rows.batch, rows.kv_head, position, widths.TILE_N, widths.DIM)
+    v = load_tile(v_tensor, rows.batch, rows.kv_head, position, widths.TILE_N, widths.DIM_V)
+    weights = tl.math.exp2(tl.dot(tile.q, k.T, input_precision="ieee") * widths.score_scale - tile.log2_sum[:, None])
     weights = tl.where(kept, weights, 0.0)
-    dscores = weights * (tl.dot(dout, v.T, input_precision="ieee") - delta[:, None])
+    dscores = weights * (tl.dot(tile.dout, v.T, input_precision="ieee") - tile.delta[:, None])
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit
+def _until_query(rows, position, lengths, TILE_N: tl.constexpr):
+    return (position + tl.arange(0, TILE_N))[None, :] <= (rows.query + lengths.offset)[:, None]
+
+
+@triton.jit
+def _walk_picks(dq, tile, k_tensor, v_tensor, rows, table, number, walks, lengths, shared, widths):
+    """Adds what a tile's picks give to dq."""
+    blocks, bits = walks.blocks + table * walks.WIDTH, walks.bits + table * walks.WIDTH
+    last = tl.load(walks.counts + table * 2 + 1) * widths.STEPS
+    block = tl.load(blocks, mask=last > 0, other=0)
+    for step in tl.range(0, last):
+        position = (block * widths.STEPS + step % widths.STEPS) * widths.TILE_N
+        block = tl.load(blocks + (step + 1) // widths.STEPS, mask=step + 1 < last, other=0)
+        kept = _until_query(rows, position, lengths, widths.TILE_N)
+        if shared.CHOICES > 1:
+            bit = (tl.load(bits + step // widths.STEPS) >> number) & 1
+            kept = kept & (bit == 1)[:, None]
+        dq = _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept, widths)
+    return dq
+
+
+@triton.jit
+def _walk_always(
+    dq, tile, k_tensor, v_tensor, rows, first_query, last_query, picks, always, lengths, shared, widths,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Adds what is always kept and in no picked block."""
+    SIZE: tl.constexpr = always.table.BLOCK
+    STEPS: tl.constexpr = SIZE // widths.TILE_N
+    choice = choices_of_rows(rows, lengths, shared)
+    for row in tl.range(first_query // SIZE, last_query // SIZE + 1):
+        own = rows.exists & (rows.query // SIZE == row)
+        query = tl.where(own, rows.query - row * SIZE, 0)
+        for step in tl.range(tl.load(always.row_ptr + row) * STEPS, tl.load(always.row_ptr + row + 1) * STEPS, num_stages=1):
+            start = step % STEPS * widths.TILE_N
+            position = tl.load(always.table.index + step // STEPS) * SIZE + start
+            kept = own & ~is_picked(picks, choice, rows.exists, position // BLOCK, shared.SLOTS, PADDED)
+            kept = (_until_query(rows, position, lengths, widths.TILE_N) & kept[:, None]).to(tl.int32)
+            key = start + tl.arange(0, widths.TILE_N)
+            kept = of_always(kept, 0, always, row, step // STEPS, query[:, None], key[None, :])
+            dq = _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept != 0, widths)
+    return dq
+
+
+@triton.jit
+def _compute_query_grads(
+    k_tensor, v_tensor, dq_rows, part_ptr, listed, picks, walks, always, queries, span, lengths, shared, widths,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    tile, picker = tl.program_id(0), tl.program_id(1)
+    rows = rows_of_tile(tile, picker, span, lengths, shared)
+    dq = tl.zeros([ROWS, widths.DIM], tl.float32)
+    if PARTS == 0 or always.table.BLOCK != 0:
+        at = lines_of_rows(rows, lengths, shared)
+        q, dout = load_rows(queries.q, rows, widths.DIM), load_rows(queries.dout, rows, widths.DIM_V)
+        log2_sum = tl.load(queries.log2_sum + at, mask=rows.exists, other=float("inf"))
+        own = _Rows(q, dout, log2_sum, tl.load(queries.delta + at, mask=rows.exists, other=0.0))
+        if PARTS == 0:
+            table, number = table_of_tile(tile, picker, span, lengths, shared)
+            dq = _walk_picks(dq, own, k_tensor, v_tensor, rows, table, number, walks, lengths, shared, widths)
+        if always.table.BLOCK != 0:
+            first, last = queries_of_tile(tile, span, lengths, shared)
+            dq = _walk_always(
+                dq, own, k_tensor, v_tensor, rows, first, last, picks, always, lengths, shared, widths, BLOCK, PADDED
+            )  # fmt: skip
+    dq *= widths.scale
+    if PARTS != 0:
+        count = tl.load(listed + choices_of_rows(rows, lengths, shared), mask=rows.exists, other=0) * PARTS
+        for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
+            at = (rows.choice.to(tl.int64) * (shared.SLOTS * PARTS) + part) * (shared.EVERY * shared.MEMBERS) + rows.number
+            places = part_ptr + at[:, None] * widths.DIM + tl.arange(0, widths.DIM)[None, :]
+            dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
+    store_rows(dq_rows, dq, rows, widths.DIM)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -507,64 +635,20 @@ def sum_query_grads_kernel(
 ):
     """dQ of a tile of queries of the heads that share a choice. PARTS: how many parts a pick has; if 0, the tile walks its picks. Other
     arguments: see ``walk_picks_kernel``."""
-    tile, picker = tl.program_id(0), tl.program_id(1)
-    span = Span(line, choice, turn_choices)
-    lengths = Lengths(kv_heads, q_len, offset, choices, key_blocks)
-    shared = Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES)
-    rows = rows_of_tile(tile, picker, span, lengths, shared)
-    dq = tl.zeros([ROWS, DIM], tl.float32)
-    until = (rows.query + lengths.offset)[:, None]
-    step_key = tl.arange(0, TILE_N)
-    if PARTS == 0 or ALWAYS != 0:
-        at = lines_of_rows(rows, lengths, shared)
-        q, dout = load_rows(q_rows, rows, DIM), load_rows(dout_rows, rows, DIM_V)
-        log2_sum = tl.load(log2_sum_ptr + at, mask=rows.exists, other=float("inf"))
-        delta = tl.load(delta_ptr + at, mask=rows.exists, other=0.0)
-    if PARTS == 0:
-        table, number = table_of_tile(tile, picker, span, lengths, shared)
-        STEPS: tl.constexpr = BLOCK // TILE_N
-        last = tl.load(walk_counts + table * 2 + 1) * STEPS
-        block = tl.load(walk_blocks + table * WIDTH, mask=last > 0, other=0)
-        for step in tl.range(0, last):
-            position = block * BLOCK + step % STEPS * TILE_N
-            block = tl.load(walk_blocks + table * WIDTH + (step + 1) // STEPS, mask=step + 1 < last, other=0)
-            k = load_tile(k_tensor, rows.batch, rows.kv_head, position, TILE_N, DIM)
-            v = load_tile(v_tensor, rows.batch, rows.kv_head, position, TILE_N, DIM_V)
-            kept = (position + step_key)[None, :] <= until
-            if CHOICES > 1:
-                bit = (tl.load(walk_bits + table * WIDTH + step // STEPS) >> number) & 1
-                kept = kept & (bit == 1)[:, None]
-            dq = _grad_of_step(dq, q, dout, log2_sum, delta, k, v, kept, score_scale)
-    if ALWAYS != 0:
-        always = always_table(
-            always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS
-        )
-        ALWAYS_STEPS: tl.constexpr = ALWAYS // TILE_N
-        choice_of_row = choices_of_rows(rows, lengths, shared)
-        first, end = queries_of_tile(tile, span, lengths, shared)
-        for row in tl.range(first // ALWAYS, end // ALWAYS + 1):
-            own = rows.exists & (rows.query // ALWAYS == row)
-            query = tl.where(own, rows.query - row * ALWAYS, 0)
-            for step in tl.range(tl.load(always.row_ptr + row) * ALWAYS_STEPS, tl.load(always.row_ptr + row + 1) * ALWAYS_STEPS,
-                                 num_stages=1):  # fmt: skip
-                start = step % ALWAYS_STEPS * TILE_N
-                position = tl.load(always.table.index + step // ALWAYS_STEPS) * ALWAYS + start
-                k = load_tile(k_tensor, rows.batch, rows.kv_head, position, TILE_N, DIM)
-                v = load_tile(v_tensor, rows.batch, rows.kv_head, position, TILE_N, DIM_V)
-                kept = own & ~is_picked(picks, choice_of_row, rows.exists, position // BLOCK, SLOTS, PADDED)
-                kept = ((position + step_key)[None, :] <= until) & kept[:, None]
-                of_row = of_always(
-                    kept.to(tl.int32), 0, always, row, step // ALWAYS_STEPS, query[:, None], (start + step_key)[None, :]
-                )  # fmt: skip
-                dq = _grad_of_step(dq, q, dout, log2_sum, delta, k, v, of_row != 0, score_scale)
-    dq *= scale
-    if PARTS != 0:
-        count = tl.load(listed + choices_of_rows(rows, lengths, shared), mask=rows.exists, other=0) * PARTS
-        for part in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
-            at = (rows.choice.to(tl.int64) * (SLOTS * PARTS) + part) * (EVERY * MEMBERS) + rows.number
-            places = part_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :]
-            dq += tl.load(places, mask=(part < count)[:, None], other=0.0).to(tl.float32)
-    store_rows(dq_rows, dq, rows, DIM)
+    # fmt: off
+    _compute_query_grads(
+        k_tensor, v_tensor, dq_rows, part_ptr, listed, picks,
+        _Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
+        Always(always_row_ptr, always_row_split,
+               WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        Span(line, choice, turn_choices),
+        Lengths(kv_heads, q_len, offset, choices, key_blocks),
+        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
+        _Widths(scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N),
+        BLOCK, PADDED, PARTS,
+    )
+    # fmt: on
 
 
 def sum_query_grads(

@@ -15,19 +15,19 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
-from ..common.tiles import FLOOR, LN_2, LOG2_E, load_tile
+from ..common.tiles import FLOOR, LN_2, LOG2_E, WalkedTable, load_tile
 from ..launch.launch import described, launch, rows_of
 from .configs import selection_config
 from .selection_tiles import (
     INTEGERS,
     ROWS,
+    Always,
     Lengths,
     SelectionSizes,
     Shared,
     Span,
     Turn,
     always_arguments,
-    always_table,
     choices_of_rows,
     is_picked,
     lines_of_rows,
@@ -129,6 +129,31 @@ def _compute_parts(
             tl.store(lse_ptr + at, lse, mask=rows.exists)
 
 
+@triton.jit
+def _compute_piece(
+    q_rows, part_ptr, lse_ptr, entries, piece, span, lengths, shared, keys, BLOCK: tl.constexpr, MASSES: tl.constexpr
+):  # fmt: skip
+    begin, end = tl.load(piece + 1), tl.load(piece + 3)
+    if begin < end:
+        column = tl.load(piece)
+        whole = tl.load(piece + 2)
+        own = span.line + column // lengths.key_blocks
+        batch, kv_head = own // lengths.kv_heads, own % lengths.kv_heads
+        position = column % lengths.key_blocks * BLOCK
+        k, v = 0, 0
+        if BLOCK == keys.TILE_N:
+            k = load_tile(keys.k, batch, kv_head, position, BLOCK, keys.DIM)
+            if not MASSES:
+                v = load_tile(keys.v, batch, kv_head, position, BLOCK, keys.DIM_V)
+        # fmt: off
+        if MASSES:
+            _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, begin, whole, own, position, span, lengths, shared, keys,
+                           BLOCK, True, MASSES)
+        _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, whole, end, own, position, span, lengths, shared, keys,
+                       BLOCK, False, MASSES)
+        # fmt: on
+
+
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
 def picked_parts_kernel(
     q_rows,
@@ -163,29 +188,16 @@ def picked_parts_kernel(
 ):
     """One program per piece of a key block's list. item: the turn's first. part_ptr: (entries of a turn, EVERY, MEMBERS, DIM_V), and
     lse_ptr without DIM_V, of base 2. MASSES: no parts; lse_ptr: (batch, heads, q_len, SLOTS), and cut blocks are in the lists."""
-    piece = items + (item + tl.program_id(0)) * 4
-    begin, end = tl.load(piece + 1), tl.load(piece + 3)
-    if begin < end:
-        column = tl.load(piece)
-        whole = tl.load(piece + 2)
-        span = Span(line, choice, turn_choices)
-        lengths = Lengths(kv_heads, q_len, offset, choices, key_blocks)
-        shared = Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES)
-        keys = _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N)
-        own = line + column // key_blocks
-        position = column % key_blocks * BLOCK
-        k, v = 0, 0
-        if BLOCK == TILE_N:
-            k = load_tile(k_tensor, own // kv_heads, own % kv_heads, position, TILE_N, DIM)
-            if not MASSES:
-                v = load_tile(v_tensor, own // kv_heads, own % kv_heads, position, TILE_N, DIM_V)
-        # fmt: off
-        if MASSES:
-            _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, begin, whole, own, position, span, lengths, shared, keys,
-                           BLOCK, True, MASSES)
-        _compute_parts(q_rows, k, v, part_ptr, lse_ptr, entries, whole, end, own, position, span, lengths, shared, keys,
-                       BLOCK, False, MASSES)
-        # fmt: on
+    # fmt: off
+    _compute_piece(
+        q_rows, part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 4,
+        Span(line, choice, turn_choices),
+        Lengths(kv_heads, q_len, offset, choices, key_blocks),
+        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
+        _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),
+        BLOCK, MASSES,
+    )
+    # fmt: on
 
 
 def picked_parts(q, k, v, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float, masses: bool = False):
@@ -258,21 +270,64 @@ def _walk_always(
 
 
 @triton.jit
-def _join_parts(state, rows, counts, part_ptr, part_lse, lengths, shared, DIM_V: tl.constexpr):
+def _join_parts(state, rows, parts, lengths, shared, DIM_V: tl.constexpr):
     """Folds the parts of the rows' listed picks."""
     accumulator, running_max, running_sum = state
-    count = tl.load(counts + choices_of_rows(rows, lengths, shared), mask=rows.exists, other=0)
+    count = tl.load(parts.listed + choices_of_rows(rows, lengths, shared), mask=rows.exists, other=0)
     column = tl.arange(0, DIM_V)
     for slot in tl.range(0, tl.max(count, 0), num_stages=_PARTS_AHEAD):
         at = (rows.choice * shared.SLOTS + slot).to(tl.int64) * (shared.EVERY * shared.MEMBERS) + rows.number
-        lse = tl.load(part_lse + at, mask=slot < count, other=-float("inf"))
-        part = tl.load(part_ptr + at[:, None] * DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
+        lse = tl.load(parts.lse + at, mask=slot < count, other=-float("inf"))
+        part = tl.load(parts.part + at[:, None] * DIM_V + column[None, :], mask=(slot < count)[:, None], other=0.0)
         new_max = tl.maximum(running_max, lse)
         rescale, share = tl.math.exp2(running_max - new_max), tl.math.exp2(lse - new_max)
         accumulator = accumulator * rescale[:, None] + part.to(tl.float32) * share[:, None]
         running_sum = running_sum * rescale + share
         running_max = new_max
     return accumulator, running_max, running_sum
+
+
+class _Walks(NamedTuple):
+    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
+
+    counts: Any
+    blocks: Any
+    bits: Any
+    WIDTH: Any
+
+
+class _Parts(NamedTuple):
+    """listed: how many parts each choice has. JOINS: whether there are any."""
+
+    listed: Any
+    part: Any
+    lse: Any
+    JOINS: Any
+
+
+@triton.jit
+def _compute_tile(
+    q_rows, out_rows, lse_ptr, picks, walks, parts, always, span, lengths, shared, keys, BLOCK: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    tile, picker = tl.program_id(0), tl.program_id(1)
+    rows = rows_of_tile(tile, picker, span, lengths, shared)
+    q = load_rows(q_rows, rows, keys.DIM)
+    state = tl.zeros([ROWS, keys.DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
+    table, number = table_of_tile(tile, picker, span, lengths, shared)
+    blocks, bits = walks.blocks + table * walks.WIDTH, walks.bits + table * walks.WIDTH
+    whole, end = tl.load(walks.counts + table * 2), tl.load(walks.counts + table * 2 + 1)
+    if whole > 0:  # even an empty walk fills and drains a pipeline
+        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, lengths, shared, keys, BLOCK, False)
+    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, lengths, shared, keys, BLOCK, True)
+    if always.table.BLOCK != 0:
+        first, last = queries_of_tile(tile, span, lengths, shared)
+        state = _walk_always(state, q, rows, first, last, picks, always, lengths, shared, keys, BLOCK, PADDED)
+    if parts.JOINS:
+        state = _join_parts(state, rows, parts, lengths, shared, keys.DIM_V)
+    accumulator, running_max, running_sum = state
+    total, lse = _lse(running_max, running_sum)
+    store_rows(out_rows, accumulator / total[:, None], rows, keys.DIM_V)
+    tl.store(lse_ptr + lines_of_rows(rows, lengths, shared), lse * LN_2, mask=rows.exists)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -323,32 +378,20 @@ def walk_picks_kernel(
     """out and lse of a tile of queries of the heads that share a choice. walk_counts, walk_blocks, walk_bits: see
     ``selection_walks_kernel``. listed: (batch, kv_heads * PICKERS, choices) int32, how many parts a choice has, if JOINS. ALWAYS:
     the block size of what is always kept, or 0."""
-    tile, picker = tl.program_id(0), tl.program_id(1)
-    span = Span(line, choice, turn_choices)
-    lengths = Lengths(kv_heads, q_len, offset, choices, key_blocks)
-    shared = Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES)
-    keys = _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N)
-    rows = rows_of_tile(tile, picker, span, lengths, shared)
-    q = load_rows(q_rows, rows, DIM)
-    state = tl.zeros([ROWS, DIM_V], tl.float32), tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
-    table, number = table_of_tile(tile, picker, span, lengths, shared)
-    blocks, bits = walk_blocks + table * WIDTH, walk_bits + table * WIDTH
-    whole, end = tl.load(walk_counts + table * 2), tl.load(walk_counts + table * 2 + 1)
-    if whole > 0:  # even an empty walk fills and drains a pipeline
-        state = _walk_blocks(state, q, rows, number, blocks, bits, 0, whole, lengths, shared, keys, BLOCK, False)
-    state = _walk_blocks(state, q, rows, number, blocks, bits, whole, end, lengths, shared, keys, BLOCK, True)
-    if ALWAYS != 0:
-        always = always_table(
-            always_row_ptr, always_row_split, always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS
-        )
-        first, last = queries_of_tile(tile, span, lengths, shared)
-        state = _walk_always(state, q, rows, first, last, picks, always, lengths, shared, keys, BLOCK, PADDED)
-    if JOINS:
-        state = _join_parts(state, rows, listed, part_ptr, part_lse, lengths, shared, DIM_V)
-    accumulator, running_max, running_sum = state
-    total, lse = _lse(running_max, running_sum)
-    store_rows(out_rows, accumulator / total[:, None], rows, DIM_V)
-    tl.store(lse_ptr + lines_of_rows(rows, lengths, shared), lse * LN_2, mask=rows.exists)
+    # fmt: off
+    _compute_tile(
+        q_rows, out_rows, lse_ptr, picks,
+        _Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
+        _Parts(listed, part_ptr, part_lse, JOINS),
+        Always(always_row_ptr, always_row_split,
+               WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
+        Span(line, choice, turn_choices),
+        Lengths(kv_heads, q_len, offset, choices, key_blocks),
+        Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
+        _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),
+        BLOCK, PADDED,
+    )
+    # fmt: on
 
 
 def walk_picks(q, k, v, picks, walks, listed, parts, part_lse, always, out, lse, sizes: SelectionSizes, turn: Turn, scale: float):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.tiles import InBlock, WalkedTable, of_kept_pairs
+from ..common.tiles import InBlock, of_kept_pairs
 
 # wgmma begins at 64 rows. 128 were slower everywhere (H200, bf16, head_dim 128, 65,536 tokens: 263 TFLOP/s, 334 with 64).
 ROWS = tl.constexpr(64)
@@ -161,7 +161,7 @@ class RowsOfTile(NamedTuple):
 
 
 class Always(NamedTuple):
-    """The table of the pairs that are kept whatever was picked, by query or by key."""
+    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``, whose BLOCK is 0 if there are none."""
 
     row_ptr: Any
     row_split: Any
@@ -279,11 +279,6 @@ def is_picked(picks, choice, exists, block, SLOTS: tl.constexpr, PADDED: tl.cons
     slot = tl.arange(0, PADDED)
     picked = tl.load(picks + choice[:, None] * SLOTS + slot[None, :], mask=exists[:, None] & (slot < SLOTS)[None, :], other=-1)
     return tl.max((picked == block).to(tl.int32), 1) != 0
-
-
-@triton.jit
-def always_table(row_ptr, row_split, index, tile_idx, tile_runs, tile_bits, BLOCK: tl.constexpr):
-    return Always(row_ptr, row_split, WalkedTable(index, tile_idx, tile_runs, tile_bits, BLOCK, True))
 
 
 @triton.jit
