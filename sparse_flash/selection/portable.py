@@ -6,7 +6,8 @@ that picked it. Parts take bounded memory: a call is computed in turns, of key h
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
 from .tables import (
     Pieces,
+    Turns,
     always_pieces,
     backward_most,
     column_lists,
@@ -122,52 +124,107 @@ def backward(
     dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
-    alone, gathered = walks_alone(sizes), (*ready, dout, log2_sum, delta)
-    turns, most, parts, sums = _backward_room(*ready[::2], sizes, not alone)
+    gathered = *ready, dout, log2_sum, delta
+    alone = walks_alone(sizes)
+    room = _backward_room(ready, sizes, always, not alone)
     with current_device(q.device):
         kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         walks = tile_walks(picks, sizes, 1) if alone else None
-        lists = column_lists(picks, None, sizes, turns, most)
-        beside, always_sums = None, None
-        if always is not None:
-            beside = always_pieces(always, sizes.heads // sizes.kv_heads)
-            always_sums = _key_sums(*ready[::2], turns.lines * beside.items.shape[1] * always.block_size)
-        before = _sums_before(*ready[::2], sizes, turns, always)
-        for turn in turns.all:
-            kernels.picked_grads(*gathered, lists, parts, *sums, sizes, turn, scale)
-            if always_sums is not None and turn.choice == 0:
-                kernels.always_grads(*gathered, picks, always, beside.items, *always_sums, sizes, turn, scale)
-            kernels.sum_key_grads(dk, dv, sums, lists, always_sums, beside, before, always, sizes, turn, scale)
-            kernels.sum_query_grads(*gathered, picks, walks, lists, parts, always, dq, sizes, turn, scale)
-    return tuple(map(restored, (dq, dk, dv), ready, (q, k, v)))
+        lists = column_lists(picks, None, sizes, room.turns, room.most)
+        for turn in room.turns.all:
+            kernels.picked_grads(*gathered, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
+            if always is not None and turn.choice == 0:
+                columns = room.columns, room.k_sums.columns, room.v_sums.columns
+                kernels.always_grads(*gathered, picks, always, *columns, sizes, turn, scale)
+            kernels.sum_key_grads(dk, room.k_sums, lists, room.columns, always, sizes, turn, scale)
+            kernels.sum_key_grads(dv, room.v_sums, lists, room.columns, always, sizes, turn, 1.0)
+            kernels.sum_query_grads(*gathered, picks, walks, lists, room.parts, always, dq, sizes, turn, scale)
+    return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
 
 
-def _backward_room(q, v, sizes, with_parts: bool):
-    """(turns, entries of a piece, parts of dQ or None, sums of dK and dV of pieces)."""
-    from ..kernels.portable.selection_backward import key_step
+def block_lse(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int, scale: float) -> torch.Tensor:
+    """(batch, heads, q_len, n) float32: the lse of each query's pairs in each picked block, -inf without pairs. Arguments: see
+    ``forward``."""
+    from ..kernels.portable.selection_forward import picked_masses
 
-    dim = padded_head_dim(q.shape[3])
-    of_block = sizes.block // key_step(q, v, sizes)[0]
-    of_entry = of_block * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
-    of_key = (dim + padded_head_dim(v.shape[3])) * 4
-    # Half as many pieces again as there are key blocks: see ``backward_most``.
-    turns = turns_of(sizes, of_entry, 3 * sizes.key_blocks * sizes.block * of_key // 2, WORKSPACE)
+    sizes = _sizes(q, k, picks, every, block_size)
+    ready = [addressable(t) for t in (q, k)]
+    masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
+    turns = turns_of(sizes, 0, 0, WORKSPACE)
+    with current_device(q.device):
+        lists = column_lists(picks, None, sizes, turns, forward_most(sizes))
+        picked_masses(*ready, lists, masses, sizes, turns.all[0], scale)
+    return masses
+
+
+def block_lse_backward(
+    dmasses: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    masses: torch.Tensor,
+    picks: torch.Tensor,
+    every: int,
+    block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dq and dk like q and k. masses: of ``block_lse``. dmasses: its gradient."""
+    from ..kernels.portable import selection_backward as kernels
+
+    sizes = _sizes(q, k, picks, every, block_size)
+    ready = [addressable(t) for t in (q, k)]
+    dq, dk = (torch.empty_like(t) for t in ready)
+    gathered = *ready, ready[1], None, masses, dmasses.contiguous()
+    room = _backward_room((*ready, ready[1]), sizes, None, True)
+    with current_device(q.device):
+        lists = column_lists(picks, None, sizes, room.turns, room.most)
+        for turn in room.turns.all:
+            kernels.picked_grads(*gathered, lists, room.parts, room.k_sums.pieces, room.k_sums.pieces, sizes, turn, scale)
+            kernels.sum_key_grads(dk, room.k_sums, lists, None, None, sizes, turn, scale)
+            kernels.sum_query_grads(*gathered, picks, None, lists, room.parts, None, dq, sizes, turn, scale)
+    return restored(dq, ready[0], q), restored(dk, ready[1], k)
+
+
+class _Sums(NamedTuple):
+    """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a turn leaves to the next one of its lines: (keys,
+    padded head_dim) float32 each, or None."""
+
+    pieces: torch.Tensor
+    columns: torch.Tensor | None
+    before: torch.Tensor | None
+
+
+class _BackwardRoom(NamedTuple):
+    """most: entries of a piece. columns: the pieces of ``always``. parts: of dQ, (entries of a turn, steps of a block, rows of a
+    choice, padded head_dim), or None."""
+
+    turns: Turns
+    most: int
+    columns: Pieces | None
+    parts: torch.Tensor | None
+    k_sums: _Sums
+    v_sums: _Sums
+
+
+def _backward_room(ready: Sequence[torch.Tensor], sizes: Any, always: BlockMask | None, with_parts: bool) -> _BackwardRoom:
+    """ready: q, k and v. with_parts: whether dQ comes as parts."""
+    from ..kernels.portable.selection_backward import key_step, keys_of_sum
+
+    q, k, v = ready
+    dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
+    steps = sizes.block // key_step(q, v, sizes)[0]
+    of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
+    # At most half as many pieces again as there are key blocks: see ``backward_most``.
+    turns = turns_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
     entries, most = turns.lines * sizes.pickers * turns.choices * sizes.slots, backward_most(sizes, turns)
-    parts = q.new_empty(entries, of_block, sizes.rows_of_choice, dim) if with_parts else None
-    pieces = turns.lines * sizes.key_blocks + entries // most
-    return turns, most, parts, _key_sums(q, v, pieces * sizes.block)
-
-
-def _key_sums(q, v, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of dK and dV, (rows, padded head_dim) float32."""
-    return tuple(t.new_empty(rows, padded_head_dim(t.shape[3]), dtype=torch.float32) for t in (q, v))
-
-
-def _sums_before(q, v, sizes, turns, always):
-    """Sums of dK and dV that a turn leaves to the next one of its lines; None if a turn has all choices of its lines."""
-    from ..kernels.portable.selection_backward import keys_of_sum
-
-    if turns.choices >= sizes.choices:
-        return None
+    parts = q.new_empty(entries, steps, sizes.rows_of_choice, dim) if with_parts else None
+    columns = None if always is None else always_pieces(always, sizes.heads // sizes.kv_heads)
+    rows = (turns.lines * sizes.key_blocks + entries // most) * sizes.block
+    of_columns = None if columns is None or always is None else turns.lines * columns.items.shape[1] * always.block_size
     keys = keys_of_sum(sizes, always)
-    return _key_sums(q, v, turns.lines * -(-sizes.kv_len // keys) * keys)
+    of_line = turns.lines * -(-sizes.kv_len // keys) * keys if turns.choices < sizes.choices else None
+
+    def sums(width: int) -> _Sums:
+        made = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_columns, of_line))
+        return _Sums(*made)
+
+    return _BackwardRoom(turns, most, columns, parts, sums(dim), sums(dim_v))

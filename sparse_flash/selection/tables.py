@@ -102,7 +102,7 @@ def turns_of(sizes, bytes_of_entry: int, bytes_of_line: int, workspace: int) -> 
         lines = -(-sizes.lines // -(-sizes.lines // lines))
     places = [(line, choice) for line in range(0, sizes.lines, lines) for choice in range(0, sizes.choices, choices)]
     found = (
-        Turn(number, line, min(lines, sizes.lines - line), choice, min(choices, sizes.choices - choice))
+        Turn(number, line, min(lines, sizes.lines - line), choice, min(choices, sizes.choices - choice), choices)
         for number, (line, choice) in enumerate(places)
     )
     return Turns(lines, choices, tuple(found))

@@ -3,7 +3,7 @@
     1. rows_of_softmax   delta = rowsum(dOut * Out) - dLse of each query and head, and its lse in base 2
     2. picked_grads      a piece of a key block's list: sums of dK and dV, and a part of dQ for each query, pick and head
     3. always_grads      the same of what is always kept and not picked, without dQ
-    4. sum_key_grads     adds up the sums of a key block's pieces, in order: dK and dV
+    4. sum_key_grads     adds up the sums of a key block's pieces, in order: dK or dV
     5. sum_query_grads   adds up a query's parts in the order of its picks, and walks what has none: dQ
 
 There are no atomics: gradients repeat bit for bit. ``picked_grads`` also serves the gradient of the picked blocks' masses.
@@ -46,7 +46,7 @@ from .selection_tiles import (
 )
 
 _PARTS_AHEAD = tl.constexpr(4)
-_KEYS_OF_SUM = 64
+_KEYS_OF_SUM = 32
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
@@ -169,11 +169,10 @@ def _compute_grads(
 
 
 @triton.jit
-def _store_sums(dk_ptr, dv_ptr, dk, dv, row, widths):
-    """row: of the first key, in float32 sums with a row for each key."""
-    key = row + tl.arange(0, widths.TILE_N)
-    tl.store(dk_ptr + key[:, None] * widths.DIM + tl.arange(0, widths.DIM)[None, :], dk)
-    tl.store(dv_ptr + key[:, None] * widths.DIM_V + tl.arange(0, widths.DIM_V)[None, :], dv)
+def _store_sums(sums, values, row):
+    """values: (keys, head_dim). row: of the first key, in float32 sums with a row for each key."""
+    key = row + tl.arange(0, values.shape[0])
+    tl.store(sums + key[:, None] * values.shape[1] + tl.arange(0, values.shape[1])[None, :], values)
 
 
 @triton.jit
@@ -202,7 +201,10 @@ def _compute_piece(
         dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, whole, end, own, _Block(k, v, position, part), span, lengths,
                                 shared, widths, False, PARTS, MASSES)
         # fmt: on
-        _store_sums(dk_ptr, dv_ptr, dk, dv, (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N, widths)
+        row = (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
+        _store_sums(dk_ptr, dk, row)
+        if not MASSES:
+            _store_sums(dv_ptr, dv, row)
 
 
 @triton.jit(do_not_specialize=[*INTEGERS, "item"])
@@ -221,7 +223,7 @@ def picked_grads_kernel(
     item,
     line,
     choice,
-    turn_choices,
+    stride,
     kv_heads,
     q_len,
     offset,
@@ -250,7 +252,7 @@ def picked_grads_kernel(
     _compute_piece(
         k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + item * 4,
         _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
-        Span(line, choice, turn_choices),
+        Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Widths(scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N),
@@ -317,7 +319,9 @@ def _compute_always_piece(
             weights = of_always(tl.where(kept, weights, 0.0), 0.0, always, column, entry, place[None, :], key[:, None])
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths)
         piece = tl.program_id(1) * (tl.num_programs(0) // widths.STEPS) + number
-        _store_sums(dk_ptr, dv_ptr, dk, dv, (piece.to(tl.int64) * widths.STEPS + part) * widths.TILE_N, widths)
+        first = (piece.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
+        _store_sums(dk_ptr, dk, first)
+        _store_sums(dv_ptr, dv, first)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -340,7 +344,7 @@ def always_grads_kernel(
     tile_bits,
     line,
     choice,
-    turn_choices,
+    stride,
     kv_heads,
     q_len,
     offset,
@@ -371,7 +375,7 @@ def always_grads_kernel(
         k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items,
         Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
         _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
-        Span(line, choice, turn_choices),
+        Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Widths(scale, score_scale, DIM, DIM_V, TILE_N, ALWAYS // TILE_N),
@@ -381,9 +385,10 @@ def always_grads_kernel(
 
 
 def always_grads(
-    q, k, v, dout, log2_sum, delta, picks, always, items, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float
+    q, k, v, dout, log2_sum, delta, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes sums of one turn's lines, over all queries. items: (1, pieces, 4) int32."""
+    """Writes sums of one turn's lines, over all queries. columns: ``selection.tables.Pieces``."""
+    items = columns.items
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     n, config = key_step(q, v, sizes, sizes.smallest_block(always))
     arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(dout, dim_v), log2_sum, delta]
@@ -396,82 +401,69 @@ def always_grads(
 
 
 @triton.jit
-def _sum_pieces(dk, dv, dk_ptr, dv_ptr, begin, end, within, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """dk and dv plus KEYS rows, from row ``within`` on, of the sums begin .. end - 1."""
-    DIM: tl.constexpr = dk.shape[1]
-    DIM_V: tl.constexpr = dv.shape[1]
-    key = begin.to(tl.int64) * BLOCK + within + tl.arange(0, KEYS)
+def _sum_pieces(total, sums, begin, end, within, BLOCK: tl.constexpr):
+    """total plus its rows, from row ``within`` on, of the sums begin .. end - 1."""
+    DIM: tl.constexpr = total.shape[1]
+    key = begin.to(tl.int64) * BLOCK + within + tl.arange(0, total.shape[0])
     for _ in tl.range(begin, end):
-        dk += tl.load(dk_ptr + key[:, None] * DIM + tl.arange(0, DIM)[None, :])
-        dv += tl.load(dv_ptr + key[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :])
+        total += tl.load(sums + key[:, None] * DIM + tl.arange(0, DIM)[None, :])
         key += BLOCK
-    return dk, dv
+    return total
 
 
-@triton.jit(do_not_specialize=["first_start", "line", "kv_heads", "kv_len", "columns", "key_blocks", "always_pieces", "lines"])
+@triton.jit(do_not_specialize=["first_start", "line", "kv_heads", "key_blocks", "always_pieces"])
 def sum_key_grads_kernel(
-    dk_rows,
-    dv_rows,
-    dk_ptr,
-    dv_ptr,
+    grad_rows,
+    sums,
     starts,
-    dk_always,
-    dv_always,
+    always_sums,
     always_starts,
-    dk_before,
-    dv_before,
+    before_ptr,
     first_start,
     line,
     kv_heads,
-    kv_len,
     key_blocks,
     always_pieces,
-    scale,
+    factor,
     DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALWAYS: tl.constexpr,
     CONTINUES: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """dK and dV of KEYS keys of a line. starts: the first piece of each column, and the end of the last; this turn's from first_start
-    on. always_starts: the same of what is always kept, unless ALWAYS is 0. dk_before, dv_before: (lines of a turn, kv_len rounded
-    up to KEYS, DIM or DIM_V) float32, sums of the turns before: read if CONTINUES, written unless ENDS."""
+    """dK or dV of KEYS keys of a line. starts: the first piece of each column, and the end of the last; this turn's from first_start
+    on. always_starts: the same of what is always kept, unless ALWAYS is 0. before_ptr: (lines of a turn, kv_len rounded up to KEYS,
+    DIM) float32, the sum of the turns before: read if CONTINUES, written unless ENDS."""
     first = tl.program_id(0) * KEYS
     within_turn = tl.program_id(1)
-    own = line + within_turn
     column = within_turn * key_blocks + first // BLOCK
-    dk = tl.zeros([KEYS, DIM], tl.float32)
-    dv = tl.zeros([KEYS, DIM_V], tl.float32)
     row = within_turn.to(tl.int64) * tl.num_programs(0) * KEYS + first + tl.arange(0, KEYS)
-    of_dk = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    of_dv = row[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :]
+    before = before_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    total = tl.zeros([KEYS, DIM], tl.float32)
     if CONTINUES:
-        dk, dv = tl.load(dk_before + of_dk), tl.load(dv_before + of_dv)
+        total = tl.load(before)
     begin, end = tl.load(starts + first_start + column), tl.load(starts + first_start + column + 1)
-    dk, dv = _sum_pieces(dk, dv, dk_ptr, dv_ptr, begin, end, first % BLOCK, BLOCK, KEYS)
+    total = _sum_pieces(total, sums, begin, end, first % BLOCK, BLOCK)
     if ENDS:
         if ALWAYS != 0:
-            begin, end = tl.load(always_starts + first // ALWAYS), tl.load(always_starts + first // ALWAYS + 1)
-            before = within_turn * always_pieces
-            dk, dv = _sum_pieces(dk, dv, dk_always, dv_always, before + begin, before + end, first % ALWAYS, ALWAYS, KEYS)
-        store_tile(dk_rows, dk * scale, own // kv_heads, own % kv_heads, first, KEYS, DIM)
-        store_tile(dv_rows, dv, own // kv_heads, own % kv_heads, first, KEYS, DIM_V)
+            begin = within_turn * always_pieces + tl.load(always_starts + first // ALWAYS)
+            end = within_turn * always_pieces + tl.load(always_starts + first // ALWAYS + 1)
+            total = _sum_pieces(total, always_sums, begin, end, first % ALWAYS, ALWAYS)
+        own = line + within_turn
+        store_tile(grad_rows, total * factor, own // kv_heads, own % kv_heads, first, KEYS, DIM)
     else:
-        tl.store(dk_before + of_dk, dk)
-        tl.store(dv_before + of_dv, dv)
+        tl.store(before, total)
 
 
-def sum_key_grads(dk, dv, sums, lists, always_sums, always_pieces, before, always, sizes: SelectionSizes, turn: Turn, scale: float):
-    """Writes dk and dv of one turn's lines, or with further turns of these lines to come, ``before``. sums, always_sums, before: of
-    dk and dv. always_sums, always_pieces: None without ``always``. before: None if a turn has all choices of its lines."""
-    dim, dim_v = padded_head_dim(dk.shape[3]), padded_head_dim(dv.shape[3])
-    keys = keys_of_sum(sizes, always)
-    items, starts = (lists.items, lists.starts) if always is None else (always_pieces.items, always_pieces.starts)
-    arguments = [rows_of(dk, dim), rows_of(dv, dim_v), *sums, lists.starts, *(always_sums or sums), starts, *(before or sums)]
-    arguments += [turn.number * lists.starts.shape[1], turn.line, sizes.kv_heads, sizes.kv_len, sizes.key_blocks, items.shape[1], scale]
-    constants = {"DIM": dim, "DIM_V": dim_v, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": always.block_size if always else 0}
+def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, turn: Turn, factor: float):
+    """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: of pieces and columns, see
+    the kernel. columns: None without ``always``."""
+    dim, keys = padded_head_dim(grad.shape[3]), keys_of_sum(sizes, always)
+    beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.columns, columns.starts, columns.items.shape[1])
+    arguments = [rows_of(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
+    arguments += [turn.number * lists.starts.shape[1], turn.line, sizes.kv_heads, sizes.key_blocks, beside[2], factor]
+    constants = {"DIM": dim, "KEYS": keys, "BLOCK": sizes.block, "ALWAYS": always.block_size if always else 0}
     constants |= {"CONTINUES": turn.choice > 0, "ENDS": turn.choice + turn.choices == sizes.choices}
     launch(sum_key_grads_kernel, (triton.cdiv(sizes.kv_len, keys), turn.lines), arguments, constants, {"num_warps": 4})
 
@@ -609,7 +601,7 @@ def sum_query_grads_kernel(
     always_tile_bits,
     line,
     choice,
-    turn_choices,
+    stride,
     kv_heads,
     q_len,
     offset,
@@ -642,7 +634,7 @@ def sum_query_grads_kernel(
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
         _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
-        Span(line, choice, turn_choices),
+        Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Widths(scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N),
@@ -654,11 +646,11 @@ def sum_query_grads_kernel(
 def sum_query_grads(
     q, k, v, dout, log2_sum, delta, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes dq of one turn. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick has parts."""
+    """Writes dq of one turn. dout: None of masses. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick has parts."""
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("grad_q", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n = config.tile_n
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(dout, dim_v), rows_of(dq, dim)]
+    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(q if dout is None else dout, dim_v), rows_of(dq, dim)]
     arguments += [log2_sum, delta, picks, *(walks[1:] if walks else (picks, picks, picks)), lists.counts, parts if walks is None else q]
     arguments += [*always_arguments(always, False, delta), *sizes.integers(turn), scale, scale * LOG2_E.value]
     constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block}

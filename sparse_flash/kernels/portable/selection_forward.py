@@ -166,7 +166,7 @@ def picked_parts_kernel(
     item,
     line,
     choice,
-    turn_choices,
+    stride,
     kv_heads,
     q_len,
     offset,
@@ -191,7 +191,7 @@ def picked_parts_kernel(
     # fmt: off
     _compute_piece(
         q_rows, part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 4,
-        Span(line, choice, turn_choices),
+        Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),
@@ -200,9 +200,17 @@ def picked_parts_kernel(
     # fmt: on
 
 
-def picked_parts(q, k, v, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float, masses: bool = False):
-    """Parts of one turn. lists: ``selection.tables.ColumnLists``. parts, part_lse: as in the kernel, written; with ``masses`` only
-    part_lse."""
+def picked_parts(q, k, v, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
+    """Writes parts and part_lse of one turn. lists: ``selection.tables.ColumnLists``."""
+    _parts(q, k, v, lists, parts, part_lse, sizes, turn, scale, False)
+
+
+def picked_masses(q, k, lists, masses, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
+    """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
+    _parts(q, k, k, lists, masses, masses, sizes, turn, scale, True)
+
+
+def _parts(q, k, v, lists, parts, part_lse, sizes, turn, scale, masses):
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
@@ -352,7 +360,7 @@ def walk_picks_kernel(
     always_tile_bits,
     line,
     choice,
-    turn_choices,
+    stride,
     kv_heads,
     q_len,
     offset,
@@ -385,7 +393,7 @@ def walk_picks_kernel(
         _Parts(listed, part_ptr, part_lse, JOINS),
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-        Span(line, choice, turn_choices),
+        Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Keys(k_tensor, v_tensor, score_scale, DIM, DIM_V, TILE_N),

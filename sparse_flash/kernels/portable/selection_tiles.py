@@ -32,13 +32,15 @@ def tiling(every: int, members: int) -> Tiling:
 
 class Turn(NamedTuple):
     """A part of a call, as one of each kernel's launches computes it: ``lines`` lines (batch * kv_heads + key head) from ``line``
-    on, ``choices`` choices of each from ``choice`` on."""
+    on, ``choices`` choices of each from ``choice`` on. stride: choices from one line to the next in numbers of a turn; turns of a call
+    have one stride."""
 
     number: int
     line: int
     lines: int
     choice: int
     choices: int
+    stride: int
 
 
 class SelectionSizes(NamedTuple):
@@ -83,7 +85,7 @@ class SelectionSizes(NamedTuple):
 
     def integers(self, turn: Turn) -> tuple[int, ...]:
         """The kernels' arguments INTEGERS."""
-        turned = turn.line, turn.choice, turn.choices
+        turned = turn.line, turn.choice, turn.stride
         return *turned, self.kv_heads, self.q_len, self.kv_len - self.q_len, self.choices, self.key_blocks
 
     def tiles_of(self, turn: Turn) -> tuple[int, int]:
@@ -100,7 +102,7 @@ class SelectionSizes(NamedTuple):
         return dict(zip(Shared._fields, (self.every, self.members, self.pickers, self.slots, *self.tiled), strict=True))
 
 
-INTEGERS = ["line", "choice", "turn_choices", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+INTEGERS = ["line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
 def padded(count: int) -> int:
@@ -134,7 +136,7 @@ class Span(NamedTuple):
 
     line: Any
     choice: Any
-    choices: Any
+    stride: Any
 
 
 class Lengths(NamedTuple):
@@ -184,11 +186,11 @@ def rows_of_tile(tile, picker, span, lengths, shared):
     choice = tile // shared.TILES * shared.CHOICES + number
     token += tile % shared.TILES * shared.TOKENS
     query = (span.choice + choice) * shared.EVERY + token
-    exists = used & (token < shared.EVERY) & (choice < span.choices) & (query < lengths.q_len)
+    exists = used & (token < shared.EVERY) & (choice < span.stride) & (query < lengths.q_len)
     line = span.line + picker // shared.PICKERS
     kv_head = line % lengths.kv_heads
     head = (kv_head * shared.PICKERS + picker % shared.PICKERS) * shared.MEMBERS + member
-    choice += picker * span.choices
+    choice += picker * span.stride
     return RowsOfTile(choice, query, head, token * shared.MEMBERS + member, exists, line // lengths.kv_heads, kv_head)
 
 
@@ -219,10 +221,10 @@ def rows_of_list(entries, begin, end, step, line, span, lengths, shared):
     entry = tl.load(entries + place, mask=used & (place < end), other=0)
     choice = entry // shared.SLOTS
     token += step % shared.TILES * shared.TOKENS
-    query = (span.choice + choice % span.choices) * shared.EVERY + token
+    query = (span.choice + choice % span.stride) * shared.EVERY + token
     exists = used & (place < end) & (token < shared.EVERY) & (query < lengths.q_len)
     kv_head = line % lengths.kv_heads
-    picker = choice // span.choices % shared.PICKERS
+    picker = choice // span.stride % shared.PICKERS
     head = (kv_head * shared.PICKERS + picker) * shared.MEMBERS + member
     rows = RowsOfTile(choice, query, head, token * shared.MEMBERS + member, exists, line // lengths.kv_heads, kv_head)
     return rows, entry
