@@ -11,17 +11,17 @@ from sm90 import TARGET, resources
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+import sparse_flash as sf
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.portable import selection_backward, selection_forward, selection_tables
 from sparse_flash.selection import portable
-import sparse_flash as sf
 
 BACKEND = make_backend(TARGET)
 MODULES = selection_backward, selection_forward, selection_tables
 # heads, key heads, head_dim, block, every, always
 CASES = [(4 * group, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128) for group in (4, 16)]
-CASES += [(16, 4, 128, 32, 1, None), (16, 4, 128, 128, 16, None), (8, 8, 128, 512, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
-CASES += [(8, 2, 256, 128, 1, None)]
+CASES += [(16, 4, 128, 32, 1, None), (16, 4, 128, 128, 16, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
+CASES += [(16, 4, 128, 64, 1, "sinks(4) | local(128)")]
 
 
 def compiled(kernel, arguments, constants, options):

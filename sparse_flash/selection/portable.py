@@ -1,7 +1,7 @@
 """Attention over picked key blocks on the portable kernels: any GPU that Triton supports; under TRITON_INTERPRET=1 a CPU, slowly.
 
-Picks that most queries of a tile share are walked by the tile; the others come as parts, computed for each key block and the queries
-that picked it. Parts take bounded memory: a call is computed in turns, of key heads and ranges of queries.
+Picks that most queries of a tile share are walked by the tile; the others come as parts, computed for each key block and the
+queries that picked it. Parts take bounded memory: a call is computed in turns, of key heads and ranges of queries.
 """
 
 from __future__ import annotations
@@ -70,13 +70,20 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, bl
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, every: int, block_size: int, always: BlockMask | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    picks: torch.Tensor,
+    every: int,
+    block_size: int,
+    always: BlockMask | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v's head_dim) in q's memory order and dtype, lse (batch, heads, q_len) float32.
 
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim). picks: (batch, kv_heads | heads, choices, n) int32,
-    contiguous: the key blocks of ``block_size`` keys that each ``every`` queries picked, ascending, then -1. always: a mask of pairs
-    that are kept too, or None. Keys after a query are not kept; queries are aligned with keys at the end.
+    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); v's may differ. picks: (batch, kv_heads | heads,
+    choices, n) int32, contiguous: the key blocks of ``block_size`` keys that each ``every`` queries picked, ascending, then -1.
+    always: a mask of pairs that are kept too, or None. Keys after a query are not kept; queries and keys are aligned at the end.
     """
     from ..kernels.portable.selection_forward import picked_parts, walk_picks
 
@@ -116,8 +123,8 @@ def backward(
     always: BlockMask | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv like q, k, v. dlse: None if lse is not differentiated. Other arguments: see ``forward``. No atomics: gradients repeat
-    bit for bit."""
+    """dq, dk, dv like q, k, v. dlse: None if lse is not differentiated. Other arguments: see ``forward``. There are no atomics:
+    gradients repeat bit for bit."""
     from ..kernels.portable import selection_backward as kernels
 
     sizes = _sizes(q, k, picks, every, block_size)
@@ -185,8 +192,8 @@ def block_lse_backward(
 
 
 class _Sums(NamedTuple):
-    """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a turn leaves to the next one of its lines: (keys,
-    padded head_dim) float32 each, or None."""
+    """Sums of dK or dV over pieces of lists and of columns of ``always``, and what a turn leaves to the next one of its lines:
+    (keys, padded head_dim) float32 each, or None."""
 
     pieces: torch.Tensor
     columns: torch.Tensor | None

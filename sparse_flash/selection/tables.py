@@ -1,4 +1,4 @@
-"""Tables of a selection: what each tile of queries walks itself, and for each key block the list of the other queries that picked it.
+"""Tables of a selection: what each tile of queries walks itself, and for each key block the other queries that picked it.
 
 They are made on the device, by operations whose shapes depend only on those of the picks: no host synchronization, safe in CUDA
 graphs. Kernels compute a call in turns, so parts of results take bounded memory; lists are ordered by turn.
@@ -38,7 +38,7 @@ class TileWalks(NamedTuple):
 
     walked: (batch, pickers, choices, slots) int8, 1 for picks that are walked; arbitrary for picks that keep nothing.
     counts: (batch, pickers, clusters, 2) int32: how many blocks keep every pair, and how many there are.
-    blocks: (batch, pickers, clusters, width) int32: first those that keep every pair, ascending, then those that the causal limit cuts.
+    blocks: (batch, pickers, clusters, width) int32: those that keep every pair, ascending, then those that the causal limit cuts.
     bits: like blocks, int32, or int64 for more than 32 choices: bit c is set if choice c of the cluster picked the block.
     """
 
@@ -51,9 +51,9 @@ class TileWalks(NamedTuple):
 class Pieces(NamedTuple):
     """Lists in even pieces; heavy ones are divided.
 
-    items: (turns, pieces, 4) int32: the column, the first entry, the first one whose keys all precede it, the end. A piece past the
-    last is empty.
-    starts: (turns, columns + 1) int32: the first piece of each column, and the end of the last.
+    items: (turns, pieces, 5) int32, heaviest first: the column, the first entry, the first one whose keys all precede it, the end,
+    and the number of the piece, column by column. Pieces past the last are empty.
+    starts: (turns, columns + 1) int32: the number of each column's first piece, and the end of the last.
     """
 
     items: torch.Tensor
@@ -155,8 +155,9 @@ def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count
     first = torch.minimum(begin.gather(1, column) + nth * size, stop)
     last = torch.where(nth < divided, torch.minimum(first + size, stop), first)
     middle = torch.minimum(torch.maximum(whole.gather(1, column), first), last)
-    starts = torch.nn.functional.pad(ends, (1, 0))
-    return Pieces(torch.stack([column.to(torch.int32), first, middle, last], 2), starts)
+    items = torch.stack([column.to(torch.int32), first, middle, last, number], 2)
+    order = (last - first).argsort(dim=1, descending=True, stable=True)
+    return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
 
 
 def forward_most(sizes) -> int:

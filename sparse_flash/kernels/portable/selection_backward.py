@@ -30,9 +30,11 @@ from .selection_tiles import (
     Shared,
     Span,
     Turn,
+    Walks,
     always_arguments,
     choices_of_rows,
     is_picked,
+    kept_besides,
     lines_of_rows,
     load_rows,
     of_always,
@@ -40,9 +42,11 @@ from .selection_tiles import (
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
+    steps_of_always,
     steps_of_list,
     store_rows,
     table_of_tile,
+    until_query,
 )
 
 _PARTS_AHEAD = tl.constexpr(4)
@@ -177,11 +181,10 @@ def _store_sums(sums, values, row):
 
 @triton.jit
 def _compute_piece(
-    k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items, queries, span, lengths, shared, widths,
+    k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, piece, queries, span, lengths, shared, widths,
     PARTS: tl.constexpr, MASSES: tl.constexpr,
 ):  # fmt: skip
-    number, part = tl.program_id(0), tl.program_id(1)
-    piece = items + number * 4
+    part = tl.program_id(1)
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
         column = tl.load(piece)
@@ -201,7 +204,7 @@ def _compute_piece(
         dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, whole, end, own, _Block(k, v, position, part), span, lengths,
                                 shared, widths, False, PARTS, MASSES)
         # fmt: on
-        row = (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
+        row = (tl.load(piece + 4).to(tl.int64) * widths.STEPS + part) * widths.TILE_N
         _store_sums(dk_ptr, dk, row)
         if not MASSES:
             _store_sums(dv_ptr, dv, row)
@@ -245,12 +248,12 @@ def picked_grads_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per piece of a key block's list and TILE_N keys of the block. part_ptr: (entries of a turn, BLOCK // TILE_N, EVERY,
-    MEMBERS, DIM), used if PARTS. dk_ptr, dv_ptr: (pieces of a turn, BLOCK, DIM or DIM_V) float32. MASSES: of the picked blocks'
-    lse, log2_sum_ptr (batch, heads, q_len, SLOTS), whose gradient is delta_ptr; no dV, no dOut."""
+    """One program per piece of a key block's list and TILE_N keys of the block. item: the turn's first. part_ptr: (entries of a
+    turn, BLOCK // TILE_N, EVERY, MEMBERS, DIM), used if PARTS. dk_ptr, dv_ptr: (pieces of a turn, BLOCK, DIM or DIM_V) float32.
+    MASSES: of the picked blocks' lse, log2_sum_ptr (batch, heads, q_len, SLOTS), whose gradient is delta_ptr; no dV, no dOut."""
     # fmt: off
     _compute_piece(
-        k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + item * 4,
+        k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
         _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
@@ -262,11 +265,19 @@ def picked_grads_kernel(
 
 
 def picked_grads(q, k, v, dout, log2_sum, delta, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float):
-    """Writes parts, unless None, and sums of one turn. lists: ``selection.tables.ColumnLists``. dout None: of masses; then v is k."""
+    """Writes parts, unless None, and sums of one turn. lists: ``selection.tables.ColumnLists``. dout: None for masses; then v is
+    k."""
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     n, config = key_step(q, v, sizes)
     count, masses = lists.items.shape[1], dout is None
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(q if masses else dout, dim_v), log2_sum, delta]
+    arguments = [
+        rows_of(q, dim),
+        described(k, n, dim),
+        described(v, n, dim_v),
+        rows_of(q if masses else dout, dim_v),
+        log2_sum,
+        delta,
+    ]
     arguments += [delta if parts is None else parts, dk_sums, dv_sums, lists.entries, lists.items, turn.number * count]
     arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
     constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block, "PARTS": parts is not None, "MASSES": masses}
@@ -288,10 +299,10 @@ def _compute_always_piece(
     SIZE: tl.constexpr = always.table.BLOCK
     TILES_OF_ENTRY: tl.constexpr = (SIZE + QUERIES - 1) // QUERIES
     STEPS: tl.constexpr = TILES_OF_ENTRY * shared.PICKERS
-    number, part = tl.program_id(0) // widths.STEPS, tl.program_id(0) % widths.STEPS
-    begin, end = tl.load(items + number * 4 + 1), tl.load(items + number * 4 + 3)
+    piece, part = items + tl.program_id(0) // widths.STEPS * 5, tl.program_id(0) % widths.STEPS
+    begin, end = tl.load(piece + 1), tl.load(piece + 3)
     if begin < end:
-        column = tl.load(items + number * 4)
+        column = tl.load(piece)
         own = span.line + tl.program_id(1)
         batch, kv_head = own // lengths.kv_heads, own % lengths.kv_heads
         position = (column * widths.STEPS + part) * widths.TILE_N
@@ -308,18 +319,18 @@ def _compute_always_piece(
             exists = (row < QUERIES * shared.MEMBERS) & (place < SIZE) & (query < lengths.q_len)
             head = (kv_head * shared.PICKERS + step % STEPS // TILES_OF_ENTRY) * shared.MEMBERS + row % shared.MEMBERS
             rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
-            q = load_rows(queries.q, rows, widths.DIM)
-            at = lines_of_rows(rows, lengths, shared)
-            log2_sum = tl.load(queries.log2_sum + at, mask=exists, other=float("inf"))
-            weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * widths.score_scale - log2_sum[None, :])
+            # Before the products, which take most of the registers.
             choice = tl.where(exists, choices_of_rows(rows, lengths, shared), 0)
             picked = is_picked(picks, choice, exists, position // BLOCK, shared.SLOTS, PADDED)
-            kept = _keeps(position, rows, lengths, widths.TILE_N) & (exists & ~picked)[None, :]
-            place = tl.where(exists, place, 0)
-            weights = of_always(tl.where(kept, weights, 0.0), 0.0, always, column, entry, place[None, :], key[:, None])
+            kept = (_keeps(position, rows, lengths, widths.TILE_N) & (exists & ~picked)[None, :]).to(tl.int32)
+            kept = of_always(kept, 0, always, column, entry, tl.where(exists, place, 0)[None, :], key[:, None])
+            q = load_rows(queries.q, rows, widths.DIM)
+            log2_sum = tl.load(queries.log2_sum + lines_of_rows(rows, lengths, shared), mask=exists, other=float("inf"))
+            weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * widths.score_scale - log2_sum[None, :])
+            weights = tl.where(kept != 0, weights, 0.0)
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths)
-        piece = tl.program_id(1) * (tl.num_programs(0) // widths.STEPS) + number
-        first = (piece.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
+        number = tl.program_id(1) * (tl.num_programs(0) // widths.STEPS) + tl.load(piece + 4)
+        first = (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
         _store_sums(dk_ptr, dk, first)
         _store_sums(dv_ptr, dv, first)
 
@@ -367,9 +378,9 @@ def always_grads_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: (pieces, 4): column, first entry,
-    unused, last. dk_ptr, dv_ptr: (lines of a turn, pieces, ALWAYS, DIM or DIM_V) float32. picks: (batch, kv_heads * PICKERS, choices,
-    SLOTS). QUERIES: of a tile."""
+    """One program per piece of a column of what is always kept, TILE_N of its keys, and line. items: ``selection.tables.Pieces``.
+    dk_ptr, dv_ptr: (lines of a turn, pieces, ALWAYS, DIM or DIM_V) float32. picks: (batch, kv_heads * PICKERS, choices, SLOTS).
+    QUERIES: of a tile."""
     # fmt: off
     _compute_always_piece(
         k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items,
@@ -432,18 +443,21 @@ def sum_key_grads_kernel(
     CONTINUES: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """dK or dV of KEYS keys of a line. starts: the first piece of each column, and the end of the last; this turn's from first_start
-    on. always_starts: the same of what is always kept, unless ALWAYS is 0. before_ptr: (lines of a turn, kv_len rounded up to KEYS,
-    DIM) float32, the sum of the turns before: read if CONTINUES, written unless ENDS."""
+    """dK or dV of KEYS keys of a line. starts: the first piece of each column, and the end of the last; this turn's from
+    ``first_start`` on. always_starts: the same of what is always kept, unless ALWAYS is 0. before_ptr: (lines of a turn, kv_len
+    rounded up to KEYS, DIM) float32, the sum of the turns before: read if CONTINUES, written unless ENDS."""
     first = tl.program_id(0) * KEYS
     within_turn = tl.program_id(1)
     column = within_turn * key_blocks + first // BLOCK
     row = within_turn.to(tl.int64) * tl.num_programs(0) * KEYS + first + tl.arange(0, KEYS)
     before = before_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :]
     total = tl.zeros([KEYS, DIM], tl.float32)
-    if CONTINUES:
-        total = tl.load(before)
     begin, end = tl.load(starts + first_start + column), tl.load(starts + first_start + column + 1)
+    changed = row
+    if CONTINUES and not ENDS:
+        changed = tl.where(begin < end, row, -1)  # most turns reach few of the keys before them
+    if CONTINUES:
+        total = tl.load(before, mask=(changed >= 0)[:, None], other=0.0)
     total = _sum_pieces(total, sums, begin, end, first % BLOCK, BLOCK)
     if ENDS:
         if ALWAYS != 0:
@@ -453,12 +467,12 @@ def sum_key_grads_kernel(
         own = line + within_turn
         store_tile(grad_rows, total * factor, own // kv_heads, own % kv_heads, first, KEYS, DIM)
     else:
-        tl.store(before, total)
+        tl.store(before, total, mask=(changed >= 0)[:, None])
 
 
 def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, turn: Turn, factor: float):
-    """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: of pieces and columns, see
-    the kernel. columns: None without ``always``."""
+    """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: also of ``pieces``, and
+    of ``columns`` of what is always kept. columns: ``selection.tables.Pieces``, None without ``always``."""
     dim, keys = padded_head_dim(grad.shape[3]), keys_of_sum(sizes, always)
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.columns, columns.starts, columns.items.shape[1])
     arguments = [rows_of(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
@@ -482,15 +496,6 @@ class _Rows(NamedTuple):
     delta: Any
 
 
-class _Walks(NamedTuple):
-    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
-
-    counts: Any
-    blocks: Any
-    bits: Any
-    WIDTH: Any
-
-
 @triton.jit
 def _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept, widths):
     """dq after TILE_N keys. kept: (rows, keys)."""
@@ -503,11 +508,6 @@ def _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept, widths):
 
 
 @triton.jit
-def _until_query(rows, position, lengths, TILE_N: tl.constexpr):
-    return (position + tl.arange(0, TILE_N))[None, :] <= (rows.query + lengths.offset)[:, None]
-
-
-@triton.jit
 def _walk_picks(dq, tile, k_tensor, v_tensor, rows, table, number, walks, lengths, shared, widths):
     """Adds what a tile's picks give to dq."""
     blocks, bits = walks.blocks + table * walks.WIDTH, walks.bits + table * walks.WIDTH
@@ -516,7 +516,7 @@ def _walk_picks(dq, tile, k_tensor, v_tensor, rows, table, number, walks, length
     for step in tl.range(0, last):
         position = (block * widths.STEPS + step % widths.STEPS) * widths.TILE_N
         block = tl.load(blocks + (step + 1) // widths.STEPS, mask=step + 1 < last, other=0)
-        kept = _until_query(rows, position, lengths, widths.TILE_N)
+        kept = until_query(rows, position, lengths, widths.TILE_N)
         if shared.CHOICES > 1:
             bit = (tl.load(bits + step // widths.STEPS) >> number) & 1
             kept = kept & (bit == 1)[:, None]
@@ -530,20 +530,14 @@ def _walk_always(
     BLOCK: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Adds what is always kept and in no picked block."""
-    SIZE: tl.constexpr = always.table.BLOCK
-    STEPS: tl.constexpr = SIZE // widths.TILE_N
     choice = choices_of_rows(rows, lengths, shared)
-    for row in tl.range(first_query // SIZE, last_query // SIZE + 1):
-        own = rows.exists & (rows.query // SIZE == row)
-        query = tl.where(own, rows.query - row * SIZE, 0)
-        for step in tl.range(tl.load(always.row_ptr + row) * STEPS, tl.load(always.row_ptr + row + 1) * STEPS, num_stages=1):
-            start = step % STEPS * widths.TILE_N
-            position = tl.load(always.table.index + step // STEPS) * SIZE + start
-            kept = own & ~is_picked(picks, choice, rows.exists, position // BLOCK, shared.SLOTS, PADDED)
-            kept = (_until_query(rows, position, lengths, widths.TILE_N) & kept[:, None]).to(tl.int32)
-            key = start + tl.arange(0, widths.TILE_N)
-            kept = of_always(kept, 0, always, row, step // STEPS, query[:, None], key[None, :])
-            dq = _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept != 0, widths)
+    for row in tl.range(first_query // always.table.BLOCK, last_query // always.table.BLOCK + 1):
+        begin, end = steps_of_always(always, row, widths.TILE_N)
+        for step in tl.range(begin, end, num_stages=1):
+            position, kept = kept_besides(
+                always, row, step, rows, choice, picks, lengths, shared, widths.TILE_N, BLOCK, PADDED
+            )  # fmt: skip
+            dq = _grad_of_step(dq, tile, k_tensor, v_tensor, rows, position, kept, widths)
     return dq
 
 
@@ -625,12 +619,12 @@ def sum_query_grads_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """dQ of a tile of queries of the heads that share a choice. PARTS: how many parts a pick has; if 0, the tile walks its picks. Other
-    arguments: see ``walk_picks_kernel``."""
+    """dQ of a tile of queries of the heads that share a choice. PARTS: how many parts a pick has; if 0, the tile walks its picks.
+    Other arguments: see ``walk_picks_kernel``."""
     # fmt: off
     _compute_query_grads(
         k_tensor, v_tensor, dq_rows, part_ptr, listed, picks,
-        _Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
+        Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
         _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
@@ -646,14 +640,16 @@ def sum_query_grads_kernel(
 def sum_query_grads(
     q, k, v, dout, log2_sum, delta, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes dq of one turn. dout: None of masses. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick has parts."""
+    """Writes dq of one turn. dout: None for masses. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick
+    has parts."""
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("grad_q", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n = config.tile_n
-    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(q if dout is None else dout, dim_v), rows_of(dq, dim)]
-    arguments += [log2_sum, delta, picks, *(walks[1:] if walks else (picks, picks, picks)), lists.counts, parts if walks is None else q]
+    tables = (picks, picks, picks) if walks is None else (walks.counts, walks.blocks, walks.bits)
+    arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(q if dout is None else dout, dim_v)]
+    arguments += [rows_of(dq, dim), log2_sum, delta, picks, *tables, lists.counts, parts if walks is None else q]
     arguments += [*always_arguments(always, False, delta), *sizes.integers(turn), scale, scale * LOG2_E.value]
     constants = {"DIM": dim, "DIM_V": dim_v, "TILE_N": n, "BLOCK": sizes.block}
-    constants |= {"PARTS": 0 if walks else parts.shape[1], "WIDTH": walks.blocks.shape[3] if walks else 0, "PADDED": padded(sizes.slots)}
-    constants |= {"ALWAYS": always.block_size if always else 0, **sizes.constants}
+    constants |= {"PARTS": parts.shape[1] if walks is None else 0, "WIDTH": 0 if walks is None else walks.blocks.shape[3]}
+    constants |= {"PADDED": padded(sizes.slots), "ALWAYS": always.block_size if always else 0, **sizes.constants}
     launch(sum_query_grads_kernel, sizes.tiles_of(turn), arguments, constants, config.options)

@@ -27,19 +27,21 @@ from .selection_tiles import (
     Shared,
     Span,
     Turn,
+    Walks,
     always_arguments,
     choices_of_rows,
-    is_picked,
+    kept_besides,
     lines_of_rows,
     load_rows,
-    of_always,
     padded,
     queries_of_tile,
     rows_of_list,
     rows_of_tile,
+    steps_of_always,
     steps_of_list,
     store_rows,
     table_of_tile,
+    until_query,
 )
 
 _PARTS_AHEAD = tl.constexpr(3)
@@ -66,12 +68,6 @@ def _weigh(running_max, running_sum, scores, factor):
 
 
 @triton.jit
-def _without_later_keys(scores, rows, position, lengths):
-    key = position + tl.arange(0, scores.shape[1])
-    return tl.where(key[None, :] <= (rows.query + lengths.offset)[:, None], scores, -float("inf"))
-
-
-@triton.jit
 def _lse(running_max, running_sum):
     """(the sum to divide by, lse of base 2) of rows, which may keep nothing."""
     total = tl.where(running_sum == 0.0, 1.0, running_sum)
@@ -83,7 +79,7 @@ def _weigh_keys(running_max, running_sum, q, k, rows, position, lengths, keys, C
     """``_weigh`` of a step whose keys every row picked. CUT: whether some may follow their query."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if CUT:
-        scores = _without_later_keys(scores * keys.scale, rows, position, lengths)
+        scores = tl.where(until_query(rows, position, lengths, keys.TILE_N), scores * keys.scale, -float("inf"))
         factor = 1.0
     else:
         factor = keys.scale
@@ -186,11 +182,12 @@ def picked_parts_kernel(
     TOKENS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per piece of a key block's list. item: the turn's first. part_ptr: (entries of a turn, EVERY, MEMBERS, DIM_V), and
-    lse_ptr without DIM_V, of base 2. MASSES: no parts; lse_ptr: (batch, heads, q_len, SLOTS), and cut blocks are in the lists."""
+    """One program per piece of a key block's list. item: the turn's first. part_ptr: (entries of a turn, EVERY, MEMBERS, DIM_V),
+    and lse_ptr the same without DIM_V, in base 2. MASSES: no parts; lse_ptr: (batch, heads, q_len, SLOTS), and lists have cut
+    blocks."""
     # fmt: off
     _compute_piece(
-        q_rows, part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 4,
+        q_rows, part_ptr, lse_ptr, entries, items + (item + tl.program_id(0)) * 5,
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
@@ -243,7 +240,7 @@ def _walk_blocks(
             kept = (tl.load(bits + step // STEPS) >> number) & 1
             scores = tl.where((kept == 1)[:, None], scores, -float("inf"))
         if CUT:
-            scores = _without_later_keys(scores, rows, position, lengths)
+            scores = tl.where(until_query(rows, position, lengths, keys.TILE_N), scores, -float("inf"))
         weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, factor)
         v = load_tile(keys.v, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM_V)
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
@@ -256,21 +253,16 @@ def _walk_always(
 ):  # fmt: skip
     """Folds what is always kept and in no picked block."""
     accumulator, running_max, running_sum = state
-    SIZE: tl.constexpr = always.table.BLOCK
-    STEPS: tl.constexpr = SIZE // keys.TILE_N
     choice = choices_of_rows(rows, lengths, shared)
-    for row in tl.range(first_query // SIZE, last_query // SIZE + 1):
-        own = rows.exists & (rows.query // SIZE == row)
-        query = tl.where(own, rows.query - row * SIZE, 0)
-        for step in tl.range(tl.load(always.row_ptr + row) * STEPS, tl.load(always.row_ptr + row + 1) * STEPS, num_stages=1):
-            start = step % STEPS * keys.TILE_N
-            position = tl.load(always.table.index + step // STEPS) * SIZE + start
+    for row in tl.range(first_query // always.table.BLOCK, last_query // always.table.BLOCK + 1):
+        begin, end = steps_of_always(always, row, keys.TILE_N)
+        for step in tl.range(begin, end, num_stages=1):
+            # Before the products, which take most of the registers.
+            position, kept = kept_besides(
+                always, row, step, rows, choice, picks, lengths, shared, keys.TILE_N, BLOCK, PADDED
+            )  # fmt: skip
             k = load_tile(keys.k, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM)
-            scores = tl.dot(q, k.T, input_precision="ieee") * keys.scale
-            kept = own & ~is_picked(picks, choice, rows.exists, position // BLOCK, shared.SLOTS, PADDED)
-            scores = tl.where(kept[:, None], _without_later_keys(scores, rows, position, lengths), -float("inf"))
-            key = start + tl.arange(0, keys.TILE_N)
-            scores = of_always(scores, -float("inf"), always, row, step // STEPS, query[:, None], key[None, :])
+            scores = tl.where(kept, tl.dot(q, k.T, input_precision="ieee") * keys.scale, -float("inf"))
             weights, rescale, running_max, running_sum = _weigh(running_max, running_sum, scores, 1.0)
             v = load_tile(keys.v, rows.batch, rows.kv_head, position, keys.TILE_N, keys.DIM_V)
             accumulator = tl.dot(weights.to(v.dtype), v, accumulator * rescale[:, None], input_precision="ieee")
@@ -293,15 +285,6 @@ def _join_parts(state, rows, parts, lengths, shared, DIM_V: tl.constexpr):
         running_sum = running_sum * rescale + share
         running_max = new_max
     return accumulator, running_max, running_sum
-
-
-class _Walks(NamedTuple):
-    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
-
-    counts: Any
-    blocks: Any
-    bits: Any
-    WIDTH: Any
 
 
 class _Parts(NamedTuple):
@@ -389,7 +372,7 @@ def walk_picks_kernel(
     # fmt: off
     _compute_tile(
         q_rows, out_rows, lse_ptr, picks,
-        _Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
+        Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
         _Parts(listed, part_ptr, part_lse, JOINS),
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),

@@ -83,7 +83,7 @@ def selection_walks(picks, sizes: SelectionSizes, least: int):
     together, slots, choices = sizes.tiled.choices, sizes.slots, sizes.choices
     clusters, picked = triton.cdiv(choices, together), together * slots
     # Picked by ``least``; and those that a cluster's queries cut.
-    width = min(picked, picked // least + (together * sizes.every - 1) // sizes.block + 2)
+    width = min(picked, sizes.key_blocks, picked // least + (together * sizes.every - 1) // sizes.block + 2)
     wide = together > 32
 
     def empty(*shape, dtype=torch.int32):
@@ -100,7 +100,9 @@ def selection_walks(picks, sizes: SelectionSizes, least: int):
     return walked, counts, blocks, bits
 
 
-@triton.jit(do_not_specialize=["lines", "choices", "q_len", "offset", "key_blocks", "lines_together", "choices_together", "dropped"])
+@triton.jit(
+    do_not_specialize=["lines", "choices", "q_len", "offset", "key_blocks", "lines_together", "choices_together", "dropped"]
+)
 def selection_keys_kernel(
     picks,
     walked,
@@ -158,8 +160,8 @@ def selection_keys_kernel(
 
 
 def selection_keys(picks, walked, sizes: SelectionSizes, together: tuple[int, int], keys: int):
-    """(keys, entries, counts) of ``selection_keys_kernel``. picks: (batch, kv_heads * pickers, choices, slots) int32. walked: None if
-    every pick is listed. together: lines and choices of a turn. keys: how many there are."""
+    """(keys, entries, counts) of ``selection_keys_kernel``. picks: (batch, kv_heads * pickers, choices, slots) int32. walked: None
+    if every pick is listed. together: lines and choices of a turn. keys: how many there are."""
     sorted_by = torch.empty_like(picks, dtype=torch.int16 if keys < 1 << 16 else torch.int32)
     entries, counts = torch.empty_like(picks), torch.empty(picks.shape[:3], dtype=torch.int32, device=picks.device)
     arguments = [picks, picks if walked is None else walked, sorted_by, entries, counts, sizes.lines, sizes.choices, sizes.q_len]

@@ -31,9 +31,9 @@ def tiling(every: int, members: int) -> Tiling:
 
 
 class Turn(NamedTuple):
-    """A part of a call, as one of each kernel's launches computes it: ``lines`` lines (batch * kv_heads + key head) from ``line``
-    on, ``choices`` choices of each from ``choice`` on. stride: choices from one line to the next in numbers of a turn; turns of a call
-    have one stride."""
+    """A part of a call, which one launch of each kernel computes: ``lines`` lines (batch * kv_heads + key head) from ``line`` on,
+    ``choices`` choices of each from ``choice`` on. stride: choices from one line to the next, as a turn numbers them; that of all
+    turns of a call."""
 
     number: int
     line: int
@@ -149,6 +149,15 @@ class Lengths(NamedTuple):
     key_blocks: Any
 
 
+class Walks(NamedTuple):
+    """See ``selection_walks_kernel``. WIDTH: of blocks and bits."""
+
+    counts: Any
+    blocks: Any
+    bits: Any
+    WIDTH: Any
+
+
 class RowsOfTile(NamedTuple):
     """Of each row of a tile: its choice, numbered within the launch, its query, its head, its number among the rows of its choice,
     and whether it exists. batch, kv_head: of the tile."""
@@ -163,7 +172,7 @@ class RowsOfTile(NamedTuple):
 
 
 class Always(NamedTuple):
-    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``, whose BLOCK is 0 if there are none."""
+    """The pairs that are kept whatever was picked, by query or by key. table: a ``WalkedTable``; BLOCK is 0 if there are none."""
 
     row_ptr: Any
     row_split: Any
@@ -284,13 +293,40 @@ def is_picked(picks, choice, exists, block, SLOTS: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def kind_of_entry(always, row, entry):
-    """FULL, RUNS or BITS."""
-    return (entry >= tl.load(always.row_split + row * 2)).to(tl.int32) + (entry >= tl.load(always.row_split + row * 2 + 1)).to(tl.int32)
+def until_query(rows, position, lengths, TILE_N: tl.constexpr):
+    """(rows, keys): which of TILE_N keys from ``position`` on do not follow their query."""
+    return (position + tl.arange(0, TILE_N))[None, :] <= (rows.query + lengths.offset)[:, None]
 
 
 @triton.jit
 def of_always(values, otherwise, always, row, entry, query, key):
     """values, or ``otherwise`` where the entry of a row does not keep a pair. query, key: within the entry's block, (n, 1) and
     (1, n) or the reverse."""
-    return of_kept_pairs(values, otherwise, kind_of_entry(always, row, entry), always.table, entry, InBlock(query, key))
+    runs, bits = tl.load(always.row_split + row * 2), tl.load(always.row_split + row * 2 + 1)
+    kind = (entry >= runs).to(tl.int32) + (entry >= bits).to(tl.int32)
+    return of_kept_pairs(values, otherwise, kind, always.table, entry, InBlock(query, key))
+
+
+@triton.jit
+def kept_besides(
+    always, row, step, rows, choice, picks, lengths, shared, TILE_N: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """(the first key of a step through a row of ``always``, which of its (rows, keys) are kept and in no picked block).
+    choice: from ``choices_of_rows``."""
+    SIZE: tl.constexpr = always.table.BLOCK
+    STEPS: tl.constexpr = SIZE // TILE_N
+    start = step % STEPS * TILE_N
+    position = tl.load(always.table.index + step // STEPS) * SIZE + start
+    own = rows.exists & (rows.query // SIZE == row)
+    query = tl.where(own, rows.query - row * SIZE, 0)
+    unpicked = own & ~is_picked(picks, choice, rows.exists, position // BLOCK, shared.SLOTS, PADDED)
+    kept = (until_query(rows, position, lengths, TILE_N) & unpicked[:, None]).to(tl.int32)
+    key = start + tl.arange(0, TILE_N)
+    return position, of_always(kept, 0, always, row, step // STEPS, query[:, None], key[None, :]) != 0
+
+
+@triton.jit
+def steps_of_always(always, row, TILE_N: tl.constexpr):
+    """The first and the end of the steps through a row of ``always``."""
+    STEPS: tl.constexpr = always.table.BLOCK // TILE_N
+    return tl.load(always.row_ptr + row) * STEPS, tl.load(always.row_ptr + row + 1) * STEPS
