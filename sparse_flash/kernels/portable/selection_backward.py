@@ -109,7 +109,7 @@ class _Widths(NamedTuple):
     STEPS: Any
 
 
-class _Queries(NamedTuple):
+class _Gathered(NamedTuple):
     """What is gathered of queries."""
 
     q: Any
@@ -254,7 +254,7 @@ def picked_grads_kernel(
     # fmt: off
     _compute_piece(
         k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
-        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
@@ -319,15 +319,14 @@ def _compute_always_piece(
             exists = (row < QUERIES * shared.MEMBERS) & (place < SIZE) & (query < lengths.q_len)
             head = (kv_head * shared.PICKERS + step % STEPS // TILES_OF_ENTRY) * shared.MEMBERS + row % shared.MEMBERS
             rows = RowsOfTile(row, query, head, row, exists, batch, kv_head)
-            # Before the products, which take most of the registers.
-            choice = tl.where(exists, choices_of_rows(rows, lengths, shared), 0)
-            picked = is_picked(picks, choice, exists, position // BLOCK, shared.SLOTS, PADDED)
-            kept = (_keeps(position, rows, lengths, widths.TILE_N) & (exists & ~picked)[None, :]).to(tl.int32)
-            kept = of_always(kept, 0, always, column, entry, tl.where(exists, place, 0)[None, :], key[:, None])
             q = load_rows(queries.q, rows, widths.DIM)
             log2_sum = tl.load(queries.log2_sum + lines_of_rows(rows, lengths, shared), mask=exists, other=float("inf"))
             weights = tl.math.exp2(tl.dot(k, q.T, input_precision="ieee") * widths.score_scale - log2_sum[None, :])
-            weights = tl.where(kept != 0, weights, 0.0)
+            choice = tl.where(exists, choices_of_rows(rows, lengths, shared), 0)
+            picked = is_picked(picks, choice, exists, position // BLOCK, shared.SLOTS, PADDED)
+            kept = _keeps(position, rows, lengths, widths.TILE_N) & (exists & ~picked)[None, :]
+            place = tl.where(exists, place, 0)
+            weights = of_always(tl.where(kept, weights, 0.0), 0.0, always, column, entry, place[None, :], key[:, None])
             dk, dv, _ = _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths)
         number = tl.program_id(1) * (tl.num_programs(0) // widths.STEPS) + tl.load(piece + 4)
         first = (number.to(tl.int64) * widths.STEPS + part) * widths.TILE_N
@@ -385,7 +384,7 @@ def always_grads_kernel(
     _compute_always_piece(
         k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items,
         Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
-        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
@@ -471,8 +470,8 @@ def sum_key_grads_kernel(
 
 
 def sum_key_grads(grad, sums, lists, columns, always, sizes: SelectionSizes, turn: Turn, factor: float):
-    """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: also of ``pieces``, and
-    of ``columns`` of what is always kept. columns: ``selection.tables.Pieces``, None without ``always``."""
+    """Writes dk or dv of one turn's lines, or with more turns of these lines to come, ``sums.before``. sums: of ``pieces`` of
+    lists, and of ``columns`` of what is always kept. columns: ``selection.tables.Pieces``, None without ``always``."""
     dim, keys = padded_head_dim(grad.shape[3]), keys_of_sum(sizes, always)
     beside = (sums.pieces, lists.starts, 0) if columns is None else (sums.columns, columns.starts, columns.items.shape[1])
     arguments = [rows_of(grad, dim), sums.pieces, lists.starts, *beside[:2], sums.pieces if sums.before is None else sums.before]
@@ -627,7 +626,7 @@ def sum_query_grads_kernel(
         Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-        _Queries(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
