@@ -7,7 +7,7 @@ queries that picked it. Parts take bounded memory: a call is computed in turns, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,9 @@ from .tables import (
     turns_of,
     walks_alone,
 )
+
+if TYPE_CHECKING:
+    from ..kernels.portable.selection_tiles import SelectionSizes
 
 # Bytes that parts of results may take. With a quarter, the prototype's forward pass took 6 % longer (H200, 65,536 tokens, 32 heads
 # over 8, blocks of 128).
@@ -61,7 +64,7 @@ def supports(call: Call, picks_shape: tuple[int, ...], every: int, block_size: i
     return None
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int) -> Any:
+def _sizes(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int) -> SelectionSizes:
     from ..kernels.portable.selection_tiles import SelectionSizes
 
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
@@ -86,9 +89,11 @@ def forward(
     always: a mask of pairs that are kept too, or None. Keys after a query are not kept; queries and keys are aligned at the end.
     """
     from ..kernels.portable.selection_forward import picked_parts, walk_picks
+    from ..kernels.portable.selection_tiles import SelectionOperands
 
     sizes = _sizes(q, k, picks, every, block_size)
     ready = [addressable(t) for t in (q, k, v)]
+    operands = SelectionOperands(*ready)
     rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
     alone = walks_alone(sizes)
     turns = turns_of(sizes, 0 if alone else rows * (dim_v * q.element_size() + 4), 0, WORKSPACE)
@@ -97,15 +102,15 @@ def forward(
     with current_device(q.device):
         walks = tile_walks(picks, sizes, least_walked(sizes))
         if alone:
-            walk_picks(*ready, picks, walks, None, None, None, always, out, lse, sizes, turns.all[0], scale)
+            walk_picks(operands, picks, walks, None, None, None, always, out, lse, sizes, turns.all[0], scale)
             return restored_out(out, ready[0], q, v), lse
         lists = column_lists(picks, walks, sizes, turns, forward_most(sizes))
         entries = turns.lines * sizes.pickers * turns.choices * sizes.slots
         parts = q.new_empty(entries, rows, dim_v)
         part_lse = lse.new_empty(entries, rows)
         for turn in turns.all:
-            picked_parts(*ready, lists, parts, part_lse, sizes, turn, scale)
-            walk_picks(*ready, picks, walks, lists.counts, parts, part_lse, always, out, lse, sizes, turn, scale)
+            picked_parts(operands, lists, parts, part_lse, sizes, turn, scale)
+            walk_picks(operands, picks, walks, lists.counts, parts, part_lse, always, out, lse, sizes, turn, scale)
     return restored_out(out, ready[0], q, v), lse
 
 
@@ -126,12 +131,14 @@ def backward(
     """dq, dk, dv like q, k, v. dlse: None if lse is not differentiated. Other arguments: see ``forward``. There are no atomics:
     gradients repeat bit for bit."""
     from ..kernels.portable import selection_backward as kernels
+    from ..kernels.portable.selection_tiles import SelectionOperands
 
     sizes = _sizes(q, k, picks, every, block_size)
-    dout, out, *ready = (addressable(t) for t in (dout, out, q, k, v))
+    dout, out = addressable(dout), addressable(out)
+    ready = [addressable(t) for t in (q, k, v)]
     dq, dk, dv = (torch.empty_like(t) for t in ready)
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
-    gathered = *ready, dout, log2_sum, delta
+    operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
     alone = walks_alone(sizes)
     room = _backward_room(ready, sizes, always, not alone)
     with current_device(q.device):
@@ -139,13 +146,13 @@ def backward(
         walks = tile_walks(picks, sizes, 1) if alone else None
         lists = column_lists(picks, None, sizes, room.turns, room.most)
         for turn in room.turns.all:
-            kernels.picked_grads(*gathered, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
+            kernels.picked_grads(operands, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
             if always is not None and turn.choice == 0:
                 columns = room.columns, room.k_sums.columns, room.v_sums.columns
-                kernels.always_grads(*gathered, picks, always, *columns, sizes, turn, scale)
+                kernels.always_grads(operands, picks, always, *columns, sizes, turn, scale)
             kernels.sum_key_grads(dk, room.k_sums, lists, room.columns, always, sizes, turn, scale)
             kernels.sum_key_grads(dv, room.v_sums, lists, room.columns, always, sizes, turn, 1.0)
-            kernels.sum_query_grads(*gathered, picks, walks, lists, room.parts, always, dq, sizes, turn, scale)
+            kernels.sum_query_grads(operands, picks, walks, lists, room.parts, always, dq, sizes, turn, scale)
     return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
 
 
@@ -153,14 +160,16 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int,
     """(batch, heads, q_len, n) float32: the lse of each query's pairs in each picked block, -inf without pairs. Arguments: see
     ``forward``."""
     from ..kernels.portable.selection_forward import picked_masses
+    from ..kernels.portable.selection_tiles import SelectionOperands
 
     sizes = _sizes(q, k, picks, every, block_size)
     ready = [addressable(t) for t in (q, k)]
+    operands = SelectionOperands(ready[0], ready[1], ready[1])
     masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
     turns = turns_of(sizes, 0, 0, WORKSPACE)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, turns, forward_most(sizes))
-        picked_masses(*ready, lists, masses, sizes, turns.all[0], scale)
+        picked_masses(operands, lists, masses, sizes, turns.all[0], scale)
     return masses
 
 
@@ -176,18 +185,19 @@ def block_lse_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dq and dk like q and k. masses: of ``block_lse``. dmasses: its gradient."""
     from ..kernels.portable import selection_backward as kernels
+    from ..kernels.portable.selection_tiles import SelectionOperands
 
     sizes = _sizes(q, k, picks, every, block_size)
     ready = [addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
-    gathered = *ready, ready[1], None, masses, dmasses.contiguous()
+    operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
     room = _backward_room((*ready, ready[1]), sizes, None, True)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, room.turns, room.most)
         for turn in room.turns.all:
-            kernels.picked_grads(*gathered, lists, room.parts, room.k_sums.pieces, room.k_sums.pieces, sizes, turn, scale)
+            kernels.picked_grads(operands, lists, room.parts, room.k_sums.pieces, room.k_sums.pieces, sizes, turn, scale)
             kernels.sum_key_grads(dk, room.k_sums, lists, None, None, sizes, turn, scale)
-            kernels.sum_query_grads(*gathered, picks, None, lists, room.parts, None, dq, sizes, turn, scale)
+            kernels.sum_query_grads(operands, picks, None, lists, room.parts, None, dq, sizes, turn, scale)
     return restored(dq, ready[0], q), restored(dk, ready[1], k)
 
 
@@ -212,7 +222,9 @@ class _BackwardRoom(NamedTuple):
     v_sums: _Sums
 
 
-def _backward_room(ready: Sequence[torch.Tensor], sizes: Any, always: BlockMask | None, with_parts: bool) -> _BackwardRoom:
+def _backward_room(
+    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool
+) -> _BackwardRoom:
     """ready: q, k and v. with_parts: whether dQ comes as parts."""
     from ..kernels.portable.selection_backward import key_step, keys_of_sum
 
@@ -231,7 +243,7 @@ def _backward_room(ready: Sequence[torch.Tensor], sizes: Any, always: BlockMask 
     of_line = turns.lines * -(-sizes.kv_len // keys) * keys if turns.choices < sizes.choices else None
 
     def sums(width: int) -> _Sums:
-        made = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_columns, of_line))
+        made: Any = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_columns, of_line))
         return _Sums(*made)
 
     return _BackwardRoom(turns, most, columns, parts, sums(dim), sums(dim_v))

@@ -6,11 +6,14 @@ graphs. Kernels compute a call in turns, so parts of results take bounded memory
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..masks.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from ..kernels.portable.selection_tiles import SelectionSizes, Turn
 
 # Below this block size, a part for each query and pick takes longer than walking the union of a tile's picks.
 SMALL_BLOCK = 64
@@ -30,7 +33,7 @@ class Turns(NamedTuple):
 
     lines: int
     choices: int
-    all: tuple[Any, ...]
+    all: tuple[Turn, ...]
 
 
 class TileWalks(NamedTuple):
@@ -73,18 +76,18 @@ class ColumnLists(NamedTuple):
     counts: torch.Tensor
 
 
-def walks_alone(sizes) -> bool:
+def walks_alone(sizes: SelectionSizes) -> bool:
     """Whether tiles walk all picks, and none is listed: their rows share a choice, or blocks are small."""
     return sizes.tiled.choices == 1 or sizes.block < SMALL_BLOCK
 
 
-def least_walked(sizes) -> int:
+def least_walked(sizes: SelectionSizes) -> int:
     """How many of a tile's choices must pick a block for the tile to walk it."""
     of, share = sizes.tiled.choices, WALKED_SHARE
     return 1 if walks_alone(sizes) else max(2, -(-of * share[0] // share[1]))
 
 
-def turns_of(sizes, bytes_of_entry: int, bytes_of_line: int, workspace: int) -> Turns:
+def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, workspace: int) -> Turns:
     """As few turns as fit. sizes: ``SelectionSizes``. bytes_of_entry: of a pick's parts. bytes_of_line: of what does not depend on
     the choices of a turn. workspace: bytes; at least one tile of one line is computed at a time, whatever it takes."""
     from ..kernels.portable.selection_tiles import Turn
@@ -108,14 +111,14 @@ def turns_of(sizes, bytes_of_entry: int, bytes_of_line: int, workspace: int) -> 
     return Turns(lines, choices, tuple(found))
 
 
-def tile_walks(picks: torch.Tensor, sizes, least: int) -> TileWalks:
+def tile_walks(picks: torch.Tensor, sizes: SelectionSizes, least: int) -> TileWalks:
     """picks: (batch, pickers, choices, slots) int32, contiguous. least: see ``least_walked``."""
     from ..kernels.portable.selection_tables import selection_walks
 
     return TileWalks(*selection_walks(picks, sizes, least))
 
 
-def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes, turns: Turns, most: int) -> ColumnLists:
+def column_lists(picks: torch.Tensor, walks: TileWalks | None, sizes: SelectionSizes, turns: Turns, most: int) -> ColumnLists:
     """The lists of all picks, or of those that ``walks`` leaves. most: entries of a piece."""
     from ..kernels.portable.selection_tables import selection_keys
 
@@ -160,12 +163,12 @@ def in_pieces(begin: torch.Tensor, whole: torch.Tensor, end: torch.Tensor, count
     return Pieces(items.gather(1, order[..., None].expand(items.shape)), torch.nn.functional.pad(ends, (1, 0)))
 
 
-def forward_most(sizes) -> int:
+def forward_most(sizes: SelectionSizes) -> int:
     """Entries of a piece in the forward pass."""
     return max(1, _FORWARD_ROWS // sizes.rows_of_choice // sizes.tiled.choices) * sizes.tiled.choices
 
 
-def backward_most(sizes, turns: Turns) -> int:
+def backward_most(sizes: SelectionSizes, turns: Turns) -> int:
     """Entries of a piece in the backward pass."""
     mean = sizes.pickers * turns.choices * sizes.slots // sizes.key_blocks
     unit = sizes.tiled.choices

@@ -26,6 +26,7 @@ from .selection_tiles import (
     Always,
     Lengths,
     RowsOfTile,
+    SelectionOperands,
     SelectionSizes,
     Shared,
     Span,
@@ -264,9 +265,9 @@ def picked_grads_kernel(
     # fmt: on
 
 
-def picked_grads(q, k, v, dout, log2_sum, delta, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float):
-    """Writes parts, unless None, and sums of one turn. lists: ``selection.tables.ColumnLists``. dout: None for masses; then v is
-    k."""
+def picked_grads(operands: SelectionOperands, lists, parts, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float):
+    """Writes parts, unless None, and sums of one turn. lists: ``selection.tables.ColumnLists``. No dout for masses."""
+    q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     n, config = key_step(q, v, sizes)
     count, masses = lists.items.shape[1], dout is None
@@ -395,10 +396,11 @@ def always_grads_kernel(
 
 
 def always_grads(
-    q, k, v, dout, log2_sum, delta, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float
+    operands: SelectionOperands, picks, always, columns, dk_sums, dv_sums, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
     """Writes sums of one turn's lines, over all queries. columns: ``selection.tables.Pieces``."""
     items = columns.items
+    q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     n, config = key_step(q, v, sizes, sizes.smallest_block(always))
     arguments = [rows_of(q, dim), described(k, n, dim), described(v, n, dim_v), rows_of(dout, dim_v), log2_sum, delta]
@@ -637,10 +639,11 @@ def sum_query_grads_kernel(
 
 
 def sum_query_grads(
-    q, k, v, dout, log2_sum, delta, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, turn: Turn, scale: float
+    operands: SelectionOperands, picks, walks, lists, parts, always, dq, sizes: SelectionSizes, turn: Turn, scale: float
 ):  # fmt: skip
-    """Writes dq of one turn. dout: None for masses. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick
+    """Writes dq of one turn. walks: ``selection.tables.TileWalks`` of all picks, or None: then every pick
     has parts."""
+    q, k, v, dout, log2_sum, delta = operands
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("grad_q", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n = config.tile_n

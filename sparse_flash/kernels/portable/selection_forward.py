@@ -23,6 +23,7 @@ from .selection_tiles import (
     ROWS,
     Always,
     Lengths,
+    SelectionOperands,
     SelectionSizes,
     Shared,
     Span,
@@ -197,17 +198,18 @@ def picked_parts_kernel(
     # fmt: on
 
 
-def picked_parts(q, k, v, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
+def picked_parts(operands: SelectionOperands, lists, parts, part_lse, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
     """Writes parts and part_lse of one turn. lists: ``selection.tables.ColumnLists``."""
-    _parts(q, k, v, lists, parts, part_lse, sizes, turn, scale, False)
+    _parts(operands, lists, parts, part_lse, sizes, turn, scale, False)
 
 
-def picked_masses(q, k, lists, masses, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
+def picked_masses(operands: SelectionOperands, lists, masses, sizes: SelectionSizes, turn: Turn, scale: float) -> None:
     """Writes masses, (batch, heads, q_len, slots) float32, where a query has pairs."""
-    _parts(q, k, k, lists, masses, masses, sizes, turn, scale, True)
+    _parts(operands, lists, masses, masses, sizes, turn, scale, True)
 
 
-def _parts(q, k, v, lists, parts, part_lse, sizes, turn, scale, masses):
+def _parts(operands, lists, parts, part_lse, sizes, turn, scale, masses):
+    q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("parts", q.dtype, max(dim, dim_v), sizes.block, q.device)
     n, count = config.tile_n, lists.items.shape[1]
@@ -385,8 +387,22 @@ def walk_picks_kernel(
     # fmt: on
 
 
-def walk_picks(q, k, v, picks, walks, listed, parts, part_lse, always, out, lse, sizes: SelectionSizes, turn: Turn, scale: float):
+def walk_picks(
+    operands: SelectionOperands,
+    picks,
+    walks,
+    listed,
+    parts,
+    part_lse,
+    always,
+    out,
+    lse,
+    sizes: SelectionSizes,
+    turn: Turn,
+    scale: float,
+) -> None:
     """Writes out and lse of one turn. walks: ``selection.tables.TileWalks``. listed: None if there are no parts."""
+    q, k, v = operands[:3]
     dim, dim_v = padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])
     config = selection_config("walk", q.dtype, max(dim, dim_v), sizes.smallest_block(always), q.device)
     n, joins = config.tile_n, listed is not None

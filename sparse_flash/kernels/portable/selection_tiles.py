@@ -102,6 +102,18 @@ class SelectionSizes(NamedTuple):
         return dict(zip(Shared._fields, (self.every, self.members, self.pickers, self.slots, *self.tiled), strict=True))
 
 
+class SelectionOperands(NamedTuple):
+    """Tensors of a call, (batch, heads, tokens, head_dim) with rows as ``addressable`` makes them; of the backward pass also what
+    ``rows_of_softmax`` writes. For masses, v is k, dout None, log2_sum the masses and delta their gradient."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any = None
+    log2_sum: Any = None
+    delta: Any = None
+
+
 INTEGERS = ["line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
 
 
