@@ -72,14 +72,14 @@ def check(heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None,
 
 CASES = {
     # heads, key heads, pickers, q_len, kv_len, every, block, n
-    "a group of 4": (4, 1, 1, 130, 130, 1, 64, 2),
-    "a group of 3, more keys than queries": (3, 1, 1, 50, 131, 1, 64, 2),
-    "a group of 16, more queries than keys": (16, 1, 1, 80, 70, 1, 64, 2),
-    "heads that pick for themselves": (4, 2, 4, 40, 100, 1, 64, 2),
+    "a group of 4": (4, 1, 1, 80, 130, 1, 64, 2),
+    "a group of 3, an odd number of keys": (3, 1, 1, 40, 131, 1, 64, 2),
+    "a group of 16, more queries than keys": (16, 1, 1, 50, 40, 1, 64, 2),
+    "heads that pick for themselves": (4, 2, 4, 30, 100, 1, 64, 2),
     "a choice for 4 queries of small blocks": (4, 1, 1, 60, 60, 4, 16, 3),
     "a choice for 16 queries": (4, 1, 1, 70, 90, 16, 64, 2),
     "a choice for 50 queries, of long blocks": (2, 1, 1, 120, 300, 50, 256, 2),
-    "long blocks, a choice for each query": (1, 1, 1, 70, 550, 1, 512, 2),
+    "long blocks, a choice for each query": (2, 1, 1, 30, 550, 1, 512, 2),
 }
 
 
@@ -100,10 +100,13 @@ def test_what_is_always_kept_counts_once_beside_picks(case):
     check(*CASES[case], always="sinks(4) | local(20)", always_block=32)
 
 
-@parametrize("workspace", [40_000, 6_000], ids=["turns of lines", "several turns of a line"])
-def test_a_call_in_turns_gives_the_same(monkeypatch, workspace):
+@parametrize("workspace, of_lines", [(60_000, True), (12_000, False)], ids=["turns of lines", "several turns of a line"])
+def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
+    made, turns_of = [], portable.turns_of
+    monkeypatch.setattr(portable, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
     monkeypatch.setattr(portable, "WORKSPACE", workspace)
-    check(4, 2, 4, 70, 80, 2, 64, 2, always="sinks(4)")
+    check(8, 2, 4, 60, 80, 2, 64, 2, always="sinks(4)")
+    assert len(made) == 2 and all(len(turns.all) > 1 and (turns.choices == 30) == of_lines for turns in made)
 
 
 def test_a_block_that_all_queries_pick_is_divided_and_right():
@@ -112,19 +115,19 @@ def test_a_block_that_all_queries_pick_is_divided_and_right():
 
 
 def test_picks_that_keep_nothing_change_nothing():
-    picks = drawn_picks((1, 1, 70, 2), 1, 64, 70, 140)
+    picks = drawn_picks((1, 1, 40, 2), 1, 64, 40, 140)
     more = sorted_picks(torch.cat([picks, torch.full_like(picks[..., :1], 2), torch.full_like(picks[..., :1], 90)], 3))
     wanted, got = (_attend(p) for p in (picks, more))
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
 
 
 def _attend(picks):
-    q, k, v, dout = tensors(1, 2, 1, 70, 140, 16)
+    q, k, v, dout = tensors(1, 8, 1, 40, 140, 16)
     return gradients(lambda *t: _Attention.apply(*t, picks, 1, 64, None, 0.3), (q, k, v), dout, None)
 
 
 def test_gradients_repeat_bit_for_bit():
-    picks = drawn_picks((1, 1, 70, 2), 1, 64, 70, 140)
+    picks = drawn_picks((1, 1, 40, 2), 1, 64, 40, 140)
     assert all(torch.equal(a, b) for a, b in zip(_attend(picks), _attend(picks), strict=True))
 
 
