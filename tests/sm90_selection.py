@@ -1,8 +1,14 @@
 """Compiles the kernels of key blocks chosen by query for sm_90, as their launchers ask for them, without a GPU and without running
-them. Prints the outcome of each, like ``sm90.py``."""
+them. Prints the outcome of each, like ``sm90.py``.
 
+    python tests/sm90_selection.py          those that the tests compile
+    python tests/sm90_selection.py --all    other groups of heads, block sizes and head dims too
+"""
+
+import contextlib
 import json
 import sys
+from functools import partial
 from unittest import mock
 
 import torch
@@ -19,9 +25,10 @@ from sparse_flash.selection import portable
 BACKEND = make_backend(TARGET)
 MODULES = selection_backward, selection_forward, selection_tables
 # heads, key heads, head_dim, block, every, always
-CASES = [(4 * group, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128) for group in (4, 16)]
-CASES += [(16, 4, 128, 32, 1, None), (16, 4, 128, 128, 16, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
-CASES += [(16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
+CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+OTHERS = [(64, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
+OTHERS += [(16, 4, 128, 32, 1, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
 
 
 def compiled(kernel, arguments, constants, options):
@@ -54,14 +61,17 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
     lse = torch.zeros(1, heads, q_len)
     picks = torch.zeros(1, kv_heads, -(-q_len // every), slots, dtype=torch.int32)
     mask = always and sf.compile_mask(always, q_len, block_size=min(block, 256))
-    with mock.patch.multiple(portable, portable=mock.DEFAULT):
+    with contextlib.ExitStack() as stack:
         for module in MODULES:
-            module.launch = lambda *launched: report(case, known, *launched)
+            stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
         portable.forward(q, k, k, picks, every, block, mask, 1.0)
         portable.backward(q, None, q, k, k, q, lse, picks, every, block, mask, 1.0)
+        if always is None:
+            masses = portable.block_lse(q, k, picks, every, block, 1.0)
+            portable.block_lse_backward(masses, q, k, masses, picks, every, block, 1.0)
 
 
 if __name__ == "__main__":
     known: set = set()
-    for case in CASES[int(sys.argv[1]) if sys.argv[1:] else 0 :: int(sys.argv[2]) if sys.argv[2:] else 1]:
+    for case in [*CASES, *OTHERS] if "--all" in sys.argv else CASES:
         compile_case(case, known)
