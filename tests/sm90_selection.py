@@ -61,14 +61,15 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
     lse = torch.zeros(1, heads, q_len)
     picks = torch.zeros(1, kv_heads, -(-q_len // every), slots, dtype=torch.int32)
     mask = always and sf.compile_mask(always, q_len, block_size=min(block, 256))
+    selection = sf.BlockSelection(picks, q_len, q_len, block, every, always=mask)
     with contextlib.ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
-        portable.forward(q, k, k, picks, every, block, mask, 1.0)
-        portable.backward(q, None, q, k, k, q, lse, picks, every, block, mask, 1.0)
+        portable.forward(q, k, k, selection, 1.0)
+        portable.backward(q, None, q, k, k, q, lse, selection, 1.0)
         if always is None:
-            masses = portable.block_lse(q, k, picks, every, block, 1.0)
-            portable.block_lse_backward(masses, q, k, masses, picks, every, block, 1.0)
+            masses = portable.block_lse(q, k, selection, 1.0)
+            portable.block_lse_backward(masses, q, k, masses, selection, 1.0)
 
 
 if __name__ == "__main__":

@@ -152,9 +152,9 @@ def selection_calls() -> None:
         for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
             q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
-            call = picks, 1, 64, always[q_len, kv_len] if beside else None, 1.0
-            portable.forward(q, k, v, *call)
-            portable.backward(q, None, q, k, v, q, lse, *call)
+            selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
+            portable.forward(q, k, v, selection, 1.0)
+            portable.backward(q, None, q, k, v, q, lse, selection, 1.0)
 
 
 def main() -> None:

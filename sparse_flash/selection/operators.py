@@ -24,10 +24,10 @@ from ..dispatch import observers
 from ..dispatch.operators import given_or_zeros, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from . import reference
+from . import portable, reference
 from . import torch as by_torch
 
-BACKENDS: dict[str, ModuleType] = {"torch": by_torch, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"triton": portable, "torch": by_torch, "reference": reference}
 
 
 def attention(

@@ -17,6 +17,7 @@ from ..backends.triton import addressable, current_device, restored, restored_ou
 from ..kernels.common.config import padded_head_dim
 from ..kernels.common.layout import empty_out
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from .tables import (
     Pieces,
     Turns,
@@ -41,57 +42,47 @@ MOST_PICKS = 2**31 - 1
 MOST_TOGETHER = 8192
 
 
-def supports(call: Call, picks_shape: tuple[int, ...], every: int, block_size: int, always: BlockMask | None) -> str | None:
-    """Why these kernels cannot run a call, or None. picks_shape: (batch, kv_heads | heads, choices, n)."""
-    from ..kernels.portable.selection_tiles import ROWS
-
+def supports(call: Call, selection: BlockSelection) -> str | None:
     reason = portable.supports(call)
     if reason is not None:
         return reason
     if call.features:
         return f"it takes no {', '.join(sorted(call.features))} beside a selection"
-    batch, pickers, choices, slots = picks_shape
+    from ..kernels.portable.selection_tiles import ROWS
+
+    batch, pickers, choices, slots = selection.picks.shape
     members = call.heads // pickers
     if members > ROWS.value:
         return f"it runs up to {ROWS.value} query heads that share a choice; got {members}"
     if batch * pickers * choices * slots > MOST_PICKS:
         return f"it runs up to {MOST_PICKS:,} picks; got {batch} x {pickers} x {choices:,} x {slots}"
-    together = max(1, ROWS.value // members // every) * slots
+    together = max(1, ROWS.value // members // selection.every) * slots
     if together > MOST_TOGETHER:
         return f"it runs up to {MOST_TOGETHER:,} picks of the queries of a tile; got {together:,}"
-    if always is not None and always.mask_index.numel() > 1:
-        return f"what is always kept must be one mask for all heads; got one for each of {tuple(always.mask_index.shape)}"
     return None
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int) -> SelectionSizes:
+def _sizes(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection) -> SelectionSizes:
     from ..kernels.portable.selection_tiles import SelectionSizes
 
     (batch, heads, q_len), (kv_heads, kv_len) = q.shape[:3], k.shape[1:3]
-    pickers, slots = picks.shape[1] // kv_heads, picks.shape[3]
-    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, every, slots, pickers, block_size)
+    pickers, slots = selection.picks.shape[1] // kv_heads, selection.picks.shape[3]
+    return SelectionSizes(batch, heads, kv_heads, q_len, kv_len, selection.every, slots, pickers, selection.block_size)
 
 
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    picks: torch.Tensor,
-    every: int,
-    block_size: int,
-    always: BlockMask | None,
+    selection: BlockSelection,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v's head_dim) in q's memory order and dtype, lse (batch, heads, q_len) float32.
-
-    q: (batch, heads, q_len, head_dim). k, v: (batch, kv_heads, kv_len, head_dim); v's may differ. picks: (batch, kv_heads | heads,
-    choices, n) int32, contiguous: the key blocks of ``block_size`` keys that each ``every`` queries picked, ascending, then -1.
-    always: a mask of pairs that are kept too, or None. Keys after a query are not kept; queries and keys are aligned at the end.
-    """
+    """(out, lse), out in q's memory order."""
     from ..kernels.portable.selection_forward import picked_parts, walk_picks
     from ..kernels.portable.selection_tiles import SelectionOperands
 
-    sizes = _sizes(q, k, picks, every, block_size)
+    picks, always = selection.picks, selection.always
+    sizes = _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k, v)]
     operands = SelectionOperands(*ready)
     rows, dim_v = sizes.rows_of_choice, padded_head_dim(ready[2].shape[3])
@@ -122,18 +113,15 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    picks: torch.Tensor,
-    every: int,
-    block_size: int,
-    always: BlockMask | None,
+    selection: BlockSelection,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv like q, k, v. dlse: None if lse is not differentiated. Other arguments: see ``forward``. There are no atomics:
-    gradients repeat bit for bit."""
+    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit."""
     from ..kernels.portable import selection_backward as kernels
     from ..kernels.portable.selection_tiles import SelectionOperands
 
-    sizes = _sizes(q, k, picks, every, block_size)
+    picks, always = selection.picks, selection.always
+    sizes = _sizes(q, k, selection)
     dout, out = addressable(dout), addressable(out)
     ready = [addressable(t) for t in (q, k, v)]
     dq, dk, dv = (torch.empty_like(t) for t in ready)
@@ -156,13 +144,12 @@ def backward(
     return restored(dq, ready[0], q), restored(dk, ready[1], k), restored(dv, ready[2], v)
 
 
-def block_lse(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, every: int, block_size: int, scale: float) -> torch.Tensor:
-    """(batch, heads, q_len, n) float32: the lse of each query's pairs in each picked block, -inf without pairs. Arguments: see
-    ``forward``."""
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+    """(batch, heads, q_len, n) float32."""
     from ..kernels.portable.selection_forward import picked_masses
     from ..kernels.portable.selection_tiles import SelectionOperands
 
-    sizes = _sizes(q, k, picks, every, block_size)
+    picks, sizes = selection.picks, _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k)]
     operands = SelectionOperands(ready[0], ready[1], ready[1])
     masses = q.new_full((*q.shape[:3], sizes.slots), float("-inf"), dtype=torch.float32)
@@ -178,16 +165,14 @@ def block_lse_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     masses: torch.Tensor,
-    picks: torch.Tensor,
-    every: int,
-    block_size: int,
+    selection: BlockSelection,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq and dk like q and k. masses: of ``block_lse``. dmasses: its gradient."""
+    """(dq, dk). masses: of ``block_lse``. dmasses: its gradient."""
     from ..kernels.portable import selection_backward as kernels
     from ..kernels.portable.selection_tiles import SelectionOperands
 
-    sizes = _sizes(q, k, picks, every, block_size)
+    picks, sizes = selection.picks, _sizes(q, k, selection)
     ready = [addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())

@@ -1,5 +1,7 @@
 """The portable kernels of key blocks chosen by query, against dense attention in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from accepted import DEVICE
@@ -10,39 +12,13 @@ pytest.importorskip("triton")
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.selection import portable
+from sparse_flash.selection import operators, portable
 
 parametrize = pytest.mark.parametrize
 pytestmark = [
     pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"),
     pytest.mark.usefixtures("poison"),
 ]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, picks, *options):
-        out, lse = portable.forward(q, k, v, picks, *options)
-        ctx.save_for_backward(q, k, v, out, lse, picks)
-        ctx.options = options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        return *portable.backward(dout, dlse, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
-
-
-class _Masses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, picks, *options):
-        masses = portable.block_lse(q, k, picks, *options)
-        ctx.save_for_backward(q, k, masses, picks)
-        ctx.options = options
-        return masses
-
-    @staticmethod
-    def backward(ctx, dmasses):
-        return *portable.block_lse_backward(dmasses, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 def tensors(batch, heads, kv_heads, q_len, kv_len, dim, dtype=torch.float32, v_dim=None, seed=0):
@@ -62,8 +38,10 @@ def check(heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None,
         causal = torch.arange(kv_len) <= (torch.arange(q_len) + kv_len - q_len)[:, None]
         kept = kept | (mask.to_dense().cpu() & causal)
 
+    selection = sf.BlockSelection(picks, q_len, kv_len, block, every, always=mask)
+
     def attend(q, k, v, _, scale, return_lse, backend):
-        return _Attention.apply(q, k, v, picks, every, block, mask, q.shape[3] ** -0.5 if scale is None else scale)
+        return sf.attention(q, k, v, selection, scale=scale, return_lse=return_lse, backend=backend)
 
     dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for name, (error, allowed) in measure("triton", (q, k, v), dout, dlse, None, kept.to(DEVICE), None, attend).items():
@@ -105,7 +83,7 @@ def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
     made, turns_of = [], portable.turns_of
     monkeypatch.setattr(portable, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
     monkeypatch.setattr(portable, "WORKSPACE", workspace)
-    check(8, 2, 4, 60, 80, 2, 64, 2, always="sinks(4)")
+    check(8, 2, 2, 60, 80, 2, 64, 2, always="sinks(4)")
     assert len(made) == 2 and all(len(turns.all) > 1 and (turns.choices == 30) == of_lines for turns in made)
 
 
@@ -123,7 +101,8 @@ def test_picks_that_keep_nothing_change_nothing():
 
 def _attend(picks):
     q, k, v, dout = tensors(1, 8, 1, 40, 140, 16)
-    return gradients(lambda *t: _Attention.apply(*t, picks, 1, 64, None, 0.3), (q, k, v), dout, None)
+    selection = sf.BlockSelection(picks, 40, 140, 64)
+    return gradients(lambda *t: operators.attention(*t, selection, 0.3, "triton"), (q, k, v), dout, None)
 
 
 def test_gradients_repeat_bit_for_bit():
@@ -144,17 +123,15 @@ def test_masses_of_picked_blocks_and_their_gradients_are_right(every, block):
 
     of_some = torch.randn(some.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * some
     results = []
-    for masses, dtype in ((by_definition, torch.float64), (lambda *t: _Masses.apply(*t, picks, every, block, 0.3), torch.float32)):
+    selection = sf.BlockSelection(picks, 60, 90, block, every)
+    kernels = partial(operators.block_lse, selection=selection, scale=0.3, backend="triton")
+    for masses, dtype in ((by_definition, torch.float64), (kernels, torch.float32)):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k)]
         found = masses(*leaves)
         grads = torch.autograd.grad((found.masked_fill(~some, 0.0) * of_some).sum(), leaves)
         results.append([found.detach(), *grads])
     for wanted, got in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-def call_of(q, k, v):
-    return backends.Call.of(q, k, v, 64)
 
 
 @parametrize(
@@ -166,12 +143,6 @@ def call_of(q, k, v):
 )
 def test_calls_that_do_not_fit_are_refused_by_name(heads, every, n, reason):
     q, k, v, _ = tensors(1, heads, 1, 64, 64, 16)
-    assert portable.supports(call_of(q, k, v), (1, 1, 64 // every, n), every, 64, None) == reason
-
-
-def test_a_mask_for_each_head_beside_picks_is_refused_by_name():
-    q, k, v, _ = tensors(1, 2, 1, 64, 64, 16)
-    always = sf.BlockMask.per_head(["causal", "local(3)"], 64, block_size=32)
-    assert "must be one mask for all heads; got one for each of (1, 2)" in portable.supports(
-        call_of(q, k, v), (1, 1, 64, 2), 1, 64, always
-    )  # fmt: skip
+    picks = torch.zeros(1, 1, 64 // every, n, dtype=torch.int32)
+    selection = sf.BlockSelection(picks, 64, 64, 64, every)
+    assert portable.supports(backends.Call.of(q, k, v, 64), selection) == reason
