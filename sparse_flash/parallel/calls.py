@@ -11,7 +11,7 @@ from ..masks.block_mask import BlockMask
 from .transfer import of_blocks
 
 
-class Results(NamedTuple):
+class RowResults(NamedTuple):
     """What a backward pass starts from. dlse: None if nothing depends on lse."""
 
     dout: torch.Tensor
@@ -19,10 +19,10 @@ class Results(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
 
-    def of_blocks(self, rows: torch.Tensor | None, block_size: int) -> Results:
+    def of_blocks(self, rows: torch.Tensor | None, block_size: int) -> RowResults:
         dlse = None if self.dlse is None else of_blocks(self.dlse, rows, block_size)
         dout, out, lse = (of_blocks(t, rows, block_size) for t in (self.dout, self.out, self.lse))
-        return Results(dout, dlse, out, lse)
+        return RowResults(dout, dlse, out, lse)
 
 
 class PartialAttention(NamedTuple):
@@ -37,7 +37,7 @@ class PartialAttention(NamedTuple):
         run, walked = self._prepared(q, k, v, mask)
         return run.forward(q, k, v, walked, self.scale, None)
 
-    def backward(self, q, k, v, results: Results, mask: BlockMask):
+    def backward(self, q, k, v, results: RowResults, mask: BlockMask):
         """(dq, dk, dv) of the pairs of one part. results: of all parts, as a part's probabilities follow from the whole lse."""
         run, walked = self._prepared(q, k, v, mask)
         dout, dlse, out, lse = results

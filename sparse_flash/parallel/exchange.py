@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives
-from .calls import PartialAttention, Results, add, join
+from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
 from .transfer import Arriving, by_block, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
@@ -93,7 +93,7 @@ def _backward(
     route = Route.behind(handle)
     calls, shared = route.backward, route.shared
     run = PartialAttention(_scale_of(q, scale), deterministic, backend)
-    results = Results(dout, dlse, out, lse)
+    results = RowResults(dout, dlse, out, lse)
     sent = sent_results(q, results, shared, route.group) if shared else None
     fetching = None
     if not keep_fetched:
@@ -186,7 +186,11 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
     packed = buffer.new_empty(len(route.send), *buffer.shape[1:])
     # Straight from k and v: one pass over the blocks that go out, and none over the others.
     for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
-        torch.index_select(by_block(tensor, buffer.shape[1]), 0, route.send, out=half)
+        mine = by_block(tensor, buffer.shape[1])
+        if not route.runs:
+            torch.index_select(mine, 0, route.send, out=half)
+        for own, sent in route.runs:
+            half[sent].copy_(mine[own])
     return started(fetched, packed, route.receives, route.sends, route.group)
 
 
@@ -198,11 +202,14 @@ def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:
 
 def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:
     """Adds what others computed to dk and dv, rank after rank, so that bits repeat, and rounds once."""
-    if not len(theirs):
-        return
     block_size, head_dim = theirs.shape[1], dk.shape[3]
-    wide = torch.promote_types(theirs.dtype, torch.float32)
     mine = [by_block(t, block_size) for t in (dk, dv)]
+    if len(route.answered) == len(route.send) and (route.runs or not len(theirs)):  # no block went to two ranks
+        for own, sent in route.runs:
+            for tensor, half in zip(mine, halves(theirs[sent], head_dim), strict=True):
+                tensor[own].add_(half)
+        return
+    wide = torch.promote_types(theirs.dtype, torch.float32)
     total = torch.cat([t.index_select(0, route.answered) for t in mine], -1).to(wide)
     # No block comes twice from one rank.
     for index, part in zip(route.returned.split(route.sends), theirs.split(route.sends), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .calls import PartialAttention, Results
+from .calls import PartialAttention, RowResults
 from .routes import SharedRows
 from .transfer import Arriving, by_block, started
 
@@ -33,7 +33,7 @@ def join_parts(out: torch.Tensor, lse: torch.Tensor, parts: tuple[Arriving, Arri
     _write(lse[..., None], total, shared)
 
 
-def sent_results(q: torch.Tensor, results: Results, shared: SharedRows, group: dist.ProcessGroup) -> tuple[Arriving, Arriving]:
+def sent_results(q: torch.Tensor, results: RowResults, shared: SharedRows, group: dist.ProcessGroup) -> tuple[Arriving, Arriving]:
     """Sends what the gradients of the rank's shared rows depend on to all ranks: (q and dout, lse and a number for each query)."""
     q_rows, dout, out = (_shared(t, shared) for t in (q, results.dout, results.out))
     lse = _shared(results.lse[..., None], shared)
@@ -57,7 +57,7 @@ def differentiated_queries(
     packed, logs = (_by_head(part.arrived()) for part in results)
     q, dout = packed[..., :head_dim], packed[..., head_dim:]
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
-    dq, dk, dv = run.backward(q, k, v, Results(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
+    dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
     return _returned(dq, shared, group), dk, dv
 
 

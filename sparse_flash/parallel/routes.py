@@ -20,6 +20,8 @@ from ..masks.build import part_of
 from .assignment import Assignment
 from .costs import SequenceSizes, call_times
 
+# Copies of more pieces than this cost more launches than one indexed copy costs time.
+_MOST_RUNS = 8
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
 
@@ -109,6 +111,7 @@ class BlockExchange:
 
     send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
     and come from each. silent: no rank sends anything.
+    runs: the same blocks in consecutive pieces, as (where among the rank's blocks, where among those sent); none if there are many.
     answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
     of each sent block is added, as a place in ``answered``.
     shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
@@ -121,6 +124,7 @@ class BlockExchange:
     sends: list[int]
     receives: list[int]
     silent: bool
+    runs: list[tuple[slice, slice]]
     answered: torch.Tensor
     returned: torch.Tensor
     shared: SharedRows | None
@@ -162,6 +166,7 @@ class BlockExchange:
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
             send=torch.from_numpy(send),
+            runs=_runs_of(send),
             sends=[len(blocks) for blocks in sent],
             receives=[len(blocks) for blocks in received],
             silent=not assignment.received.any(),
@@ -182,6 +187,18 @@ class Route(BlockExchange, Peers):
         moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
         shared = exchange.shared and exchange.shared.to(device)
         return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, "shared": shared, **moved})
+
+
+def _runs_of(blocks: np.ndarray) -> list[tuple[slice, slice]]:
+    """Pieces of consecutive numbers, as (the numbers, their places); none if there are more than _MOST_RUNS."""
+    bounds = np.append(np.flatnonzero(np.diff(blocks, prepend=-2) != 1), len(blocks)).tolist()
+    if len(bounds) - 1 > _MOST_RUNS:
+        return []
+    firsts = [int(blocks[begin]) for begin in bounds[:-1]]
+    return [
+        (slice(first, first + end - begin), slice(begin, end))
+        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False)
+    ]
 
 
 def _calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from oracle import poisoned_memory
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
@@ -42,6 +42,7 @@ CASES = {
     ),
     "global tokens, few blocks": ("block_diagonal(32) | global_tokens(20)", 140, 32, 1, 2, 2),
     "global tokens at the end": (sf.local(50) | sf.from_mask_fn(lambda q, kv: (q >= 530) | (q == kv)), 555, 32, 1, 2, 2),
+    "every other block": (sf.from_mask_fn(lambda q, kv: kv // 32 % 2 == 0), 1300, 32, 1, 2, 2),
     "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
     "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
     "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
@@ -109,6 +110,29 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 def nodes():
     """2 x 2 ranks"""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+
+
+def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
+    """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
+    whole = (
+        mask_of(name)
+        if isinstance(CASES[name][0], tuple)
+        else sf.compile_mask(mask_of(name), *CASES[name][1:2], block_size=CASES[name][2])
+    )
+    given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
+    exact, one = (
+        results(
+            lambda *qkv: sf.attention(*qkv, whole, return_lse=True), *(t.to(wide) for t, wide in zip(given, dtypes, strict=True))
+        )
+        for dtypes in ([torch.float64] * 5, [dtype] * 4 + [torch.promote_types(dtype, torch.float32)])
+    )
+    plan = plan_of(name, on=nodes() if in_nodes else None, **options)
+    given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
+    mine = [plan.shard(t, 2) for t in given]
+    got = [plan.unshard(t, 2) for t in results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)]
+    assert [t.dtype for t in got] == [t.dtype for t in one]
+    distances = [[float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)] for found in (got, one)]
+    return max(distances[0]), max(distances[1])
 
 
 def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
@@ -271,6 +295,24 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     return ""
 
 
+def of_meshes() -> tuple[dict[str, str], str, list[str]]:
+    """(what is said of meshes that cannot be, by what they lack; the strategy that is chosen for 2 x 2 ranks whose links between
+    nodes are slow; the strategies of its explanation)"""
+    given = {
+        "names": lambda: init_device_mesh("cpu", (2, 2)),
+        "two": lambda: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
+        "order": lambda: DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
+    }
+    said = {}
+    for name, make in given.items():
+        try:
+            sf.context_parallel("causal", 1000, make())
+        except ValueError as error:
+            said[name] = str(error)
+    plan = sf.context_parallel("causal", 4096, nodes(), heads=8, kv_heads=2, block_size=64, link_rate=(1e9, 163e9))
+    return said, plan.strategy, list(plan.explain().costs)
+
+
 def refused_calls() -> dict[str, str]:
     """What a plan says of calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
@@ -283,6 +325,7 @@ def refused_calls() -> dict[str, str]:
         "shard": lambda: plan.shard(q, 2),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
         "ranks": lambda: plan.explain(ranks=0),
+        "nodes": lambda: plan.explain(ranks=8, ranks_of_node=3),
         "layer": lambda: layer(torch.zeros(1, 9, 16)),
         "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }

@@ -2,6 +2,7 @@
 
 import on_ranks
 import pytest
+import torch
 from on_ranks import CASES
 from pool import Pool
 
@@ -45,6 +46,27 @@ def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(poo
 def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
     for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
         assert error < 1e-5 and same
+
+
+def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
+    for said, strategy, explained in pools(4).run(on_ranks.of_meshes):
+        assert strategy == "nodes" and explained == ["blocks", "nodes", "ring", "all-gather"]
+        assert "or two with names; got 2 (no names)" in said["names"] and "got 3 ('dp', 'node', 'cp')" in said["two"]
+        assert "must ascend; got [[3, 2], [1, 0]]" in said["order"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "blocks", "overlap": True},
+        {"strategy": "queries", "overlap": False},
+        {"strategy": "nodes", "overlap": True, "in_nodes": True},
+    ],
+)
+def test_parts_are_joined_with_hardly_more_error_than_one_process_has(pools, dtype, options):
+    for error, of_one in pools(4).run(on_ranks.of_dtype, "global tokens", dtype, **options):
+        assert error < 2 * of_one + 1e-12
 
 
 def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
@@ -187,6 +209,7 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
         assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
+        assert said["nodes"] == "ranks_of_node must divide the 8 ranks; got 3"
 
 
 def test_documents_that_change_are_planned_beside_and_compile_once(pools):
