@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.compiles
 
 WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads"}
-# Bytes of stack (spilled registers). Four warps hold dK and dV of 64 keys, which is faster than eight: see ``configs``.
-STACK_LIMIT = {"picked_grads": 192, "always_grads": 288, "sum_query_grads": 112}
+# Bytes of stack (spilled registers), by Triton 3.6 to 3.9. Four warps hold dK and dV of 64 keys, which is faster than eight.
+STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 112}
 
 
 @pytest.fixture(scope="module")
