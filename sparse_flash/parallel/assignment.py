@@ -198,11 +198,6 @@ class Assignment(Owners):
         own = self.blocks[source][self.blocks[source] >= 0]
         return own[self.needs[target, own]] if source != target else own[:0]
 
-    def columns(self, rank: int) -> np.ndarray:
-        """The block columns of a rank's table: its own blocks, padding included, then those that it gets, rank after rank."""
-        fetched = np.flatnonzero(self.needs[rank] & (self.owner_of_block != rank))
-        return np.append(self.blocks[rank], fetched[np.argsort(self.owner_of_block[fetched], kind="stable")])
-
     @cached_property
     def received(self) -> np.ndarray:
         """(ranks,) int64: how many blocks each rank gets from others."""

@@ -21,7 +21,7 @@ from ..variant.definition import with_sinks
 from .agreement import check_agreement
 from .costs import LINK_RATE, Node
 from .exchange import attention_of_blocks
-from .explanation import ContextExplanation, explained
+from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, Peers, Route
@@ -37,7 +37,7 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
@@ -53,7 +53,7 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,
@@ -68,7 +68,7 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+    strategy: Strategy | Literal["auto"] = "auto",
     link_rate: float | tuple[float, float] = LINK_RATE,
     overlap: bool | None = None,
     keep_fetched: bool = True,

@@ -26,6 +26,7 @@ from ..masks.pattern import Pattern, parse
 from ..patterns import documents
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE
+from .explanation import Strategy
 from .plan import ContextPlan, ContextPlans, group_of, plans_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, planned, short_digest
 
@@ -82,7 +83,7 @@ class ContextParallel:
         heads: int | None = None,
         kv_heads: int | None = None,
         block_size: int = 128,
-        strategy: Literal["auto", "blocks", "queries", "heads", "nodes"] = "auto",
+        strategy: Strategy | Literal["auto"] = "auto",
         link_rate: float | tuple[float, float] = LINK_RATE,
         overlap: bool | None = None,
         keep_fetched: bool = True,

@@ -23,7 +23,7 @@ class PlanOptions:
     heads: int | None
     kv_heads: int | None
     block_size: int
-    strategy: Literal["auto", "blocks", "queries", "heads", "nodes"]
+    strategy: Strategy | Literal["auto"]
     link_rate: float | tuple[float, float]
     overlap: bool | None
     keep_fetched: bool

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from .calls import PartialAttention, RowResults
 from .routes import SharedRows
-from .transfer import Arriving, by_block, started
+from .transfer import Arriving, by_block, by_head, started
 
 
 def sent_queries(q: torch.Tensor, shared: SharedRows, group: dist.ProcessGroup) -> Arriving:
@@ -19,7 +19,7 @@ def attended_queries(
     q: Arriving, k: torch.Tensor, v: torch.Tensor, run: PartialAttention, shared: SharedRows, group: dist.ProcessGroup
 ) -> tuple[Arriving, Arriving]:
     """Attends what arrived to the rank's own columns and returns it; parts of (out, lse) arrive."""
-    out, lse = run.forward(_by_head(q.arrived()), k, v, shared.mask)
+    out, lse = run.forward(by_head(q.arrived()), k, v, shared.mask)
     return _returned(out, shared, group), _returned(lse[..., None], shared, group)
 
 
@@ -54,7 +54,7 @@ def differentiated_queries(
     group: dist.ProcessGroup,
 ) -> tuple[Arriving, torch.Tensor, torch.Tensor]:
     """(parts of dq, which arrive; dk and dv of the rank's own columns from the shared rows of all ranks)"""
-    packed, logs = (_by_head(part.arrived()) for part in results)
+    packed, logs = (by_head(part.arrived()) for part in results)
     q, dout = packed[..., :head_dim], packed[..., head_dim:]
     lse, delta = (t.contiguous() for t in logs.unbind(-1))
     dq, dk, dv = run.backward(q, k, v, RowResults(dout, -delta, torch.zeros_like(dout), lse), shared.mask)
@@ -69,10 +69,6 @@ def write_query_gradients(dq: torch.Tensor, parts: Arriving, shared: SharedRows)
 def _shared(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """(blocks, block, batch, heads, size): the rank's shared rows of x, (batch, heads, tokens, size)."""
     return by_block(x, shared.block_size).index_select(0, shared.rows)
-
-
-def _by_head(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.flatten(0, 1).permute(1, 2, 0, 3)
 
 
 def _to_all(blocks: torch.Tensor, shared: SharedRows, group: dist.ProcessGroup) -> Arriving:

@@ -41,6 +41,11 @@ def by_block(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
 
 
+def by_head(blocks: torch.Tensor) -> torch.Tensor:
+    """The reverse of ``by_block``, also a view."""
+    return blocks.flatten(0, 1).permute(1, 2, 0, 3)
+
+
 def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor) -> None:
     """Fills blocks with keys and values."""
     for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
@@ -49,7 +54,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor) -> None:
 
 def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v, (batch, kv_heads, tokens, head_dim), as views."""
-    return halves(packed.flatten(0, 1).permute(1, 2, 0, 3), head_dim)
+    return halves(by_head(packed), head_dim)
 
 
 def gathered(k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

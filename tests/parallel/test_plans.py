@@ -40,9 +40,10 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
         attended = torch.zeros_like(wanted)
         places = assignment.places(mask.q_len, mask.block_size)
         for rank in range(ranks):
-            part = of_all_heads(part_of(mask, assignment.blocks[rank], assignment.columns(rank)))
-            columns = assignment.columns(rank)[:, None] * mask.block_size + np.arange(mask.block_size)
-            columns[assignment.columns(rank) < 0] = -1
+            blocks = np.concatenate([assignment.blocks[rank], *(assignment.sent(source, rank) for source in range(ranks))])
+            part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
+            columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
+            columns[blocks < 0] = -1
             row, column = np.flatnonzero(places[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
             kept = part[:, row][:, :, column].int()
             assert kept.sum() == part.sum(), "a pair with padding is kept"
