@@ -66,7 +66,11 @@ class Attention(nn.Module):
 
     def forward(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
         q, k, v = self.qkv(x, positions)
-        return self.out_proj(self.attend(q, k, v, documents, plan).flatten(2))
+        if plan is None:
+            return self.out_proj(self.attend(q, k, v, documents).flatten(2))
+        # Of the layer, in place of its mask: ranks share the sequence.
+        out = plan.attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def qkv(self, x, positions: Positions):
         """Each (batch, tokens, heads, head_dim)."""
@@ -78,17 +82,14 @@ class Attention(nn.Module):
             q = q * positions.sharpness
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def attend(self, q, k, v, documents: Documents | None, plan: SharedSequence | None = None):
-        """(batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing. plan: of the
-        layer, where ranks share the sequence, in place of the mask."""
+    def attend(self, q, k, v, documents: Documents | None):
+        """(batch, tokens, heads, head_dim). Attention takes heads before tokens by stride: transposing copies nothing."""
         if documents is not None:
             packed = (t.flatten(0, 1) for t in (q, k, v))
             longest = documents.longest
             out = sf.attention_varlen(*packed, documents.cu_seqlens, mask=self.mask, max_seqlen_q=longest, max_seqlen_k=longest)
             return out.view(q.shape)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if plan is not None:
-            return plan.attention(q, k, v).transpose(1, 2)
         if self.mask == SDPA:
             return dense(q, k, v).transpose(1, 2)
         return sf.attention(q, k, v, self.mask).transpose(1, 2)

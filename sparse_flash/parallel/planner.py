@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..masks.block_mask import BlockMask
 from ..masks.compiler import compile_mask
+from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..patterns import documents
 from .agreement import Agreement, check_agreement
@@ -28,6 +29,8 @@ from .costs import LINK_RATE
 from .explanation import Strategy
 from .plan import ContextPlan, ContextPlans, group_of, plans_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, planned, short_digest
+
+_SHORT = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,12 @@ class ContextParallel:
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")
+            BlockGrid(q_len, q_len, block_size)  # raises for lengths that cannot be
             patterns = tuple(dict.fromkeys(by_layer))
             layers = tuple(patterns.index(one) for one in by_layer)
             self._task = _Task(patterns, layers, q_len, dist.get_rank(group), len(ranks), ranks_of_node_of(mesh), options)
-            self._task.planned((0, q_len))  # raises what every plan would
+            # Raises what every plan would, and is soon done: documents are short.
+            self._task.planned((*range(0, q_len, _SHORT), q_len))
         except (TypeError, ValueError) as error:
             check_agreement(error, self._group)
             raise

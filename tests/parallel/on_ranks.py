@@ -409,9 +409,9 @@ def refused_documents() -> dict[str, str]:
                 said[name] = repr(pending.result())
             except ValueError as error:
                 said[name] = str(error)
-    for name, mask in (("table", sf.compile_mask("causal", 1000)), ("no mask", [])):
+    for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
         try:
-            sf.ContextParallel(mesh(), mask, 1000)
+            sf.ContextParallel(mesh(), mask, tokens)
         except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said

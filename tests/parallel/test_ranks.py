@@ -228,3 +228,4 @@ def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_n
     assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
     assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
     assert "must name at least one mask" in first["no mask"]
+    assert "q_len must be a positive integer number of tokens; got 0" in first["length"]
