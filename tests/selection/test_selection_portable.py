@@ -1,5 +1,7 @@
 """The portable kernels of key blocks chosen by query, against dense attention in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accepted import DEVICE
@@ -167,6 +169,12 @@ def call_of(q, k, v):
 def test_calls_that_do_not_fit_are_refused_by_name(heads, every, n, reason):
     q, k, v, _ = tensors(1, heads, 1, 64, 64, 16)
     assert portable.supports(call_of(q, k, v), (1, 1, 64 // every, n), every, 64, None) == reason
+
+
+def test_what_a_call_does_besides_its_selection_is_refused_by_name():
+    q, k, v, _ = tensors(1, 2, 1, 64, 64, 16)
+    call = replace(call_of(q, k, v), features=("dropout_p", "softcap"))
+    assert portable.supports(call, (1, 1, 64, 2), 1, 64, None) == "it takes no dropout_p, softcap beside a selection"
 
 
 def test_a_mask_for_each_head_beside_picks_is_refused_by_name():
