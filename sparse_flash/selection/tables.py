@@ -93,16 +93,15 @@ def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, wor
     from ..kernels.portable.selection_tiles import Turn
 
     of_choice = sizes.pickers * sizes.slots * bytes_of_entry
-    lines = min(sizes.lines, workspace // max(1, of_choice * sizes.choices + bytes_of_line))
-    choices = sizes.choices
-    if lines == 0:
-        # Lines need not share the workspace with what a whole line takes; it would leave nothing for long lines.
-        lines, unit = 1, sizes.tiled.choices
-        fitting = max(unit, (workspace - bytes_of_line if bytes_of_line < workspace // 2 else workspace // 2) // of_choice)
+    lines, choices = workspace // max(1, of_choice * sizes.choices + bytes_of_line), sizes.choices
+    if lines == 0 and of_choice > 0:
+        # What a whole line takes gets at most half: it would leave nothing for parts of long lines.
+        unit = sizes.tiled.choices
+        fitting = max(unit, (workspace - min(bytes_of_line, workspace // 2)) // of_choice)
         ranges = -(-choices // fitting)
         choices = -(-choices // (ranges * unit)) * unit
-    else:
-        lines = -(-sizes.lines // -(-sizes.lines // lines))
+    # As many lines in each turn.
+    lines = -(-sizes.lines // -(-sizes.lines // min(sizes.lines, max(1, lines))))
     places = [(line, choice) for line in range(0, sizes.lines, lines) for choice in range(0, sizes.choices, choices)]
     found = (
         Turn(number, line, min(lines, sizes.lines - line), choice, min(choices, sizes.choices - choice), choices)

@@ -1,5 +1,6 @@
 """The portable kernels of key blocks chosen by query, against dense attention in float64."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -146,3 +147,10 @@ def test_calls_that_do_not_fit_are_refused_by_name(heads, every, n, reason):
     picks = torch.zeros(1, 1, 64 // every, n, dtype=torch.int32)
     selection = sf.BlockSelection(picks, 64, 64, 64, every)
     assert portable.supports(backends.Call.of(q, k, v, 64), selection) == reason
+
+
+def test_what_a_call_does_besides_its_selection_is_refused_by_name():
+    q, k, v, _ = tensors(1, 2, 1, 64, 64, 16)
+    call = replace(backends.Call.of(q, k, v, 64), features=("dropout_p", "softcap"))
+    selection = sf.BlockSelection(torch.zeros(1, 1, 64, 2, dtype=torch.int32), 64, 64, 64)
+    assert portable.supports(call, selection) == "it takes no dropout_p, softcap beside a selection"

@@ -90,6 +90,16 @@ def test_every_pick_is_walked_or_listed_once(sizes, workspace):
     assert sorted(listed(all_listed, sizes, turns)) == sorted(kept(picks, sizes))
 
 
+@parametrize("bytes_of_entry, bytes_of_line, turns", [(0, 0, 1), (0, 1 << 20, 4), (10, 1 << 20, 8), (10, 500, 4)])
+def test_a_turn_takes_a_line_at_least_and_parts_are_in_bounds(bytes_of_entry, bytes_of_line, turns):
+    sizes = SIZES["a choice for each query"]
+    found = tables.turns_of(sizes, bytes_of_entry, bytes_of_line, 3000)
+    assert len(found.all) == turns and {turn.stride for turn in found.all} == {found.choices}
+    assert found.lines * found.choices * sizes.slots * bytes_of_entry <= 3000
+    covered = sorted((turn.line + n, turn.choice) for turn in found.all for n in range(turn.lines))
+    assert covered == [(line, choice) for line in range(4) for choice in range(0, 70, found.choices)]
+
+
 def test_lists_are_cut_into_even_pieces_and_heavy_ones_divided():
     ends = torch.tensor([[0, 100, 103, 103]], dtype=torch.int32, device=DEVICE)
     begin, end = ends[:, :-1], ends[:, 1:]
