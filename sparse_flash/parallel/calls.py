@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -32,25 +33,29 @@ class PartialAttention(NamedTuple):
     deterministic: bool
     backend: str
 
-    def forward(self, q, k, v, mask: BlockMask):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)"""
         run, walked = self._prepared(q, k, v, mask)
         return run.forward(q, k, v, walked, self.scale, None)
 
-    def backward(self, q, k, v, results: RowResults, mask: BlockMask):
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, mask: BlockMask
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of the pairs of one part. results: of all parts, as a part's probabilities follow from the whole lse."""
         run, walked = self._prepared(q, k, v, mask)
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, None)
 
-    def _prepared(self, q, k, v, mask: BlockMask):
+    def _prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[ModuleType, BlockMask | None]:
         walked = mask.walked(q.is_cuda)
         size = None if walked is None else walked.block_size
         call = backends.Call.of(q, k, v, size, deterministic=self.deterministic)
         return backends.backend(backends.choose(self.backend, call)), walked
 
 
-def join(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor], rows, block_size: int) -> None:
+def join(
+    out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor | None, block_size: int
+) -> None:
     """Joins the results of some blocks over other keys to out and lse, in place."""
     part_out, part_lse = part
     mine = of_blocks(lse, rows, block_size)
@@ -65,7 +70,7 @@ def join(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.T
         tensor.unflatten(2, (-1, block_size)).index_copy_(2, rows, of_rows.unflatten(2, (-1, block_size)))
 
 
-def add(dq: torch.Tensor, part: torch.Tensor, rows, block_size: int) -> None:
+def add(dq: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Adds the gradients of some blocks, in place."""
     if rows is None:
         dq.add_(part)

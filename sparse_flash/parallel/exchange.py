@@ -7,6 +7,8 @@ own, and keeps them until the current stream waits for it; the host never does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -19,8 +21,16 @@ from .transfer import Arriving, by_block, empty_blocks, gathered, halves, of_blo
 
 
 def attention_of_blocks(
-    q, k, v, columns: torch.Tensor, route: Route, keep_fetched: bool, scale: float | None, deterministic: bool, backend: str
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: torch.Tensor,
+    route: Route,
+    keep_fetched: bool,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
 
     q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
@@ -66,7 +76,18 @@ def _attention_of_blocks(
 
 
 @_attention_of_blocks.register_fake
-def _(q, k, v, columns, handle, block_size, keep_fetched, scale, deterministic, backend):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: torch.Tensor,
+    handle: torch.Tensor,
+    block_size: int,
+    keep_fetched: bool,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     buffer = empty_blocks(k, v, columns.shape[0], block_size) if keep_fetched else k.new_empty(0)
     return backends.empty_out(q, v.shape[3]), lse, buffer
@@ -132,18 +153,20 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx, inputs, output):
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     q, k, v, _, handle, *ctx.options = inputs
     out, lse, buffer = output
     ctx.save_for_backward(q, k, v, buffer, out, lse, handle)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse, _):
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, buffer, out, lse, handle = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     return *_backward(dout, dlse, q, k, v, buffer, out, lse, handle, *ctx.options), *(None,) * 7
@@ -163,15 +186,15 @@ def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 
 @all_to_all.register_fake
-def _(parts, handle):
+def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return parts.new_empty(parts.shape)
 
 
-def _keep_handle(ctx, inputs, output):
+def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _returned(ctx, gradient):
+def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return all_to_all(gradient, *ctx.saved_tensors), None
 
 

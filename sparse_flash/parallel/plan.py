@@ -243,13 +243,23 @@ class ContextPlan(TokenShards):
         out = own_tokens_of_all_heads(out, ranks, handle)
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
-    def _between(self, q, k, v, scale, sinks, deterministic, backend):
+    def _between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+        deterministic: bool | None,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
         if self._route is None:
             # fmt: off
-            return attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
-                             deterministic=deterministic, backend=backend)
+            out, lse = attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
+                                 deterministic=deterministic, backend=backend)
             # fmt: on
+            return out, lse
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         scale = None if scale is None else checked_scale(scale, q.shape[3])

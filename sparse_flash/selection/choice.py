@@ -9,6 +9,7 @@ the scores of all groups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -63,7 +64,7 @@ def choose_blocks(
 
 
 @choose_blocks.register_fake
-def _(q, k, keep, every, block_size, share_group, score):
+def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str) -> torch.Tensor:
     return _fake(q, k.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], k.shape[2])
 
 
@@ -85,7 +86,7 @@ def choose_by_scores(scores: torch.Tensor, keep: int, every: int, block_size: in
 
 
 @choose_by_scores.register_fake
-def _(scores, keep, every, block_size, q_len, kv_len):
+def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
     return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
 
 
@@ -95,7 +96,7 @@ def _by_kernel(x: torch.Tensor, heads: int, keep: int) -> bool:
     return fits and portable.by_kernels(x.device)
 
 
-def _fake(like, heads: int, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+def _fake(like: torch.Tensor, heads: int, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
     n = keep - 1 + own_width(every, block_size, kv_len - q_len)
     return like.new_empty(like.shape[0], heads, -(-q_len // every), n, dtype=torch.int32)
 
@@ -136,7 +137,7 @@ def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
 
 
-def keep_picks():
+def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """For activation checkpointing: picks are kept from the forward pass, not chosen again in the backward pass.
 
     ``torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=sf.keep_picks)``. Everything else is recomputed.

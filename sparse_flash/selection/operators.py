@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,6 +27,8 @@ from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from . import portable, reference
 from . import torch as by_torch
+
+_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 
 BACKENDS: dict[str, ModuleType] = {"triton": portable, "torch": by_torch, "reference": reference}
 
@@ -51,20 +54,31 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
 
 
-def _packed(selection: BlockSelection) -> tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]:
+def _packed(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
     tables, size = ([], 0) if always is None else (always.tensors(), always.block_size)
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
-def _unpacked(q, k, picks, tables, tables_block: int, block_size: int, every: int, own: bool) -> BlockSelection:
+def _unpacked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+) -> BlockSelection:
     q_len, kv_len = q.shape[2], k.shape[2]
     always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables else None
     return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
-def _prepared(q, k, v, packed, scale: float | None, backend: str) -> tuple[ModuleType, BlockSelection, float]:
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: _Packed, scale: float | None, backend: str
+) -> tuple[ModuleType, BlockSelection, float]:
     """(back end, selection, scale) of a call; the same for both passes."""
     selection = _unpacked(q, k, *packed)
 
@@ -95,7 +109,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, k, v, *call):
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
 
 
@@ -123,7 +137,9 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, *call):
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any
+) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty_like(t) for t in (q, k, v))
 
 
@@ -146,7 +162,7 @@ def _block_lse(
 
 
 @_block_lse.register_fake
-def _(q, k, picks, *call):
+def _(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, *call: Any) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], picks.shape[3], dtype=_exact(q))
 
 
@@ -171,7 +187,7 @@ def _block_lse_backward(
 
 
 @_block_lse_backward.register_fake
-def _(dblock_lse, q, k, *call):
+def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
@@ -179,13 +195,13 @@ def _exact(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _keep_call(ctx, inputs, output):
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, picks, tables, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, picks, *tables)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse):
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, picks, *tables = ctx.saved_tensors
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dout is None and dlse is None:
@@ -193,13 +209,13 @@ def _gradients(ctx, dout, dlse):
     return *_backward(given_or_zeros(dout, out), dlse, q, k, v, out, lse, picks, tables, *ctx.options), *none
 
 
-def _keep_block_lse(ctx, inputs, output):
+def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     q, k, picks, tables, *ctx.options = inputs
     ctx.save_for_backward(q, k, output, picks, *tables)
     ctx.set_materialize_grads(False)
 
 
-def _gradients_of_block_lse(ctx, dblock_lse):
+def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, result, picks, *tables = ctx.saved_tensors
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dblock_lse is None:

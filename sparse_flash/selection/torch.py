@@ -26,7 +26,9 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     return None
 
 
-def forward(q, k, v, selection, scale):
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)."""
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
     with own_precision(q):
@@ -46,7 +48,17 @@ def forward(q, k, v, selection, scale):
     return out, lse
 
 
-def backward(dout, dlse, q, k, v, out, lse, selection, scale):
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv)."""
     dq = torch.empty_like(q)
     with own_precision(q):
@@ -73,7 +85,7 @@ def backward(dout, dlse, q, k, v, out, lse, selection, scale):
     return dq, dk.total(), dv.total()
 
 
-def block_lse(q, k, selection, scale):
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
     """(batch, heads, q_len, n): see ``selection/operators``."""
     result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
     with own_precision(q):
@@ -83,7 +95,9 @@ def block_lse(q, k, selection, scale):
     return result
 
 
-def block_lse_backward(dblock_lse, q, k, block_lse, selection, scale):
+def block_lse_backward(
+    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(dq, dk)."""
     dq = torch.empty_like(q)
     with own_precision(q):
@@ -97,11 +111,11 @@ def block_lse_backward(dblock_lse, q, k, block_lse, selection, scale):
     return dq, dk.total()
 
 
-def _exact(x) -> torch.dtype:
+def _exact(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _shares(scores, logs):
+def _shares(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
     # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
     return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
 
@@ -109,7 +123,7 @@ def _shares(scores, logs):
 class _GroupWalk:
     """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
 
-    def __init__(self, q, k, v, selection: BlockSelection, scale: float):
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, selection: BlockSelection, scale: float):
         self.q, self.scale, self.selection = q, scale, selection
         self.size, self.every, self.heads = selection.block_size, selection.every, selection.heads
         self.shared = q.shape[1] // self.heads  # query heads that share picks
@@ -119,7 +133,7 @@ class _GroupWalk:
         self.blocks = [self.in_blocks(t) for t in self.tensors]
         self.always = None if v is None or selection.always is None else _KeysOfAlways(selection.always, selection.offset)
 
-    def in_blocks(self, x):
+    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """(batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key."""
         x = torch.nn.functional.pad(x, (0, 0, 0, self.selection.kv_blocks * self.size - x.shape[2]))
         return x.reshape(-1, self.size, x.shape[3])
@@ -158,7 +172,7 @@ class _GroupChunk:
         self.keys, self.values = (walk.blocks[which][self.block].to(_exact(walk.q)) for which in (0, -1))
         self.always = None if walk.always is None else _AlwaysPart(self, walk.always, picks)
 
-    def _cut(self, block, blocks: int) -> None:
+    def _cut(self, block: torch.Tensor, blocks: int) -> None:
         """Sets entry, valid and block from the block of each entry, -1 for none: lists by block, cut into pieces of equal size."""
         order = block.argsort(stable=True)
         counts = torch.bincount(block + 1, minlength=blocks + 1)
@@ -171,33 +185,33 @@ class _GroupChunk:
         self.valid = place < counts[self.block, None]
         self.entry = order[torch.where(self.valid, start[self.block, None] + place, 0)]
 
-    def pack(self, x):
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
         x = x[:, :, self.first : self.stop].to(_exact(x))
         x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.walk.every - x.shape[2]))
         x = x.reshape(x.shape[0], self.walk.heads, self.walk.shared, self.groups, self.walk.every, x.shape[3])
         return x.transpose(2, 3).flatten(3, 4)
 
-    def unpack(self, rows, result) -> None:
+    def unpack(self, rows: torch.Tensor, result: torch.Tensor) -> None:
         """The reverse, of ``flat`` rows, into the chunk's queries of ``result``."""
         rows = rows.reshape(len(result), self.walk.heads, self.groups, self.walk.shared, self.walk.every, -1).transpose(2, 3)
         rows = rows.reshape(len(result), result.shape[1], -1, result.shape[3])
         result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
 
-    def flat(self, packed):
+    def flat(self, packed: torch.Tensor) -> torch.Tensor:
         """(lines * groups, rows, width)."""
         return packed.flatten(0, 2)
 
-    def rows(self, packed):
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
         """The rows of the entries of each piece, (pieces, entries * rows, width)."""
         return self.flat(packed)[self.entry // self.slots].flatten(1, 2)
 
-    def of_picks(self, x):
+    def of_picks(self, x: torch.Tensor) -> torch.Tensor:
         """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``rows``: (pieces, entries * rows, 1)."""
         by_entry = self.flat(self.pack(x)).mT.flatten(0, 1)
         return by_entry[self.entry].flatten(1, 2)[..., None]
 
-    def spread(self, values, fill: float):
+    def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """What was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (lines * groups, n, rows, width);
         ``fill`` for none."""
         values = values.unflatten(1, (self.entry.shape[1], -1))
@@ -206,7 +220,7 @@ class _GroupChunk:
         spread[self.entry[self.valid]] = values[self.valid]
         return spread.unflatten(0, (lines, self.slots))
 
-    def scores(self):
+    def scores(self) -> torch.Tensor:
         """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
         walk = self.walk
         scores = self.rows(self.queries) @ self.keys.mT * walk.scale
@@ -233,7 +247,7 @@ class _AlwaysPart:
         taken = [t[:, walk.key_head][:, :, None, self.tokens].to(_exact(t)) for t in walk.tensors]
         self.keys, self.values = taken[0], taken[-1]
 
-    def scores(self):
+    def scores(self) -> torch.Tensor:
         """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
         scores = self.queries @ self.keys.mT * self.walk.scale
         by_query = scores.unflatten(3, (self.walk.shared, self.walk.every))
@@ -243,25 +257,25 @@ class _AlwaysPart:
 class _KeyGradient:
     """A gradient of keys or values, summed over chunks in order."""
 
-    def __init__(self, like, walk: _GroupWalk):
+    def __init__(self, like: torch.Tensor, walk: _GroupWalk):
         self.like = like
         self.sums = like.new_zeros(len(walk.blocks[0]), walk.size, like.shape[3], dtype=_exact(like))
 
-    def by_token(self):
+    def by_token(self) -> torch.Tensor:
         return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])
 
-    def add_blocks(self, block, products) -> None:
+    def add_blocks(self, block: torch.Tensor, products: torch.Tensor) -> None:
         """products: (pieces, block_size, head_dim), of these blocks."""
         with repeatable(self.sums, True):
             self.sums.index_add_(0, block, products)
 
-    def add_tokens(self, tokens, products) -> None:
+    def add_tokens(self, tokens: torch.Tensor, products: torch.Tensor) -> None:
         """products: (batch, heads that pick, n, head_dim), of these tokens, none twice."""
         of_heads = products.unflatten(1, (self.like.shape[1], -1)).sum(2)
         with repeatable(self.sums, True):
             self.by_token().index_add_(2, tokens, of_heads)
 
-    def total(self):
+    def total(self) -> torch.Tensor:
         return torch.empty_like(self.like).copy_(self.by_token()[:, :, : self.like.shape[2]])
 
 
@@ -274,7 +288,7 @@ class _KeysOfAlways:
         # Rows ascend. A chunk may touch two.
         self.most_keys = 2 * self.mask.block_size * int(np.bincount(self.rows, minlength=1).max())
 
-    def keys_of(self, low: int, high: int, rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, low: int, high: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys (m,) int64, kept (rows, m) bool) of queries low .. high - 1: the keys that one of them keeps, none after it. Rows
         past the last query keep nothing."""
         size = self.mask.block_size
