@@ -90,8 +90,8 @@ def context_parallel(
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
     exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
     takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. Of a mesh of two
-    dimensions two: (from other nodes, from ranks of its own).
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. A mesh of two
+    dimensions needs two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
@@ -105,7 +105,7 @@ def context_parallel(
     options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
     given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
-        options.check(ranks, ranks_of_node)
+        options.check(ranks, ranks_of_node, mesh.ndim)
         if not given:
             raise ValueError("mask must name at least one mask, or be one; got an empty list")
         masks, layers = _distinct([square(one, q_len, block_size) for one in given])

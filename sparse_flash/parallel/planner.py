@@ -96,7 +96,7 @@ class ContextParallel:
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
         try:
-            options.check(len(ranks), ranks_of_node_of(mesh))
+            options.check(len(ranks), ranks_of_node_of(mesh), mesh.ndim)
             by_layer = [_pattern(one) for one in (mask if isinstance(mask, (list, tuple)) else [mask])]
             if not by_layer:
                 raise ValueError("mask must name at least one mask, or be one; got an empty list")

@@ -33,8 +33,8 @@ class PlanOptions:
         """Bytes per second that a rank receives: from any other, from one of its node."""
         return self.link_rate if isinstance(self.link_rate, tuple) else (self.link_rate, self.link_rate)
 
-    def check(self, ranks: int, ranks_of_node: int) -> None:
-        """Raises ValueError for what cannot be."""
+    def check(self, ranks: int, ranks_of_node: int, dimensions: int) -> None:
+        """Raises ValueError for what cannot be. dimensions: of the mesh."""
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ValueError(
                 f"overlap must be True, False or None; got {self.overlap!r}; None takes what is estimated to be faster"
@@ -53,6 +53,12 @@ class PlanOptions:
         if len(self.rates) != 2 or not all(rate > 0 for rate in self.rates):
             raise ValueError(
                 f"link_rate must be a positive number of bytes per second, or two, between nodes and within; got {self.link_rate!r}"
+            )
+        if dimensions == 2 and not isinstance(self.link_rate, tuple):
+            raise ValueError(
+                "all ranks of a mesh share one sequence; where its two dimensions are nodes and the ranks of each, pass two rates, "
+                f"link_rate=(between nodes, within); got {self.link_rate!r}; for one sequence in each row of a mesh of data and "
+                "context ranks, pass mesh['cp']"
             )
         kv_heads = self.kv_heads or self.heads
         if self.strategy == "nodes" and not 1 < ranks_of_node < ranks:

@@ -85,6 +85,8 @@ def of_one_process(name: str) -> list[torch.Tensor]:
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
+    if on is not None:
+        options["link_rate"] = RATES
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
@@ -105,6 +107,9 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
         one, other = (t.masked_fill(other == float("-inf"), 0) for t in (one, other))
         worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp(min=1e-3)))
     return worst
+
+
+RATES = 50e9, 163e9  # between nodes, within
 
 
 def nodes():
@@ -238,7 +243,8 @@ def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]
     worst = 0.0
     for number in range(plans):
         pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
-        plan = sf.context_parallel(pattern, 350, nodes() if in_nodes else mesh(), heads=4, kv_heads=4, block_size=16, **options)
+        on = {"mesh": nodes(), "link_rate": RATES} if in_nodes else {"mesh": mesh()}
+        plan = sf.context_parallel(pattern, 350, heads=4, kv_heads=4, block_size=16, **on, **options)
         given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
         eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
         worst = max(worst, difference(got, eager))
@@ -301,6 +307,7 @@ def of_meshes() -> tuple[dict[str, str], str, list[str]]:
     given = {
         "names": lambda: init_device_mesh("cpu", (2, 2)),
         "two": lambda: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
+        "rates": nodes,
         "order": lambda: DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
     }
     said = {}

@@ -52,7 +52,7 @@ def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_n
     for said, strategy, explained in pools(4).run(on_ranks.of_meshes):
         assert strategy == "nodes" and explained == ["blocks", "nodes", "ring", "all-gather"]
         assert "or two with names; got 2 (no names)" in said["names"] and "got 3 ('dp', 'node', 'cp')" in said["two"]
-        assert "must ascend; got [[3, 2], [1, 0]]" in said["order"]
+        assert "must ascend; got [[3, 2], [1, 0]]" in said["order"] and "pass mesh['cp']" in said["rates"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
