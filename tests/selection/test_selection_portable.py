@@ -51,14 +51,14 @@ def check(heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None,
 
 CASES = {
     # heads, key heads, pickers, q_len, kv_len, every, block, n
-    "a group of 4": (4, 1, 1, 80, 130, 1, 64, 2),
-    "a group of 3, an odd number of keys": (3, 1, 1, 40, 131, 1, 64, 2),
-    "a group of 16, more queries than keys": (16, 1, 1, 50, 40, 1, 64, 2),
+    "a group of 4": (4, 1, 1, 40, 130, 1, 64, 2),
+    "a group of 3, an odd number of keys": (3, 1, 1, 26, 131, 1, 64, 2),
+    "a group of 16, more queries than keys": (16, 1, 1, 26, 20, 1, 64, 2),
     "heads that pick for themselves": (4, 2, 4, 30, 100, 1, 64, 2),
-    "a choice for 4 queries of small blocks": (4, 1, 1, 60, 60, 4, 16, 3),
-    "a choice for 16 queries": (4, 1, 1, 70, 90, 16, 64, 2),
+    "a choice for 4 queries of small blocks": (4, 1, 1, 36, 36, 4, 16, 3),
+    "a choice for 16 queries": (4, 1, 1, 50, 90, 16, 64, 2),
     "a choice for 50 queries, of long blocks": (2, 1, 1, 120, 300, 50, 256, 2),
-    "long blocks, a choice for each query": (2, 1, 1, 30, 550, 1, 512, 2),
+    "long blocks, a choice for each query": (2, 1, 1, 12, 550, 1, 512, 2),
 }
 
 
