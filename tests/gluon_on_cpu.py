@@ -433,7 +433,16 @@ def _atomic(change):
     return atomic
 
 
-_dropped_or = lambda x, word, shift, threshold, otherwise: np.where(word << shift < threshold, otherwise, x)  # noqa: E731
+def _bits_of_a_run(low, high):
+    columns = np.arange(32)
+    kept = (columns >= low[..., None]) & (columns < high[..., None])
+    return (kept.astype(np.uint64) << columns.astype(np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+
+
+def _unless_dropped(x, word, shift, threshold, otherwise):
+    return np.where(word << shift < threshold, otherwise, x)
+
+
 # What the kernels' pieces of assembly compute, by a part of their text.
 ASSEMBLY = {
     "mov.b32 $0, 0;": lambda x: np.int32(0),
@@ -444,18 +453,12 @@ ASSEMBLY = {
         place.astype(np.int32).view(np.uint32) < size.astype(np.int32).view(np.uint32), x, otherwise
     ),
     "and.b32 t, $2, $3": lambda x, words, bit, otherwise: np.where(words & bit, x, otherwise),
-    "shl.b32 a, -1, $1": lambda low, high: _bits_of_a_run(low, high),
-    "neg.f32 n, $1": lambda x, word, shift, threshold, _: _dropped_or(x, word, shift, threshold, -x),
-    "shl.b32 t, $2, $3": lambda x, word, shift, threshold, otherwise: _dropped_or(x, word, shift, threshold, otherwise),
+    "shl.b32 a, -1, $1": _bits_of_a_run,
+    "neg.f32 n, $1": lambda x, word, shift, threshold, _: _unless_dropped(x, word, shift, threshold, -x),
+    "shl.b32 t, $2, $3": _unless_dropped,
     "relu": lambda x: np.maximum(x, 0).astype(np.float16),
     "abs.f32 a, $1": lambda p, dp, delta: np.where(p > 0, p, 0) * dp - np.abs(p) * delta,
 }
-
-
-def _bits_of_a_run(low, high):
-    columns = np.arange(32)
-    kept = (columns >= low[..., None]) & (columns < high[..., None])
-    return (kept.astype(np.uint64) << columns.astype(np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
 
 
 def inline_asm_elementwise(assembly, constraints, args, dtype, is_pure, pack):

@@ -57,6 +57,35 @@ def test_block_rules_call_no_block_empty_or_full_that_is_not(pattern, lengths, b
     np.testing.assert_array_equal(claimed[settled], truth[settled])
 
 
+ORDERED = sorted(name for name in strategies.by_name if getattr(getattr(sf, name), "ordered_runs", False))
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@settings(max_examples=25)
+@given(data=st.data(), lengths=strategies.lengths)
+def test_runs_that_are_said_to_be_ordered_never_decrease(name, data, lengths):
+    assert "documents" in ORDERED
+    grid = BlockGrid(*lengths, 16)
+    edges = data.draw(strategies.by_name[name]).row_runs(np.arange(grid.q_len) + grid.offset)
+    assert all((np.diff(edge, axis=0) >= 0).all() for edge in edges)
+
+
+@settings(max_examples=40)
+@given(
+    documents=st.lists(st.integers(1, 400), min_size=1, max_size=8),
+    other=strategies.leaves,
+    block_size=st.sampled_from([16, 32, 64]),
+    past=st.integers(-200, 200),
+)
+def test_long_documents_joined_with_any_pattern_compile_to_their_token_rule(documents, other, block_size, past):
+    """Documents of many blocks, where most blocks are like others."""
+    pattern = sf.documents([0, *np.cumsum(documents).tolist()])
+    tokens = max(1, sum(documents) + past)
+    for expression in (pattern & other, pattern & sf.causal() & ~other, ~pattern | other):
+        mask = sf.compile_mask(expression, tokens, block_size=block_size)
+        np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(expression, tokens, tokens))
+
+
 @pytest.mark.parametrize("name", sorted(set(strategies.by_name) - {"bigbird", "longformer"}))
 def test_block_rules_settle_all_blocks_of_whole_units(name):
     aligned = {
