@@ -117,17 +117,18 @@ def compiled_for_hopper(
     sparse: bool,
     block: int = 128,
     split: bool = False,
+    added: bool = False,
     fixed: bool = False,
     dropout: bool = False,
     ragged: bool = False,
     dtype: str = "bf16",
 ):
     if kernel is hopper_forward.attention_forward_kernel:
-        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
+        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers}
     else:
         queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": split, "FIXED": fixed, "RAGGED": ragged}
-    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
+    constants |= {"DIM": dim, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
@@ -229,17 +230,18 @@ def of_the_tests():
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 yield partial(report, "hopper_forward", dim, sparse, compiled_for_hopper, *details)
             details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
-            for split, fixed in ((False, False), (True, False), (False, True)):
-                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
-            if not sparse:
-                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
+            for added, fixed in ((False, False), (True, False), (False, True)):
+                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, added, fixed)
+            # Splits of heavy columns; a last tile with fewer keys.
+            more = {"split": True} if sparse else {"ragged": True}
+            yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, **more)
     for dim in (64, 128):
-        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, False, True
         yield partial(report, "hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
             yield partial(
-                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged
+                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, False, fixed, True, ragged
             )
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield partial(

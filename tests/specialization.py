@@ -26,11 +26,11 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import repack, spans
+from sparse_flash.kernels.packed import repack, spans, splits
 from sparse_flash.kernels.portable import backward, decode, forward
 from sparse_flash.variant.variant import Variant
 
-MODULES = (forward, backward, decode, repack, spans, hopper_forward, hopper_backward)
+MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -104,7 +104,7 @@ def portable_calls() -> None:
 
 
 def hopper_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, (1, 16, 385), (1, 16, 385)):
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         for mask in masks_of(heads, q_len, kv_len, 128):
             hopper_forward.attention_forward(q, k, v, mask, 1.0)
@@ -124,6 +124,7 @@ def packed_calls() -> None:
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
             repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))
+        splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
         spans.fill_spans(layout, torch.zeros(2, tokens, dtype=torch.int32), rows, tokens, tokens, 64, 64, 128)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends import triton as portable
-from ..dispatch.operators import is_plain_eager
+from ..compat.pytorch import is_plain_eager
 
 
 def by_kernels(device: torch.device) -> bool:

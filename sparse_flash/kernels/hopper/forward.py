@@ -383,7 +383,7 @@ def attention_forward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
-    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, STEP=TILE, BY_KEY=False)
+    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, STEP=TILE, BY_KEY=False, SPLIT=SPLIT)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -429,7 +429,7 @@ def combine_kernel(
     TABLE_BLOCK: tl.constexpr,
 ):
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
-    queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
+    queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
     STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
     TILES: tl.constexpr = TABLE_BLOCK // 128
     batch = tl.program_id(1) // heads
@@ -438,7 +438,6 @@ def combine_kernel(
     entry = split_rows + (mask * listed + tl.program_id(0) // STEPS) * 4
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     start = tl.program_id(0) % STEPS * COMBINED
-    # There are as many lines as splits; the last ones are unused.
     if count > 0:
         rows = tl.arange(0, COMBINED)
         place = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + start // 128
@@ -563,5 +562,6 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
-    grid = (table.shape[1] * (mask.block_size // COMBINED.value), batch * heads)
+    # A split row has two splits or more, so the second half of the lines is never in use.
+    grid = (table.shape[1] // 2 * (mask.block_size // COMBINED.value), batch * heads)
     return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}
