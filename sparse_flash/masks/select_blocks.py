@@ -10,7 +10,7 @@ import torch
 
 from ..compat.pytorch import is_plain_eager
 from ..kernels.common.streams import current_gpu
-from .table import SPLIT_FIELDS, Table, most_splits, split_threshold, with_splits, work_of_whole_rows
+from .table import SPLIT_FIELDS, Table, most_splits, split_limits, with_splits, work_of_whole_rows
 
 
 class Listing(NamedTuple):
@@ -20,7 +20,8 @@ class Listing(NamedTuple):
     past the last entry.
     exists: (2, 1, n) bool, whether it is an entry rather than padding.
     col_tile: (2, 2, 1, n) int32, col_idx and tile_idx of both tables.
-    ptr, split: int64, with the row count of the longer table: (2, 1, rows + 1) row_ptr, (2, 1, rows * 2) row_split.
+    ptr, split: int64, with the row count of the longer table: (2, 1, rows + 1 and up to 3 more) row_ptr, (2, 1, rows * 2)
+    row_split.
     rows: the row count of each table.
     """
 
@@ -54,9 +55,10 @@ def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: in
     row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
     exists = (entry >= 0) & (row < len(ptr) - 1)
     block = torch.where(exists, row * row_stride + cols * col_stride, 0)
-    # Padding rows begin and end before all entries.
+    # Padding rows begin and end before all entries. row_ptr is as long as keeps that of the next table 16-byte aligned.
     past = rows - len(split)
-    ptr, split = (torch.nn.functional.pad(t.flatten(), (0, past * n)) for t, n in ((ptr, 1), (split, 2)))
+    ptr = torch.nn.functional.pad(ptr, (0, past + -(rows + 1) % 4))
+    split = torch.nn.functional.pad(split.flatten(), (0, past * 2))
     return block, exists, torch.stack([cols, tiles]), ptr, split
 
 
@@ -81,8 +83,10 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     col_tile = col_tile.view(2, 2, -1)
     # The count before an entry is the count at the previous one; the first entry of each mask is padding.
     count = count.view(2, masks, listed)
-    ptr, split = (count.gather(2, of_masks(line)) for line in (listing.ptr, listing.split))
-    order = torch.argsort(ptr.diff(dim=-1), dim=-1, descending=True, stable=True).to(torch.int32)
+    # With several masks, padding would make copies of the slices below.
+    ends = max(listing.rows) + 1
+    ptr, split = (count.gather(2, of_masks(t)) for t in (listing.ptr if masks == 1 else listing.ptr[..., :ends], listing.split))
+    order = torch.argsort(ptr[..., :ends].diff(dim=-1), dim=-1, descending=True, stable=True).to(torch.int32)
     split = split.view(2, masks, -1, 2)
     lines = []
     for side, rows in enumerate(listing.rows):
@@ -105,7 +109,7 @@ def work_of(by_query: Lines, by_key: Lines, longest: int, k_longest: int) -> lis
         return [with_splits(*by_query, longest), with_splits(*by_key, k_longest)]
     from ..kernels.packed.splits import split_rows
 
-    return split_rows(by_query, by_key, most_splits(longest), most_splits(k_longest), *split_threshold())
+    return split_rows(by_query, by_key, most_splits(longest), most_splits(k_longest), *split_limits())
 
 
 def _by_kernel(tensor: torch.Tensor) -> bool:

@@ -96,9 +96,14 @@ def most_splits(longest: int) -> int:
     return _SPLITS if longest >= 2 * _SPLIT_BLOCKS else 0
 
 
-def split_threshold() -> tuple[int, int]:
-    """(splits, blocks): a row of c blocks, of n in its mask's table, has c * splits // max(n, blocks) splits, or is whole if these
-    are fewer than two. So they are at most ``splits`` in total, and have 32 blocks or more, and less than 3 / 128 of n or 48."""
+def split_limits() -> tuple[int, int]:
+    """(splits, blocks) of tables made on a device.
+
+    A row is heavy if it has 2 / splits of max(n, blocks) or more, n being the blocks in its mask's table. A heavy row of c blocks
+    has c * splits // max(h, n // 4, blocks) splits, h being the blocks of all heavy rows: two or more, and no more than ``splits``
+    in total. With 64 and 2,048 a split has 32 blocks or more, and 1 / 256 of n or more. Shorter ones would balance no better, and
+    each costs a pass over its results.
+    """
     return _SPLITS, _SPLITS * _SPLIT_BLOCKS
 
 
@@ -112,7 +117,7 @@ def with_splits(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
-    ``split_threshold``. longest: the most blocks that a row may have. ``kernels/packed/splits.py`` does the same in one launch."""
+    ``split_limits``. longest: the most blocks that a row may have. ``kernels/packed/splits.py`` does the same in one launch."""
     bounds, room = ordered_bounds(row_ptr, row_split, row_order), most_splits(longest)
     masks, rows = row_order.shape
     if not room:
@@ -121,8 +126,11 @@ def with_splits(
     # The row past the last is empty and stays whole.
     row, bounds = pad(row_order, (0, 1), value=rows), pad(bounds, (0, 0, 0, 1))
     count = bounds[..., 3] - bounds[..., 0]
-    splits, least = split_threshold()
-    divisor = (count * splits // count.sum(-1, keepdim=True).clamp(min=least)).clamp(min=1).to(torch.int32)
+    splits, least = split_limits()
+    total = count.sum(-1, keepdim=True, dtype=torch.int32)
+    heavy = count * splits >= 2 * total.clamp(min=least)
+    in_heavy = (count * heavy).sum(-1, keepdim=True, dtype=torch.int32)
+    divisor = torch.where(heavy, count * splits // torch.maximum(in_heavy, total // 4).clamp(min=least), 1)
     end = divisor.cumsum(-1, dtype=torch.int32)
     number = torch.arange(rows + room, dtype=torch.int32, device=row.device).expand(masks, -1).contiguous()
     place = torch.searchsorted(end, number, right=True).clamp(max=rows)

@@ -42,8 +42,11 @@ def _splits_of(table, mask, exists, least, SPLITS: tl.constexpr):
     ptr = table.row_ptr + mask * (table.rows + 1)
     total = tl.load(ptr + table.rows, mask=exists, other=0) - tl.load(ptr, mask=exists, other=0)
     _, begin, end = _row_of(table, mask[:, None], place, exists[:, None] & (place < table.rows))
-    splits = (end - begin) * SPLITS // tl.maximum(total, least)[:, None]
-    return tl.where(splits > 1, splits, 0)
+    count = end - begin
+    heavy = count * SPLITS >= 2 * tl.maximum(total, least)[:, None]
+    in_heavy = tl.sum(tl.where(heavy, count, 0), 1)
+    divided = tl.maximum(tl.maximum(in_heavy, total // 4), least)
+    return tl.where(heavy, count * SPLITS // divided[:, None], 0)
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def split_rows(by_query, by_key, room: int, k_room: int, splits: int, least: int
     """(work, splits) of each of a mask's two tables.
 
     by_query, by_key: (row_ptr, row_split, row_order). room, k_room: splits that each has room for, ``splits`` or 0: then rows stay
-    whole. splits, least: see ``masks.table.split_threshold``.
+    whole. splits, least: see ``masks.table.split_limits``.
     """
     arguments: list = []
     results = []
