@@ -47,7 +47,7 @@ OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -105,8 +105,8 @@ def compiled(
     }
     signature, constants, attributes = arguments(kernel, {**tensors, "variant": variant}, constants)
     source = ASTSource(kernel, signature, constants, attributes)
-    rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
-    options = launch_options(config, variant, switches, rows)
+    rows = {backward.grad_kv_kernel: config.tile_n, backward.grad_qkv_kernel: max(config.tile_m, config.tile_n)}
+    options = launch_options(config, variant, switches, rows.get(kernel, config.tile_m))
     return triton.compile(source, target=target, options=options | FUSED)
 
 
@@ -243,6 +243,8 @@ def of_the_tests():
             yield partial(
                 report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, False, fixed, True, ragged
             )
+        details = backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True
+        yield partial(report, "grad_qkv", dim, True, compiled, *details)
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield partial(
             report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.compiles
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest despite them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+# Both in one launch, for short calls; not measured yet.
+STACK_LIMIT |= {("grad_qkv", 64): 8, ("grad_qkv", 128): 256}
 STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 16}
 
 
@@ -23,7 +25,7 @@ def kernels():
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 61
+    assert len(kernels) == 63
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 

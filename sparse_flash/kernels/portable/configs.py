@@ -290,6 +290,18 @@ def decode_config(
     )
 
 
+# Tokens of queries and keys, counted for each head that has them, for each multiprocessor, up to which both backward passes share a
+# launch. Not measured yet, so none do. A launch saves its own time and fills multiprocessors that either pass leaves idle; it costs
+# another load of out for each step over a key tile. With tiles of 64, 128 tokens here are two programs a multiprocessor.
+ONE_LAUNCH_TOKENS = 0
+
+
+def takes_one_launch(tokens: int, multiprocessors: int) -> bool:
+    """Whether both backward passes share a launch, with the config of dK and dV. tokens: batch * (heads * q_len + kv_heads *
+    kv_len)."""
+    return tokens <= ONE_LAUNCH_TOKENS * multiprocessors
+
+
 def _chosen(
     kernel: str, dtype: torch.dtype, head_dim: int, block_size: int | None, device: torch.device, v_head_dim: int | None
 ) -> Config:
