@@ -233,7 +233,11 @@ def _send_keys(p, tile, turn, sent):
     if grads.ADDED:
         # With FIXED, finish_kernel sums them later over query heads.
         head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
-        sent = _send_sums(p, head_line * grads.padded_kv_len + tile.first, place, sent, grads.FIXED)
+        line = head_line * grads.padded_kv_len + tile.first
+        if p.scheduler.SPLIT:
+            # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
+            line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
+        sent = _send_sums(p, line, place, sent, grads.FIXED)
     elif grads.SPLIT:
         if tile.split > 0:
             sent = _send_sums(p, (tile.line * grads.splits + tile.split - 1) * KEYS, place, sent, True)
