@@ -92,7 +92,8 @@ def portable_calls() -> None:
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
         for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
             forward.attention_forward(q, k, v, mask, 1.0, variant)
-            backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant)
+            for one_launch in (False, True):
+                backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant, one_launch=one_launch)
         for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
             decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
         for mask in masks_of(heads, q_len, kv_len, 64)[1:]:
