@@ -20,6 +20,7 @@ class BlockDiagonal(RunPattern):
     """Tokens of one chunk. block: tokens in a chunk. For chunks of different lengths use ``documents``."""
 
     block: int = 128
+    ordered_runs = True
 
     def __post_init__(self):
         object.__setattr__(self, "block", positive_int("block_diagonal", "block", self.block))

@@ -23,6 +23,7 @@ class Causal(RunPattern):
     more queries than keys, the first queries keep nothing."""
 
     shift_invariant = True
+    ordered_runs = True
 
     def row_runs(self, q):
         q = q[..., None]

@@ -30,6 +30,7 @@ class Documents(RunPattern):
     """
 
     cu_seqlens: tuple[int, ...]
+    ordered_runs = True
 
     def __post_init__(self):
         bounds = int_tuple("documents", "cu_seqlens", self.cu_seqlens, least=0)

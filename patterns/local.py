@@ -21,6 +21,7 @@ class Local(RunPattern):
 
     window: int
     shift_invariant = True
+    ordered_runs = True
 
     def __post_init__(self):
         object.__setattr__(self, "window", positive_int("local", "window", self.window))

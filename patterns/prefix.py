@@ -26,6 +26,7 @@ class Prefix(RunPattern):
     """
 
     tokens: int
+    ordered_runs = True
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("prefix", "tokens", self.tokens))

@@ -22,6 +22,7 @@ class Sinks(RunPattern):
     """The first ``tokens`` keys. StreamingLLM is ``causal & (sinks(4) | local(window))``."""
 
     tokens: int
+    ordered_runs = True
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))

@@ -10,24 +10,29 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .masks.block_mask import BlockMask
+from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
+from .selection.choice import keep_picks
 from .tools.draw import draw
 from .tools.explain import explain
 from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
 if TYPE_CHECKING:
-    from .parallel import ContextPlan, context_parallel
+    from .parallel import ContextParallel, ContextPlan, ContextPlans, context_parallel
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "BlockSelection",
     "CheckError",
+    "ContextParallel",
     "ContextPlan",
+    "ContextPlans",
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
@@ -45,6 +50,7 @@ __all__ = [
     "context_parallel",
     "draw",
     "explain",
+    "keep_picks",
     "list_patterns",
     "parse",
     "positive_int",
@@ -54,7 +60,7 @@ __all__ = [
 ]
 
 # Imported at their first use: most programs need no groups of processes.
-_LATE = {"ContextPlan": "parallel", "context_parallel": "parallel"}
+_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel"), "parallel")
 
 
 def __getattr__(name: str) -> object:

@@ -3,6 +3,8 @@
     python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0
     python tests/fuzz.py --backend hopper --only 1234        # one call again
 
+Without a GPU, hopper runs as in ``gluon_on_cpu``, and triton in Triton's interpreter: a call a second.
+
 Calls run in separate processes, and each is announced before it is launched: one that hangs or kills its process is reported and
 costs only that process. Exit status: 0, 1 if anything was wrong, 2 if the back end cannot run here.
 """
@@ -16,6 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 
 from rich.console import Console
@@ -32,21 +35,26 @@ def work(backend: str, pipe) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
+    runs = nullcontext
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+        if backend == "hopper":
+            from gluon_on_cpu import gluon_on_cpu as runs
     import fuzz_calls
     from oracle import poisoned_memory
 
     from sparse_flash import backends
 
-    pipe.send(("ready", backends.backend(backend).available()))
+    with runs():
+        pipe.send(("ready", backends.backend(backend).available()))
     with poisoned_memory():
         while seeds := pipe.recv():
             for seed in seeds:
                 try:
-                    call = fuzz_calls.draw(seed, backend)
-                    pipe.send(("start", str(call)))
-                    wrong, broken = fuzz_calls.failure(call), False
+                    with runs(seed):
+                        call = fuzz_calls.draw(seed, backend)
+                        pipe.send(("start", str(call)))
+                        wrong, broken = fuzz_calls.failure(call), False
                 except Exception as error:
                     # A GPU error stays with the process: everything launched after it fails too.
                     wrong, broken = f"{type(error).__name__}: {error}", True

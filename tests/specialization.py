@@ -27,10 +27,20 @@ from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import repack, spans, splits
-from sparse_flash.kernels.portable import backward, decode, forward
+from sparse_flash.kernels.portable import (
+    backward,
+    choose_blocks,
+    decode,
+    forward,
+    selection_backward,
+    selection_forward,
+    selection_tables,
+)
+from sparse_flash.selection import portable
 from sparse_flash.variant.variant import Variant
 
-MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward)
+SELECTION = (choose_blocks, selection_tables, selection_forward, selection_backward)
+MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -129,6 +139,26 @@ def packed_calls() -> None:
         spans.fill_spans(layout, torch.zeros(2, tokens, dtype=torch.int32), rows, tokens, tokens, 64, 64, 128)
 
 
+def choice_calls() -> None:
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, LENGTHS, LENGTHS):
+        q, k, *_ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
+        means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
+        for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
+            choose_blocks.choose_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+
+
+def selection_calls() -> None:
+    always = {(q_len, kv_len): sf.compile_mask("sinks(4)", q_len, kv_len, 32) for q_len, kv_len in product(LENGTHS, LENGTHS)}
+    # Many turns, each with launches of its own.
+    with mock.patch.object(portable, "WORKSPACE", 1 << 10):
+        for batch, (heads, kv_heads), (q_len, kv_len), beside in product((1, 2), HEADS, always, (False, True)):
+            q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
+            picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
+            selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
+            portable.forward(q, k, v, selection, 1.0)
+            portable.backward(q, None, q, k, v, q, lse, selection, 1.0)
+
+
 def main() -> None:
     kernels = defaultdict(list)
     for module in MODULES:
@@ -144,6 +174,8 @@ def main() -> None:
         with heavy_rows_split():
             hopper_calls()
         packed_calls()
+        choice_calls()
+        selection_calls()
         with mock.patch.object(launch, "addresses_tiles", lambda device: False):
             portable_calls()
     for name, kernel in kernels.items():

@@ -52,7 +52,9 @@ def train(
     dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 65_536,
     step_tokens: Annotated[int | None, typer.Option(help="Tokens of a step over all GPUs. [the length, at least 65,536]")] = None,
-    micro_tokens: Annotated[int | None, typer.Option(help="Tokens a GPU computes at a time. [a step's share]")] = None,
+    micro_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that a GPU, or those that share a sequence, compute at a time. [a step's share]")
+    ] = None,
     chunk: Annotated[
         int | None, typer.Option(help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
     ] = None,
@@ -70,6 +72,7 @@ def train(
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
+    context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="A killed run resumes bit for bit.")] = False,
     check_every: Annotated[int, typer.Option(help="Every so many steps, recompute rows of attention in float64.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
@@ -90,7 +93,7 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's last checkpoint.")] = False,
 ) -> None:
     """Train a decoder, dense or sparse, on one GPU or, under torchrun, on several."""
-    with user_errors(), parallel.world(device) as world:
+    with user_errors(), parallel.world(device, context) as world:
         if sharding not in ("ddp", "fsdp"):
             raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
         shape = preset_of(preset)
@@ -106,7 +109,7 @@ def train(
             masks=every_nth_dense(masks[0], dense_every) if dense_every else masks,
             length=length,
             step_tokens=step_tokens,
-            micro_tokens=micro_tokens or max(longest, step_tokens // world.size),
+            micro_tokens=micro_tokens or max(longest, step_tokens // world.replicas),
             chunk=chunk,
             steps=steps,
             minutes=minutes,
@@ -116,6 +119,7 @@ def train(
             extend_at=extend_at,
             log_length=log_length,
             packed=packed,
+            context=context,
             recompute=recompute,
             compiled=compiled,
             deterministic=deterministic,

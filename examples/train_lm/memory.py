@@ -20,7 +20,7 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L
 def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
     """GiB of one GPU, by what it is for. Activations are those of compiled blocks in bfloat16; on an H200 the sum was
     within 5 % of the peak of ten runs of 20 to 100 GiB."""
-    shape, tokens = settings.shape, settings.micro_tokens
+    shape, tokens = settings.shape, settings.micro_tokens // settings.context
     shards = world.size if parallel == "fsdp" else 1
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Of a token in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
@@ -53,6 +53,8 @@ def check(settings: Settings, world: World, parallel: Parallel) -> str:
             ways.append("--recompute full" if settings.recompute == "selective" else "--recompute selective")
         if settings.micro_tokens > settings.length:
             ways.append(f"--micro-tokens {max(settings.length, settings.micro_tokens // 2)}")
+        elif not settings.packed:
+            ways.append(f"--context {2 * settings.context} on several GPUs")
         if parallel == "ddp" and parts["parameters, gradients and optimizer"] > 0.3 * there:
             ways.append("--parallel fsdp on several GPUs")
         if not ways:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
+from sparse_flash.api.shared import SharedSequence
 
 from .settings import SDPA, Recompute, Settings, Shape
 
@@ -62,9 +64,13 @@ class Attention(nn.Module):
         # Scores of normalized queries and keys are at most sqrt(head_dim): each head learns how sharp it wants them.
         self.gain = nn.Parameter(torch.ones(shape.heads))
 
-    def forward(self, x, positions: Positions, documents: Documents | None):
+    def forward(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
         q, k, v = self.qkv(x, positions)
-        return self.out_proj(self.attend(q, k, v, documents).flatten(2))
+        if plan is None:
+            return self.out_proj(self.attend(q, k, v, documents).flatten(2))
+        # Of the layer, in place of its mask: ranks share the sequence.
+        out = plan.attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def qkv(self, x, positions: Positions):
         """Each (batch, tokens, heads, head_dim)."""
@@ -114,14 +120,14 @@ class Block(nn.Module):
         self.gate_proj, self.up_proj = (nn.Linear(shape.dim, shape.mlp_dim, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
 
-    def forward(self, x, positions: Positions, documents: Documents | None = None):
+    def forward(self, x, positions: Positions, documents: Documents | None = None, plan: SharedSequence | None = None):
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.computed(x, positions, documents)
+            return self.computed(x, positions, documents, plan)
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if self.recompute == "selective" else {}
-        return checkpoint(self.computed, x, positions, documents, use_reentrant=False, **options)
+        return checkpoint(self.computed, x, positions, documents, plan, use_reentrant=False, **options)
 
-    def computed(self, x, positions: Positions, documents: Documents | None):
-        x = x + self.attention(self.attention_norm(x), positions, documents)
+    def computed(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
+        x = x + self.attention(self.attention_norm(x), positions, documents, plan)
         return x + self.mlp(self.mlp_norm(x))
 
     def mlp(self, x):
@@ -130,7 +136,7 @@ class Block(nn.Module):
 
 def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
     """Selective recomputation keeps what takes long: the results of matrix products and of attention."""
-    names = ("aten.mm", "aten.addmm", "sparse_flash.attention", "sparse_flash.pack", "scaled_dot_product")
+    names = ("aten.mm", "aten.addmm", "sparse_flash.attention", "sparse_flash.context", "sparse_flash.pack", "scaled_dot_product")
     return CheckpointPolicy.MUST_SAVE if any(name in str(operator) for name in names) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -144,7 +150,8 @@ def reset_matrices(model: nn.Module, layers: int) -> None:
 
 class Decoder(nn.Module):
     """tokens (batch, tokens) int64 -> logits (batch, tokens, vocabulary), or with labels of the same shape the sum of their
-    losses in nats, float32; labels of IGNORED count for nothing."""
+    losses in nats, float32; labels of IGNORED count for nothing. plans: of the layers, where ranks share the sequence; tokens and
+    labels are then this rank's."""
 
     def __init__(self, settings: Settings):
         super().__init__()
@@ -169,25 +176,25 @@ class Decoder(nn.Module):
             block.compile(fullgraph=True, dynamic=None if packed else False)
         self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
-    def forward(self, tokens, labels=None, documents: Documents | None = None):
-        x = self.hidden(tokens, documents)
+    def forward(self, tokens, labels=None, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
+        x = self.hidden(tokens, documents, plans)
         if labels is None:
             return self.head(x)
         return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, labels.flatten(), self.chunk_loss)
 
-    def hidden(self, tokens, documents: Documents | None = None):
+    def hidden(self, tokens, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
         """What the head reads: (batch, tokens, dim)."""
-        positions = self.positions(tokens.shape[1], tokens.device, documents)
+        positions = self.positions(tokens.shape[1], tokens.device, documents, plans and plans[0])
         x = self.embed(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
-            x = block(x, positions, documents)
+        for number, block in enumerate(self.blocks):
+            x = block(x, positions, documents, None if plans is None else plans[number])
         return self.norm(x)
 
-    def positions(self, tokens: int, device, documents: Documents | None = None) -> Positions:
-        """Of all tokens; they start again with each document."""
-        position = torch.arange(tokens, device=device)
+    def positions(self, tokens: int, device, documents: Documents | None = None, plan: SharedSequence | None = None) -> Positions:
+        """Of all tokens, or of those that the rank has by a plan; they start again with each document."""
+        position = torch.arange(tokens, device=device) if plan is None else plan.positions
         if documents is not None:
             starts = documents.cu_seqlens.to(torch.int64)
             position = position - starts[torch.searchsorted(starts, position, right=True) - 1]

@@ -1,4 +1,4 @@
-"""One process or several (``torchrun``): groups, DDP and FSDP2, sums over ranks."""
+"""One process or several (``torchrun``): groups, DDP and FSDP2, sums over ranks, sequences over several ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,32 @@ from .settings import Parallel
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. mesh: None for a process alone."""
+    """This process among its peers. mesh: of all of them; None for a process alone. context: of those that share its sequences;
+    None where it has them alone."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    context: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks share a sequence."""
+        return self.context.size() if self.context else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many such groups there are, each with sequences of its own."""
+        return self.size // self.sharing
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.sharing
 
     def sum(self, *numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Over all ranks, each in float64."""
@@ -58,22 +74,33 @@ class World:
 
 
 @contextmanager
-def world(device: str):
-    """The World of this process; a process group where torchrun started it. device: cpu, cuda, cuda:1 or auto."""
+def world(device: str, context: int = 1):
+    """The World of this process; a process group where torchrun started it. device: cpu, cuda, cuda:1 or auto. context: how many
+    ranks share a sequence. Raises ValueError where that does not divide the ranks."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if context < 1 or size % context:
+        raise ValueError(f"--context, the GPUs that share a sequence, must divide the {size} that torchrun started; got {context}")
     if "RANK" not in os.environ:
         yield World(torch.empty(0, device=device).device)
         return
     if device.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     kind = device.partition(":")[0]
-    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("dp",))
+    place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     try:
-        place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        yield World(place, dist.get_rank(), dist.get_world_size(), mesh)
+        yield among_peers(place, size, context)
     finally:
         dist.destroy_process_group()
+
+
+def among_peers(device: torch.device, size: int, context: int) -> World:
+    """The World of a process in the default group, or in one that this makes. Parameters are sharded, and gradients averaged, over
+    all ranks, also over those that share a sequence: each has the gradients of its own tokens."""
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
+    both = init_device_mesh(device.type, (size // context, context), mesh_dim_names=("dp", "cp"))
+    return World(device, dist.get_rank(), size, mesh, both["cp"] if context > 1 else None)
 
 
 def distributed(model: nn.Module, world: World, kind: Parallel) -> nn.Module:

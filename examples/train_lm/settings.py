@@ -52,13 +52,14 @@ class Settings:
     """All that a run's result depends on, and how it is computed.
 
     shape: the model. masks: spec texts for the layers in turn, repeated to the last layer; "sdpa" is PyTorch's dense attention.
-    length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. micro_tokens: tokens
-    that a GPU computes at a time; the rest of a step is accumulated. chunk: the training text is shuffled in pieces of so many
-    tokens, whatever the length, so that runs of different lengths read the same text in the same order.
+    length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. context: GPUs that share
+    a sequence. micro_tokens: tokens that they, or one GPU, compute at a time; the rest of a step is accumulated. chunk: the
+    training text is shuffled in pieces of so many tokens, whatever the length, so that runs of different lengths read the same text
+    in the same order.
     steps: optimizer steps; where 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
     falls to a tenth on a cosine. extend_to, extend_at: the length from that step on, where not 0. log_length: scores of a query
     that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays sharp (arXiv:2501.19399).
-    packed: documents do not see each other. recompute, compiled: change speed and memory, and results by rounding only.
+    packed: documents do not see each other. context, recompute, compiled: change speed and memory, and results by rounding only.
     """
 
     shape: Shape
@@ -77,6 +78,7 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     packed: bool = False
+    context: int = 1
     recompute: Recompute = "none"
     compiled: bool = True
     deterministic: bool = False
@@ -94,9 +96,9 @@ class Settings:
     def last_length(self) -> int:
         return self.extend_to or self.length
 
-    def accumulated(self, ranks: int) -> int:
-        """Forward and backward passes of one step on each of ``ranks`` GPUs."""
-        return self.step_tokens // (self.micro_tokens * ranks)
+    def accumulated(self, replicas: int) -> int:
+        """Forward and backward passes of one step on each of so many GPUs, or groups of GPUs that share sequences."""
+        return self.step_tokens // (self.micro_tokens * replicas)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -108,7 +110,7 @@ class Settings:
 
 
 # What a run may change when it goes on: they move results by rounding at most, or only say when to stop.
-MAY_CHANGE = ("micro_tokens", "recompute", "compiled", "deterministic", "check_every", "minutes")
+MAY_CHANGE = ("micro_tokens", "context", "recompute", "compiled", "deterministic", "check_every", "minutes")
 
 
 def preset(name: str) -> Shape:
@@ -152,16 +154,23 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
                 f"micro_tokens must be whole sequences; got {settings.micro_tokens:,} tokens and sequences of {length:,}; "
                 f"pass --micro-tokens {max(1, settings.micro_tokens // length) * length}"
             )
-    together = settings.micro_tokens * ranks
+    replicas = ranks // settings.context
+    together = settings.micro_tokens * replicas
     if settings.step_tokens % together:
+        groups = "GPUs" if settings.context == 1 else f"groups of {settings.context} GPUs"
         raise ValueError(
-            f"step_tokens must be a multiple of micro_tokens x GPUs, {settings.micro_tokens:,} x {ranks}; got "
+            f"step_tokens must be a multiple of micro_tokens x {groups}, {settings.micro_tokens:,} x {replicas}; got "
             f"{settings.step_tokens:,}; pass --step-tokens {max(1, settings.step_tokens // together) * together}, or fewer tokens"
         )
     if settings.steps < 0 or (settings.steps == 0) == (settings.minutes <= 0):
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")
     if settings.recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
+    if settings.context > 1:
+        alone = {"--packed": settings.packed, "--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks}
+        for name, used in alone.items():
+            if used:
+                raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
     if not settings.masks:
         raise ValueError("masks must name at least one mask; 'causal' is dense attention")
     return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))

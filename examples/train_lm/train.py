@@ -18,7 +18,7 @@ import sparse_flash as sf
 from . import checkpoint, memory
 from .checkpoint import Progress
 from .data import Batch, Stream, Tokens
-from .model import Decoder
+from .model import IGNORED, Decoder
 from .parallel import World, distributed, gradients_summed, plain, precision
 from .report import Log, plot
 from .settings import Parallel, Settings
@@ -59,6 +59,7 @@ class Run:
             model.compile(settings.packed)
         self.model = distributed(model, world, parallel)
         self.optimizer = optimizer(self.model, settings)
+        self.plans: dict[int, sf.ContextPlans] = {}
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
         if start and not last:
@@ -118,7 +119,7 @@ class Run:
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        passes = settings.accumulated(world.size)
+        passes = settings.accumulated(world.replicas)
         loss = torch.zeros((), device=world.device)
         for number in range(passes):
             with gradients_summed(self.model, number == passes - 1):
@@ -153,9 +154,9 @@ class Run:
         }
 
     def _batch(self, number: int) -> Batch:
-        """This rank's part of pass ``number`` of the step."""
+        """The part of pass ``number`` of the step that this rank computes, alone or with those that share its sequences."""
         settings = self.settings
-        before = (number * self.world.size + self.world.rank) * settings.micro_tokens
+        before = (number * self.world.replicas + self.world.replica) * settings.micro_tokens
         return self.stream.batch(self.progress.position + before, settings.micro_tokens // self.length, self.length)
 
     @property
@@ -164,10 +165,21 @@ class Run:
         return self.settings.length_at(self.progress.step)
 
     def _pass(self, batch: Batch) -> torch.Tensor:
-        """The sum of a batch's losses."""
+        """The sum of a batch's losses, of this rank's tokens where ranks share the sequences."""
         tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
+        plans = self._plans(tokens.shape[1]) if self.world.context else None
+        if plans:
+            tokens, labels = plans.shard(tokens, 1), plans.shard(labels, 1, fill=IGNORED)
         with precision(self.model, self.world):
-            return self.model(tokens, labels, documents)
+            return self.model(tokens, labels, documents, plans)
+
+    def _plans(self, length: int) -> sf.ContextPlans:
+        """How the ranks share sequences of a length; made once, by all of them."""
+        if length not in self.plans:
+            shape = self.settings.shape
+            masks = [self.settings.mask_of(layer) for layer in range(shape.layers)]
+            self.plans[length] = sf.context_parallel(masks, length, self.world.context, heads=shape.heads, kv_heads=shape.kv_heads)
+        return self.plans[length]
 
     def _check(self) -> None:
         """Forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code; gradients are dropped."""
@@ -196,13 +208,15 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, windows: int) -> float:
-        """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them."""
+        """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them, and each
+        where they share sequences."""
         world, length = self.world, self.length
         spread = torch.linspace(0, len(self.held_out) - length - 1, windows).long().tolist()
         if len(self.held_out) <= length:
             raise ValueError(f"the held-out text has {len(self.held_out):,} tokens, fewer than one sequence of {length:,}")
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        for number in range(world.rank, -(-windows // world.size) * world.size, world.size):  # each rank as many passes
+        replicas = world.replicas
+        for number in range(world.replica, -(-windows // replicas) * replicas, replicas):  # each as many passes
             part = self._pass(Batch.of(self.held_out, [spread[min(number, windows - 1)]], length))
             total += part.double() if number < windows else 0
         (total,) = world.sum(total)
@@ -240,7 +254,7 @@ class Run:
 
         hooks = [m.register_forward_hook(look(name)) for name, m in plain(self.model).named_modules() if name]
         with torch.compiler.set_stance("force_eager"):
-            for number in range(self.settings.accumulated(self.world.size)):
+            for number in range(self.settings.accumulated(self.world.replicas)):
                 self._pass(self._batch(number))
         for hook in hooks:
             hook.remove()

@@ -7,11 +7,13 @@ import torch
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from ..variant.variant import ScoreFunction
 from .arguments import checked, select_backend
 from .keywords import shown_without_foreign, unexpected
+from .selected import attention_over_picks
 
 
 @shown_without_foreign
@@ -19,7 +21,7 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask | Pattern | str | None = None,
+    mask: BlockMask | BlockSelection | Pattern | str | None = None,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -34,10 +36,11 @@ def attention(
     score_params: tuple[torch.Tensor, ...] = (),
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     **foreign: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(scale * q k^T) v over the pairs that the mask keeps, at a cost proportional to the kept pairs. Lengths, score
     modifications, sinks and dropout are optional.
 
@@ -45,9 +48,10 @@ def attention(
     v: (batch, kv_heads, kv_len, v_head_dim); v_head_dim may differ from head_dim. All share one dtype and device. Any strides; a
     contiguous last dimension avoids a copy.
     mask: a BlockMask; a Pattern or its spec text, compiled and cached for these lengths; a FlexAttention BlockMask, read on first
-    use; None for dense attention. (Within torch.compile: spec text, and Patterns and BlockMasks created outside the compiled
-    function; PyTorch before 2.13 accepts no Pattern there. One graph serves all lengths of spec text and of patterns that have it.
-    A pattern without text recompiles for each length, a BlockMask for each pair of lengths.)
+    use; None for dense attention; or a BlockSelection, blocks of keys that each query picked. (Within torch.compile: spec text, and
+    Patterns and BlockMasks created outside the compiled function; PyTorch before 2.13 accepts no Pattern there. One graph serves
+    all lengths of spec text and of patterns that have it. A pattern without text recompiles for each length, a BlockMask for each
+    pair of lengths.)
     scale: positive; 1 / sqrt(head_dim) by default.
 
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
@@ -71,9 +75,14 @@ def attention(
 
     return_lse: also return lse, (batch, heads, q_len) float32 (float64 for float64 inputs): the natural logarithm of each query's
     softmax sum.
+    return_block_lse: of a BlockSelection, also return last, for each block that a query picked, the lse of the query's scores in
+    it: (batch, heads, q_len, picks) in lse's dtype, in the order of its picks, -inf for none. Differentiable. exp(block_lse - lse)
+    is the block's share of the weights.
     deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
     backend: "auto", "hopper", "triton", "torch" or "reference". A named back end runs or raises; "auto" picks the fastest that
     supports the call, and never turns a sparse mask into a dense one.
+
+    A BlockSelection takes scale, sinks and the arguments below; other changes of the call beside it raise ValueError.
 
     Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k and
     v, once and in reverse mode; torch.func's transforms and forward mode raise NotImplementedError. A query that keeps nothing has
@@ -85,6 +94,31 @@ def attention(
     """
     if foreign:
         raise unexpected(attention, foreign)
+    if isinstance(mask, BlockSelection):
+        return attention_over_picks(
+            q,
+            k,
+            v,
+            mask,
+            scale,
+            sinks,
+            return_lse,
+            return_block_lse,
+            deterministic,
+            backend,
+            dropout_p=dropout_p,
+            kv_lens=kv_lens,
+            q_lens=q_lens,
+            kv_starts=kv_starts,
+            q_starts=q_starts,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            rel_bias=rel_bias,
+            score_mod=score_mod,
+            score_params=score_params,
+        )
+    if return_block_lse:
+        raise ValueError(f"return_block_lse is of the blocks that a BlockSelection picked; got mask of {type(mask).__name__}")
     # fmt: off
     call = checked(q, k, v, mask, scale, dropout_p, kv_lens, q_lens, kv_starts, q_starts, softcap, alibi_slopes, rel_bias,
                    score_mod, score_params, sinks, return_lse, deterministic, backend)

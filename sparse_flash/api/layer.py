@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
 from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .shared import SharedSequence
+
+# (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
+Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
 
 
 class KeyValueCache:
@@ -85,6 +90,10 @@ class SparseAttention(nn.Module):
     at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
     "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
     several ranks: x then holds the rank's tokens, at the plan's positions.
+    select: in place of a mask, a function of (q, k) that returns a BlockSelection, called in each forward pass with queries and
+    keys by head, after rotation: ``functools.partial(sf.topk_blocks, keep=16, every=1, block_size=64, share_group=True)``. With a
+    cache it gets the new queries and all keys, and must choose for each query (every=1): then tokens see the same blocks whether
+    they come one by one or all at once.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. backend, deterministic: as for ``attention``.
 
@@ -101,6 +110,7 @@ class SparseAttention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
+        select: Select | None = None,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
         backend: str = "auto",
@@ -117,6 +127,10 @@ class SparseAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         check_deterministic(deterministic)
+        if select is not None and not callable(select):
+            raise TypeError(f"select must be a function of (q, k) that returns a BlockSelection; got {type(select).__name__}")
+        if select is not None and not (isinstance(mask, str) and mask == "causal"):
+            raise ValueError("select takes the place of mask; leave mask out: a selection is causal, and topk_blocks takes always=")
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if min(head_dim, v_head_dim) < 1:
@@ -128,6 +142,7 @@ class SparseAttention(nn.Module):
             )
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
+        self.select = select
         self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -174,9 +189,24 @@ class SparseAttention(nn.Module):
         if plan is not None:
             out = plan.attention(q, k, v, deterministic=self.deterministic, backend=self.backend)
             return self.out_proj(out.transpose(1, 2).flatten(2))
+        if self.select is not None:
+            return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
         out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if cache is not None:
+            k, v = cache.append(k, v)
+        selection = cast(Select, self.select)(q, k)
+        if not isinstance(selection, BlockSelection):
+            raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
+        if cache is not None and selection.every > 1:
+            raise ValueError(
+                f"with a cache, select must choose for each query; got every={selection.every}, whose groups would begin at the "
+                "first new token; pass every=1"
+            )
+        return cast(torch.Tensor, attention(q, k, v, selection, deterministic=self.deterministic, backend=self.backend))
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **lengths: Any
@@ -216,9 +246,10 @@ class SparseAttention(nn.Module):
 
     def extra_repr(self) -> str:
         mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self.mask
+        what = f"mask={mask}" if self.select is None else f"select={self.select}"
         of_values = f"v_head_dim={self.v_head_dim}, " if self.v_head_dim != self.head_dim else ""
         sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
-        return f"{sizes}, {of_values}mask={mask}"
+        return f"{sizes}, {of_values}{what}"
 
 
 def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:

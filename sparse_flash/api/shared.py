@@ -11,9 +11,20 @@ import torch
 class SharedSequence(Protocol):
     """One sequence over several ranks, under one mask. See ``ContextPlan``."""
 
+    q_len: int
     tokens: int
     positions: torch.Tensor
 
+    def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor: ...
+
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, deterministic: bool | None = None, backend: str = "auto"
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        deterministic: bool | None = None,
+        backend: str = "auto",
     ) -> Any: ...

@@ -1,35 +1,87 @@
-"""topk_blocks: which blocks each head visits, chosen from its queries and keys while the model runs."""
+"""topk_blocks: which blocks each head visits, chosen from its queries and keys while the model runs: for blocks of queries, or for
+each query."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection, always_table, check_selection_block, check_sharing
 from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern
-from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors
+from ..selection import choice
+from ..selection.choice import block_means
+from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors, check_types
 
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
-@torch.no_grad()
+@overload
 def topk_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     keep: int | float,
     *,
+    every: None = None,
     block_size: int = DEFAULT_BLOCK_SIZE,
     within: Pattern | str | BlockMask | None = "causal",
     always: Pattern | str | BlockMask | None = None,
     share_group: bool = False,
-) -> BlockMask:
-    """A mask per head that keeps the blocks that matter most to it, scored by mean queries and mean keys.
+) -> BlockMask: ...
+
+
+@overload
+def topk_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    *,
+    every: int,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | BlockMask | None = None,
+    share_group: bool = False,
+    score: str = "mean",
+) -> BlockSelection: ...
+
+
+@overload
+def topk_blocks(
+    *,
+    scores: torch.Tensor,
+    keep: int,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | BlockMask | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+) -> BlockSelection: ...
+
+
+@torch.no_grad()
+def topk_blocks(
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    keep: Any = None,  # None is an error that says what it must be
+    *,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    within: Pattern | str | BlockMask | None = "causal",
+    always: Pattern | str | BlockMask | None = None,
+    share_group: bool = False,
+    score: str = "mean",
+    scores: torch.Tensor | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+) -> BlockMask | BlockSelection:
+    """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
+
+    With every=None, blocks of queries choose, and the result is a BlockMask:
 
     Queries and keys are averaged per block, in float32 (a partial last block over its own tokens). For each block of queries, the
     ``keep`` blocks of keys whose means score highest are kept, and in them the pairs that ``within`` keeps. Some blocks are
@@ -37,31 +89,142 @@ def topk_blocks(
     blocks that the queries' positions fall in), and each block in which ``always`` keeps a pair; both only where ``within`` keeps a
     pair. So a query that ``within`` lets see itself always does.
 
+    With an int, groups of that many queries choose, and the result is a BlockSelection, which is causal:
+
+    A query keeps its own block up to itself; the pairs that ``always`` keeps, to the token; and the best of the blocks that end
+    before its own begins. A group's first query chooses for it. ``keep`` counts that query's own block and the best ones, not
+    ``always``; other blocks in which the group has queries come on top. Of equal scores the first block is kept. No pick depends on
+    a token after the group's first query, nor does what a query sees depend on later tokens.
+
     q: (batch, heads, q_len, head_dim). k: (batch, kv_heads, kv_len, head_dim), kv_heads dividing heads. As for ``attention``,
     the last query is aligned with the last key.
-    keep: how many blocks per row; or a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
-    block_size: tokens on a side of a block, a power of two in 16..256.
-    within: the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of one mask, with
-    these lengths and this block size.
-    always: blocks that are always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
+    keep: how many blocks; with every=None also a float in (0, 1], the share of the row's blocks that ``within`` keeps, rounded up.
+    every: None, or how many queries share a choice, 1 to 128, counted from the first query.
+    block_size: keys of a block, and queries with every=None: a power of two in 16..256; of a selection also 512.
+    within: with every=None, the pairs that may be kept: causal by default, None for all; a Pattern, its spec text or a BlockMask of
+    one mask, with these lengths and this block size.
+    always: what is always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
     share_group: choose once for the query heads that share keys, by the mean of their scores.
+    score: of a selection, "mean", products of queries with mean keys, or "max", a query's largest product with a key of the block.
+    scores: in place of q and k, those of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
+    floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
+    x every and q_len by default.
 
-    Returns a BlockMask of (batch, heads) on q's device, to pass to ``attention`` with the same q and k. The choice is not
-    differentiated. Launches only tensor operations of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
-    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``).
+    Returns a BlockMask of (batch, heads), or a BlockSelection of (batch, kv_heads | heads), on q's device, to pass to ``attention``
+    with the same q and k. The choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host
+    synchronization, safe under CUDA graphs, provided that patterns were used once with these lengths before the capture (see
+    ``BlockMask.from_blocks``). A selection's choice streams: no tensor of all queries and blocks is made. Under activation
+    checkpointing see ``keep_picks``.
 
-    A query sees only what ``within`` allows. Under causal, later keys do not influence the choice of its blocks: the only block
-    with later keys is its own, which is always kept. But all queries of a block share one choice, which therefore depends on later
-    queries of the block, as in the sources. This does not matter for a known prompt; in training, a choice, though no value, may
-    depend on tokens up to block_size - 1 later.
+    Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
+    which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
+    the sources. This does not matter for a known prompt; in training, a choice, though no value, may depend on tokens up to
+    block_size - 1 later. A selection has no such dependence.
 
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
     Sources: arXiv:2407.02490 (block-sparse heads: mean-pooled queries and keys, top-k blocks); arXiv:2502.11089 (one choice
-    for the query heads that share keys).
+    for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
-    check_tensors(q, k, k)
     check_keep(keep)
+    if scores is None and every is None:
+        given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
+        if any(given.values()):
+            raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
+        return _by_blocks(*_both(q, k), keep, block_size, within, always, share_group)
+    shared = 1 if every is None else every
+    check_sharing(shared)
+    check_selection_block(block_size)
+    if isinstance(keep, float):
+        raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
+    if not (isinstance(within, str) and within == "causal"):
+        raise ValueError(
+            "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
+        )
+    if scores is None:
+        return _by_query(*_both(q, k), keep, shared, block_size, always, share_group, score, q_len, kv_len)
+    if q is not None or k is not None or share_group or score != "mean":
+        raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
+    return _by_scores(scores, keep, shared, block_size, always, q_len, kv_len)
+
+
+def _both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if q is None or k is None:
+        raise TypeError("topk_blocks needs q and k, or scores=; got neither")
+    check_types(q, k, k)
+    return q, k
+
+
+def _by_query(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+    score: str,
+    q_len: int | None,
+    kv_len: int | None,
+) -> BlockSelection:
+    check_tensors(q, k, k)
+    if q_len is not None or kv_len is not None:
+        raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
+    if score not in choice.SCORES:
+        raise ValueError(f"score must be one of {', '.join(map(repr, choice.SCORES))}; got {score!r}; pass scores= for others")
+    keep = min(keep, -(-k.shape[2] // block_size))
+    picks = choice.choose_blocks(q, k, keep, every, block_size, share_group, score)
+    return _selection(picks, q.shape[2], k.shape[2], block_size, every, always)
+
+
+def _by_scores(
+    scores: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    always: Pattern | str | BlockMask | None,
+    q_len: int | None,
+    kv_len: int | None,
+) -> BlockSelection:
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores must be a tensor; got {type(scores).__name__}")
+    if scores.dim() != 4 or 0 in scores.shape or not scores.is_floating_point():
+        raise ValueError(
+            "scores must be of a floating-point type and shape (batch, kv_heads or heads, groups of queries, blocks of keys), none "
+            f"of it 0; got {scores.dtype} of shape {tuple(scores.shape)}"
+        )
+    q_len = scores.shape[2] * every if q_len is None else q_len
+    kv_len = q_len if kv_len is None else kv_len
+    for name, length, size, of_scores, what in (
+        ("q_len", q_len, every, scores.shape[2], f"groups of {every} queries"),
+        ("kv_len", kv_len, block_size, scores.shape[3], f"blocks of {block_size} keys"),
+    ):
+        if -(-length // size) != of_scores:
+            raise ValueError(
+                f"{length} tokens are {-(-length // size)} {what}; got scores of {of_scores}, shape {tuple(scores.shape)}; pass a "
+                f"{name}= that fits"
+            )
+    picks = choice.choose_by_scores(scores, min(keep, scores.shape[3]), every, block_size, q_len, kv_len)
+    return _selection(picks, q_len, kv_len, block_size, every, always)
+
+
+def _selection(
+    picks: torch.Tensor, q_len: int, kv_len: int, block_size: int, every: int, always: Pattern | str | BlockMask | None
+) -> BlockSelection:
+    table = always_table(always, q_len, kv_len, block_size, picks.device)
+    return BlockSelection(picks, q_len, kv_len, block_size, every, True, table)
+
+
+def _by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int | float,
+    block_size: int,
+    within: Pattern | str | BlockMask | None,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+) -> BlockMask:
+    check_tensors(q, k, k)
     grid = BlockGrid(q.shape[2], k.shape[2], block_size)
     for mask in (within, always):
         if not (mask is None or isinstance(mask, (Pattern, str, BlockMask))):
@@ -70,9 +233,9 @@ def topk_blocks(
     lasts = not isinstance(within, BlockMask) and not isinstance(always, BlockMask) and not is_recorded(q.device)
     limits = (_cached_limits if lasts else _limits)(within, always, grid, q.device)
     group = q.shape[1] // k.shape[1]
-    queries = _block_means(q, block_size).unflatten(1, (-1, group))
+    queries = block_means(q, block_size).unflatten(1, (-1, group))
     queries = queries.mean(2) if share_group else queries.flatten(2, 3)
-    scores = queries @ _block_means(k, block_size).mT
+    scores = queries @ block_means(k, block_size).mT
     if not share_group:
         scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
     mask = BlockMask.from_blocks(_highest(scores, keep, limits), block_size, grid.q_len, grid.kv_len, within=within)
@@ -108,15 +271,6 @@ def _limits(
 
 
 _cached_limits = remembered(maxsize=64)(_limits)
-
-
-def _block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """(batch, heads, blocks, head_dim) means over the tokens of each block, in float32 or x's dtype if that is wider."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    whole = x.shape[2] // block_size
-    means = x[:, :, : whole * block_size].unflatten(2, (whole, block_size)).mean(3, dtype=dtype)
-    rest = x[:, :, whole * block_size :]
-    return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
 
 
 def _highest(scores: torch.Tensor, keep: int | float, limits: _Limits) -> torch.Tensor:

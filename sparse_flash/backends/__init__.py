@@ -22,6 +22,7 @@ number of existing keys of each sequence, or None for all. block_table: (batch, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -89,25 +90,32 @@ def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
     return f"it does not support {' and '.join(features)}" if features else None
 
 
-def choose(name: str, call: Call) -> str:
+def choose(name: str, call: Call, supports: Callable[[str, Call], str | None] | None = None) -> str:
     """The back end to run: ``name`` itself, or for "auto" the fastest that supports the call. Raises ValueError with the reasons if
-    there is none; a named back end is never replaced by another."""
+    there is none; a named back end is never replaced by another. supports: (name, call) -> the refusal or None, where the call is
+    more than ``Call`` says; the back ends' own by default."""
+    refusal = supports or _refusal
     if name != "auto":
-        reason = backend(name).supports(call)
+        backend(name)
+        reason = refusal(name, call)
         if reason:
             raise ValueError(f"backend {name!r} cannot run this call: {reason}; pass backend='auto' to take one that can")
         return name
     reasons = {}
     for candidate in AUTOMATIC:
-        reasons[candidate] = backend(candidate).supports(call)
+        reasons[candidate] = refusal(candidate, call)
         if reasons[candidate] is None and candidate == "triton" and call.device.type != "cuda":
             # Its interpreter is thousands of times slower: for tests, which ask for it by name.
             reasons[candidate] = "it runs on a GPU"
         if reasons[candidate] is None:
             return candidate
     listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-    hint = "" if backend("reference").supports(call) else "; backend='reference' can, slowly and with the whole matrix in memory"
+    hint = "" if refusal("reference", call) else "; backend='reference' can, slowly and with the whole matrix in memory"
     raise ValueError(f"no back end can run this call ({listed}){hint}")
+
+
+def _refusal(name: str, call: Call) -> str | None:
+    return backend(name).supports(call)
 
 
 # Last, as back ends import names from here. Not on demand, as torch.compile cannot trace an import. None imports triton before it

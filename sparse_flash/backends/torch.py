@@ -55,7 +55,7 @@ def forward(q, k, v, mask, scale, variant):
         q = cleared(q, variant.q_starts, variant.q_lens)
         k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
     for part in (parts := _parts(q, k, mask)):
-        with _own_precision(q):
+        with own_precision(q):
             packed = part.pack_queries(q), part.pack_keys(k), part.pack_keys(v)
             if _by_pytorchs(q, v, variant):
                 packed = aten_cpu.walk_forward(*packed, part.walk, scale)
@@ -90,7 +90,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     for part in (parts := _parts(q, k, mask)):
         queries = [part.pack_queries(x) for x in (q, dout, out, lse[..., None])]
         keys = part.pack_keys(k), part.pack_keys(v)
-        with _own_precision(q):
+        with own_precision(q):
             if by_pytorchs:
                 q_rows, dout_rows, *results = queries
                 packed = aten_cpu.walk_backward(dout_rows, q_rows, *keys, *results, part.walk, scale)
@@ -133,7 +133,7 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
             tokens, kept = _kept_tokens(mask, number, q_len, length, causal, q.device)
             keys, values = (_cached(t[:, key_heads], block_table, sequence, tokens).to(lse.dtype) for t in (k, v))
             queries = q[sequence, group_heads].to(lse.dtype).reshape(len(keys), -1, q.shape[3])
-            with _own_precision(q):
+            with own_precision(q):
                 scores = (queries @ keys.mT * scale).unflatten(1, (-1, q_len)).masked_fill_(~kept, float("-inf"))
                 logs = scores.logsumexp(-1)
                 # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
@@ -193,7 +193,7 @@ def _cached(cache, block_table, sequence: int, tokens):
     return cache[block_table[sequence, tokens // page_size].long(), :, tokens % page_size].transpose(0, 1)
 
 
-def _own_precision(q):
+def own_precision(q):
     """Disables autocast: the call has already cast its arguments, and matrix products in here must not be cast again."""
     return torch.autocast(q.device.type, enabled=False)
 
@@ -355,7 +355,7 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
                 dscores_view = rule.view(dscores, pairs)
                 dscores_view.mul_(outer)
                 if drel_bias is not None:
-                    with _repeatable(drel_bias, deterministic):
+                    with repeatable(drel_bias, deterministic):
                         add_bias_gradient(drel_bias, rule.variant, dscores_view, pairs)
                 dscores_view.mul_(inner)
             _add_product(dk[units], piece.cols, dscores.mT, q_rows, scale, deterministic)
@@ -386,11 +386,12 @@ def _add_product(blocks, index, left, right, alpha, deterministic):
     if isinstance(index, slice):
         blocks[:, index].add_(product, alpha=alpha)
         return
-    with _repeatable(blocks, deterministic):
+    with repeatable(blocks, deterministic):
         blocks.index_add_(1, index, product, alpha=alpha)
 
 
-def _repeatable(target, deterministic):
+def repeatable(target, deterministic):
+    """A context in which index_add_ to ``target`` adds in a fixed order, if asked."""
     return _Repeatable() if deterministic and target.is_cuda else nullcontext()
 
 

@@ -46,6 +46,12 @@ def _interpreter_fails(triton_version: str, numpy_version: str) -> str | None:
     )
 
 
+def by_kernels(device: torch.device) -> bool:
+    """Whether kernels do the work around attention: on packed documents, and choosing blocks. On a GPU without Triton they do not:
+    the torch back end runs there, which synchronizes anyway."""
+    return device.type == "cuda" and available() is None
+
+
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU; it reads the variable when kernels are defined."""
     return _interpreted()

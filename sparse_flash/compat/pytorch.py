@@ -94,6 +94,11 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable:
     return _FunctionBase.__dict__["apply"].__get__(None, function)
 
 
+def flattened(mesh):
+    """A DeviceMesh of one dimension, of all ranks of a mesh of several, which have names. PyTorch makes its group once."""
+    return mesh._flatten()
+
+
 def fake_mode():
     """The FakeTensorMode that is active, or None."""
     return _active_mode(_FAKE) if active_modes() else None

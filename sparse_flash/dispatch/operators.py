@@ -58,7 +58,7 @@ def _computed(call: AttentionCall, backend: str):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or learned):
             return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), variant, *more)
         return backends.backend(backend).forward(q, k, v, mask, call.scale, variant)
-    _refuse_transforms(q, k, v, *more)
+    refuse_transforms(q, k, v, *more)
     tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
     pattern = mask if isinstance(mask, str) else ""
     packed = NO_VARIANT if variant is None else variant.packed()
@@ -69,12 +69,12 @@ def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, caus
     """(out, lse) of a back end that supports the call, for queries against a cache; not differentiable."""
     if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
-    _refuse_transforms(q, k, v)
+    refuse_transforms(q, k, v)
     tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
 
-def _refuse_transforms(*tensors) -> None:
+def refuse_transforms(*tensors) -> None:
     """Raises NotImplementedError under vmap, torch.func's derivatives and forward-mode differentiation. For the first two PyTorch's
     own error suggests no fix; for the last it silently takes an operator's derivative to be 0."""
     if torch.compiler.is_compiling():
@@ -119,7 +119,7 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        dout = _given(dout, out)
+        dout = given_or_zeros(dout, out)
         grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
@@ -157,7 +157,7 @@ def refuse_second_derivatives(*_) -> None:
     )
 
 
-def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def given_or_zeros(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """The gradient of out: zeros if only lse is differentiated."""
     return torch.zeros_like(out) if dout is None else dout
 
@@ -274,7 +274,7 @@ def _gradients(ctx, dout, dlse):
     variant = Variant.unpacked(variant_tensors, *ctx.packed)
     grads = [None, None, None]
     if dout is not None or dlse is not None:
-        dout = _given(dout, out)
+        dout = given_or_zeros(dout, out)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = [] if variant is None else variant.gradients(*grads[3:])
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)

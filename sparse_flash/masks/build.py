@@ -400,6 +400,8 @@ def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]
 
 def with_coarse(mask: BlockMask) -> BlockMask:
     """The mask, plus its coarse form if kernels are faster on that."""
+    if mask.block_size not in coarsen.SMALL_BLOCKS:
+        return mask
     rows, cols, *_ = mask.entries()
     if not coarsen.pays(mask.grid, mask.entry_masks, rows, cols):
         return mask

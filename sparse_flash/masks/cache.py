@@ -36,6 +36,8 @@ def _way_out(mask: object) -> str:
     """How to make a mask of another type; empty if there is no advice."""
     if isinstance(mask, torch.Tensor):
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
+    if type(mask).__name__ == "BlockSelection":  # its module imports this one
+        return "; a selection by query goes to attention, or as select= to SparseAttention"
     if isinstance(mask, (list, tuple)):
         return "; use BlockMask.per_head for a mask of each head"
     if isinstance(mask, type):

@@ -15,11 +15,13 @@ KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 # bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both sizes: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
 # Hopper kernels, which do not support small blocks, can run instead: 1.3 to 1.8, 2.1 to 3.4, 2.8 to 3.6.
 _COST = {64: 1.4, 32: 2.4, 16: 2.6}
+SMALL_BLOCKS = tuple(_COST)
 
 
 def pays(grid: BlockGrid, masks: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> bool:
-    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain these. masks: which mask each block belongs to."""
-    if grid.block_size not in _COST or not len(rows):
+    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain these, of one of SMALL_BLOCKS. masks: which mask each
+    block belongs to."""
+    if not len(rows):
         return False
     wide = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK)
     parents = _parents(wide, grid, rows, cols) + masks * (wide.q_blocks * wide.kv_blocks)

@@ -22,12 +22,13 @@ from .cache import as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
-from .rules import BEYOND
+from .rules import BEYOND, RunPattern
 from .table import Entries
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
+_MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find those that are alike
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
@@ -131,7 +132,36 @@ class _Compilation:
             rows, cols = rows[first], cols[first]
         if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
             return self.from_tokens(rule, rows, cols)[inverse]
+        if _has_ordered_runs(rule):
+            some, alike = self.unlike(rule, rows, cols)
+            return self.from_runs(rule, rows[some], cols[some])[alike][inverse]
         return self.from_runs(rule, rows, cols)[inverse]
+
+    def unlike(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(which blocks to decide, for each block which of those it is like) under a rule of ordered runs. A document has as many
+        blocks at its edges as it has rows and columns, and few that differ."""
+        size, widths, start = self.grid.block_size, self.grid.widths(cols), cols * self.grid.block_size
+        distinct, row = np.unique(rows, return_inverse=True)
+        ends = np.concatenate(cast(Runs, _row_runs(rule, self.grid.q_ends(distinct))), axis=2)
+        within = (ends[row] - start[:, None, None]).clip(0, widths[:, None, None])
+        # Blocks whose first and last query keep the same keys are alike where these lie alike and the sizes are the same.
+        key = np.column_stack([self.grid.heights(rows), widths, within[:, 0]])
+        varying = np.flatnonzero((within[:, 0] != within[:, 1]).any(1))
+        rows_of_varying, local = np.unique(row[varying], return_inverse=True)
+        number = -1 - varying
+        if len(varying) > _MANY_IN_A_ROW * len(rows_of_varying):
+            # Blocks of one row are alike where no run starts or ends within them or between them.
+            runs = _row_runs(rule, self.grid.q_positions(distinct[rows_of_varying]))
+            edges = np.concatenate(cast(Runs, runs), axis=2).reshape(len(rows_of_varying), -1).clip(0, self.grid.kv_len)
+            offset = np.arange(len(edges))[:, None] * (self.grid.kv_len + 1)  # so that a row and a position make one number
+            edges = (np.sort(edges, axis=1) + offset).ravel()
+            first = start[varying] + offset[local, 0]
+            before = np.searchsorted(edges, first, side="right")
+            whole = (np.searchsorted(edges, first + size) == before) & (widths[varying] == size)
+            number = np.where(whole, before, number)
+        key[varying] = -1
+        key[varying, 0] -= number
+        return unique_rows(key)
 
     def from_runs(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """Only those runs of each query that touch the block matter: a window over an image has many, of which one or two lie in
@@ -240,6 +270,15 @@ def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
     if isinstance(pattern, Not):
         return _alike_on_diagonals(pattern.operand, block_size)
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
+
+
+def _has_ordered_runs(pattern: Pattern) -> bool:
+    """Whether no start and no end of ``_row_runs`` decreases from one query to the next."""
+    if isinstance(pattern, (And, Or)):
+        return all(map(_has_ordered_runs, pattern.operands))
+    if isinstance(pattern, Not):
+        return _has_ordered_runs(pattern.operand)
+    return isinstance(pattern, RunPattern) and pattern.ordered_runs
 
 
 def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs | None:

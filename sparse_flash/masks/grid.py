@@ -6,7 +6,7 @@ position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -69,10 +69,21 @@ class BlockGrid:
         index = rows[:, None] * self.block_size + np.arange(self.block_size)
         return np.minimum(index, self.q_len - 1) + self.offset
 
+    def q_ends(self, rows: np.ndarray) -> np.ndarray:
+        """(len(rows), 2) int64 positions of the first and the last query in these block rows."""
+        index = np.stack([rows * self.block_size, (rows + 1) * self.block_size - 1], axis=1)
+        return np.minimum(index, self.q_len - 1) + self.offset
+
     def kv_positions(self, cols: np.ndarray) -> np.ndarray:
         """(len(cols), block_size) int64 positions of the keys in these block columns; past the end the last one repeats."""
         index = cols[:, None] * self.block_size + np.arange(self.block_size)
         return np.minimum(index, self.kv_len - 1)
+
+
+def union(ascending: Sequence[np.ndarray]) -> np.ndarray:
+    """The distinct numbers of some ascending arrays, ascending. Merging is several times as fast as np.unique, which hashes."""
+    numbers = np.sort(np.concatenate(ascending), kind="stable")
+    return numbers[np.append(True, numbers[1:] != numbers[:-1])]
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class BlockRuns:
     def _combine(self, other: BlockRuns, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> BlockRuns:
         if self.shape != other.shape:
             raise ValueError(f"block states of different grids: {self.shape} and {other.shape}")
-        starts = np.union1d(self.starts, other.starts)
+        starts = union([self.starts, other.starts])
         return BlockRuns(self.shape, starts, operation(self.at(starts), other.at(starts)))._merged()
 
     def __and__(self, other: BlockRuns) -> BlockRuns:
@@ -173,8 +184,10 @@ class BlockRuns:
         before = np.concatenate([[0], np.cumsum(stop - first)])
         for low in range(0, max(int(before[-1]), 1), chunk):
             high = min(low + chunk, int(before[-1]))
-            flat = np.arange(low, high, dtype=np.int64)
-            run = np.searchsorted(before, flat, side="right") - 1
-            index = first[run] + flat - before[run]
+            # The runs of this piece, and how many of its blocks are in each.
+            begin, end = np.searchsorted(before, low, side="right") - 1, np.searchsorted(before, high)
+            inside = np.diff(before[begin : end + 1].clip(low, high))
+            run = np.repeat(np.arange(begin, end), inside)
+            index = np.repeat(first[begin:end] - before[begin:end], inside) + np.arange(low, high)
             rows, cols = np.divmod(index, self.shape[1])
             yield rows, cols, states[run]

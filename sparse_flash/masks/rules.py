@@ -8,7 +8,7 @@ DistancePattern the rule applies to the distance between two units       strided
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -52,7 +52,13 @@ def optional_factors(pattern: str, value: object) -> int | None:
 
 
 class RunPattern(Pattern):
-    """Each query keeps a few runs of keys: define ``row_runs``."""
+    """Each query keeps a few runs of keys: define ``row_runs``.
+
+    ``ordered_runs`` says that no start and no end of a run decreases from one query to the next, so that the first and the last
+    query of a block tell the block rule all.
+    """
+
+    ordered_runs: ClassVar[bool] = False
 
     def row_runs(self, q: np.ndarray) -> Runs:
         raise NotImplementedError
@@ -69,6 +75,12 @@ class RunPattern(Pattern):
         greatest first to the least stop."""
         runs = self.row_runs(np.array([grid.offset]))[0].shape[-1]
         pieces = []
+        if self.ordered_runs:
+            for rows in _row_chunks(grid, 2 * runs):
+                first, stop = self.row_runs(grid.q_ends(rows))
+                pieces.append(_block_runs(grid, rows, first[:, 0], stop[:, 1], PARTIAL))
+                pieces.append(_block_runs(grid, rows, first[:, 1], stop[:, 0], FULL))
+            return _joined(grid, pieces)
         for rows in _row_chunks(grid, grid.block_size * runs):
             first, stop = self.row_runs(grid.q_positions(rows))
             first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
@@ -166,7 +178,7 @@ class UnitPattern(Pattern):
         stops = np.append(starts[1:], True)[: len(i)]
         unit, first, stop = i[starts], j[starts] * self.block, (j[stops] + 1) * self.block
         rows = np.arange(grid.q_blocks)
-        q = grid.q_positions(rows)[:, [0, -1]] // self.block
+        q = grid.q_ends(rows) // self.block
         sides = []
         for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
             low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
@@ -213,8 +225,7 @@ class DistancePattern(UnitPattern):
         some = low[np.append(True, apart)[: len(low)]], high[np.append(apart, True)[: len(low)]]
         every = low[high - low >= least], high[high - low >= least]
         for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):
-            q = grid.q_positions(rows)
-            top, bottom = q[:, :1] // unit, q[:, -1:] // unit
+            top, bottom = np.split(grid.q_ends(rows) // unit, 2, axis=1)
             reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
             covered = (bottom - every[1] + 1) * unit, (top - every[0] + 1) * unit
             pieces += [_block_runs(grid, rows, *reached, PARTIAL), _block_runs(grid, rows, *covered, FULL)]

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..backends import triton as portable
+from ..backends.triton import by_kernels as by_kernels
 from ..compat.pytorch import is_plain_eager
-
-
-def by_kernels(device: torch.device) -> bool:
-    """Whether kernels do the work on packed documents. On a GPU without Triton they do not: the torch back end runs there, which
-    synchronizes anyway."""
-    return device.type == "cuda" and portable.available() is None
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:

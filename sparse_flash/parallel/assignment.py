@@ -2,95 +2,135 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from ..masks.grid import union
+from .costs import SequenceSizes
 
-# Tokens of a chunk, the unit that is assigned, where this leaves each rank enough chunks for zigzag to fold evenly.
-CHUNK_TOKENS = 512
-_CHUNKS_OF_A_RANK = 4
-# Of ``exchanged``: a million tokens over 8 ranks take a second. Gains below a thousandth end it.
-_MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 3, 0.999
+# Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
+# most as many as are searched in milliseconds. Chunks of 512 tokens gave documents of random lengths no better plans.
+CHUNK_TOKENS = 1024
+_LEAST_CHUNKS, _MOST_CHUNKS = 4, 64  # of a rank
+# Of ``exchanged``: how many exchanges, how many ranks that may take part with the costliest, and the cost that must be left of two
+# ranks after an exchange, and of the costliest of all after so many of them.
+_MOST_EXCHANGES, _PARTNERS, _LEAST_GAIN = 100, 2, 0.999
+_LOOK_BACK, _LEAST_PROGRESS = 32, 0.98
+# Rows that visit a larger share of all columns are shared, so that their queries travel and not the keys, if they are few: their
+# queries and results are then at most half of the bytes of all keys and values.
+_HEAVY, _FEW = 0.5, 0.25
+_ENTRIES_TOGETHER = 1 << 22  # of a table, read at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Visits:
     """What chunks of ``per`` blocks visit under a mask.
 
-    blocks: (chunks, chunks) float64, how many blocks of column chunk j the rows of chunk i visit, the mean over heads.
-    needs: (chunks, kv_blocks) bool, the block columns that some row of the chunk visits, in some head.
+    mask: on the CPU. work: (chunks,) float64, how many blocks the rows of a chunk visit, the mean over heads.
+    ptr, cols: (chunks + 1,) and (needs,) int64: chunk i needs the block columns cols[ptr[i] : ptr[i + 1]], ascending: those that
+    some row of it visits, in some head.
+    shared: (q_blocks,) bool, rows that count for nothing here, as their queries travel; None if there are none.
     """
 
+    mask: BlockMask
     per: int
-    blocks: np.ndarray
-    needs: np.ndarray
+    work: np.ndarray
+    ptr: np.ndarray
+    cols: np.ndarray
+    shared: np.ndarray | None = None
 
     @classmethod
-    def of(cls, mask: BlockMask, per: int) -> Visits:
-        rows = mask.grid.q_blocks
-        chunks = -(-rows // per)
-        ptr, cols = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy()
-        share = np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
-        bounds = ptr[:, np.minimum(np.arange(chunks + 1) * per, rows)]
-        blocks, needs = np.zeros((chunks, chunks)), np.zeros((chunks, rows), bool)
-        for number in range(mask.masks):
-            for chunk in range(chunks):
-                visited = cols[bounds[number, chunk] : bounds[number, chunk + 1]]
-                blocks[chunk] += share[number] * np.bincount(visited // per, minlength=chunks)
-                needs[chunk, visited] = True
-        return cls(per, blocks, needs)
+    def of(cls, mask: BlockMask, per: int, shared: np.ndarray | None = None) -> Visits:
+        blocks = mask.grid.q_blocks
+        chunks = -(-blocks // per)
+        visited = np.diff(mask.by_query.row_ptr.numpy())
+        work = _shares(mask) @ np.add.reduceat(visited if shared is None else visited * ~shared, np.arange(chunks) * per, axis=1)
+        needed = np.zeros(chunks * blocks, bool)
+        for _, chunk, cols in _entries_by_chunk(mask, per, shared):
+            needed[chunk * blocks + cols] = True
+        needs = np.flatnonzero(needed)
+        return cls(mask, per, work, np.searchsorted(needs, np.arange(chunks + 1) * blocks), needs % blocks, shared)
+
+    def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
+        """The same, but for the rows that visit most columns, in the mean over heads; None unless there are some, and few."""
+        heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
+        few = 0 < heavy.sum() * sizes.heads <= _FEW * len(heavy) * sizes.kv_heads
+        return Visits.of(self.mask, self.per, heavy) if few else None
+
+    @property
+    def chunks(self) -> int:
+        return len(self.work)
+
+    @cached_property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which chunks visit which: (row chunks, column chunks, how many blocks, the mean over heads), where any."""
+        blocks = np.zeros(self.chunks**2)
+        for share, chunk, cols in _entries_by_chunk(self.mask, self.per, self.shared):
+            blocks += share * np.bincount(chunk * self.chunks + cols // self.per, minlength=len(blocks))
+        visited = np.flatnonzero(blocks)
+        return *np.divmod(visited, self.chunks), blocks[visited]
+
+
+def _shares(mask: BlockMask) -> np.ndarray:
+    """(masks,) float64: the share of the heads that has each stored mask."""
+    return np.bincount(mask.mask_index.flatten().numpy(), minlength=mask.masks) / mask.mask_index.numel()
+
+
+def _entries_by_chunk(
+    mask: BlockMask, per: int, without: np.ndarray | None = None
+) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+    """(the share of heads, the chunk of the row, the column) of a mask's visited blocks, some rows of a stored mask at a time.
+    without: (q_blocks,) bool, rows that are left out."""
+    ptr, cols, share = mask.by_query.row_ptr.numpy(), mask.by_query.col_idx.numpy(), _shares(mask)
+    chunk_of_row = np.arange(mask.grid.q_blocks) // per
+    for number in range(mask.masks):
+        row = 0
+        while row < mask.grid.q_blocks:
+            stop = max(row + 1, int(np.searchsorted(ptr[number], ptr[number, row] + _ENTRIES_TOGETHER, side="right")) - 1)
+            counts, visited = np.diff(ptr[number, row : stop + 1]), cols[ptr[number, row] : ptr[number, stop]]
+            if without is not None:
+                visited = visited[np.repeat(~without[row:stop], counts)]
+                counts = counts * ~without[row:stop]
+            yield float(share[number]), np.repeat(chunk_of_row[row:stop], counts), visited
+            row = stop
 
 
 @dataclass(frozen=True, eq=False)
-class Assignment:
-    """Which blocks each rank owns, and which it visits.
+class Owners:
+    """Which blocks each rank owns.
 
-    name: how chunks were assigned. owner: (chunks,) int64, the rank of each. visits: what the chunks visit.
+    name: how chunks were assigned. owner: (chunks,) int64, the rank of each chunk of ``per`` blocks.
     blocks: (ranks, blocks of a rank) int64, the blocks of each rank, ascending, then -1 for padding: all ranks have equally many.
     """
 
     name: str
     owner: np.ndarray
-    visits: Visits
+    per: int
     blocks: np.ndarray
 
     @classmethod
-    def of(cls, name: str, owner: np.ndarray, visits: Visits, ranks: int) -> Assignment:
-        rows = visits.needs.shape[1]
-        chunk_of_block = np.arange(rows) // visits.per
-        blocks = np.full((ranks, -(-len(owner) // ranks) * visits.per), -1)
-        for rank in range(ranks):
-            own = np.flatnonzero(owner[chunk_of_block] == rank)
-            blocks[rank, : len(own)] = own
-        # Padding that every rank has is of no use.
-        return cls(name, owner, visits, blocks[:, : (blocks >= 0).sum(1).max()])
+    def of(cls, name: str, owner: np.ndarray, per: int, blocks: int, ranks: int) -> Owners:
+        """blocks: of the whole sequence."""
+        owner_of_block = owner[np.arange(blocks) // per]
+        owned = np.bincount(owner_of_block, minlength=ranks)
+        # The same for all owners, so that shapes are: some ranks may all have padding.
+        width = min(blocks, -(-len(owner) // ranks) * per)
+        by_rank = np.full((ranks, width), -1)
+        by_rank[np.arange(width) < owned[:, None]] = np.argsort(owner_of_block, kind="stable")
+        return cls(name, owner, per, by_rank)
 
     @property
     def ranks(self) -> int:
         return len(self.blocks)
 
-    @cached_property
-    def work(self) -> np.ndarray:
-        """(ranks, ranks) float64: how many blocks of rank j's tokens the rows of rank i visit, the mean over heads."""
-        mine = (self.owner == np.arange(self.ranks)[:, None]).astype(np.float64)
-        return mine @ self.visits.blocks @ mine.T
-
-    @cached_property
-    def needs(self) -> np.ndarray:
-        """(ranks, kv_blocks) bool: the block columns that each rank visits."""
-        return np.stack([self.visits.needs[self.owner == rank].any(0) for rank in range(self.ranks)])
-
-    def sent(self, source: int, target: int) -> np.ndarray:
-        """The blocks that one rank sends another, ascending: those that it owns and the other visits."""
-        own = self.blocks[source][self.blocks[source] >= 0]
-        return own[self.needs[target, own]] if source != target else own[:0]
-
-    def columns(self, rank: int) -> np.ndarray:
-        """The block columns of a rank's table: its own blocks, padding included, then those that it gets, rank after rank."""
-        return np.concatenate([self.blocks[rank], *(self.sent(source, rank) for source in range(self.ranks))])
+    def of_nodes(self, ranks: int) -> Owners:
+        """Whole nodes in place of ranks. ranks: of a node; its blocks are theirs, rank after rank."""
+        return Owners(self.name, self.owner // ranks, self.per, self.blocks.reshape(self.ranks // ranks, -1))
 
     def places(self, q_len: int, block_size: int) -> np.ndarray:
         """(ranks, tokens of a rank) int64: the place of each token in the whole sequence, -1 for padding. One rank has none."""
@@ -99,15 +139,75 @@ class Assignment:
         places = places.reshape(self.ranks, -1)
         return places[:, :q_len] if self.ranks == 1 else places
 
+    def under(self, visits: Visits) -> Assignment:
+        return Assignment(self.name, self.owner, self.per, self.blocks, visits)
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment(Owners):
+    """Which blocks each rank owns, and which it visits under a mask. visits: what the chunks visit."""
+
+    visits: Visits
+
+    @cached_property
+    def owner_of_block(self) -> np.ndarray:
+        """(blocks,) int64"""
+        return self.owner[np.arange(self.visits.mask.grid.q_blocks) // self.per]
+
+    @cached_property
+    def load(self) -> np.ndarray:
+        """(ranks,) float64: how many blocks the rows of each rank visit, the mean over heads."""
+        return np.bincount(self.owner, self.visits.work, self.ranks)
+
+    @cached_property
+    def near(self) -> np.ndarray:
+        """(ranks,) float64: how many of their own blocks those are."""
+        row, col, blocks = self.visits.pairs
+        own = self.owner[row] == self.owner[col]
+        return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
+
+    def of_ranks(self, values: np.ndarray) -> np.ndarray:
+        """(ranks,): the sum of values, (blocks,), over each rank's blocks."""
+        return np.bincount(self.owner_of_block, values, self.ranks)
+
+    @cached_property
+    def shared_load(self) -> np.ndarray:
+        """(ranks,) float64: how many blocks of each rank the shared rows of all ranks visit, the mean over heads."""
+        of_columns = np.zeros(len(self.owner_of_block))
+        if self.visits.shared is not None:
+            for share, _, cols in _entries_by_chunk(self.visits.mask, self.per, ~self.visits.shared):
+                of_columns += share * np.bincount(cols, minlength=len(of_columns))
+        return self.of_ranks(of_columns)
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """(ranks, ranks) float64: how many blocks of rank j's tokens the rows of rank i visit, the mean over heads."""
+        row, col, blocks = self.visits.pairs
+        ranks = self.ranks
+        return np.bincount(self.owner[row] * ranks + self.owner[col], blocks, ranks * ranks).reshape(ranks, ranks)
+
+    @cached_property
+    def needs(self) -> np.ndarray:
+        """(ranks, kv_blocks) bool: the block columns that each rank visits."""
+        needs = np.zeros((self.ranks, len(self.owner_of_block)), bool)
+        needs[np.repeat(self.owner, np.diff(self.visits.ptr)), self.visits.cols] = True
+        return needs
+
+    def sent(self, source: int, target: int) -> np.ndarray:
+        """The blocks that one rank sends another, ascending: those that it owns and the other visits."""
+        own = self.blocks[source][self.blocks[source] >= 0]
+        return own[self.needs[target, own]] if source != target else own[:0]
+
     @cached_property
     def received(self) -> np.ndarray:
         """(ranks,) int64: how many blocks each rank gets from others."""
-        return np.array([sum(len(self.sent(source, target)) for source in range(self.ranks)) for target in range(self.ranks)])
+        own = self.needs[self.owner_of_block, np.arange(len(self.owner_of_block))]
+        return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
 
 
 def chunk_blocks(blocks: int, block_size: int, ranks: int) -> int:
-    """The blocks of a chunk: CHUNK_TOKENS, fewer for short sequences."""
-    return max(1, min(CHUNK_TOKENS // block_size, blocks // (_CHUNKS_OF_A_RANK * ranks)))
+    """The blocks of a chunk: CHUNK_TOKENS, fewer for short sequences and more for long ones."""
+    return max(1, min(max(CHUNK_TOKENS // block_size, blocks // (_MOST_CHUNKS * ranks)), blocks // (_LEAST_CHUNKS * ranks)))
 
 
 def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
@@ -122,80 +222,125 @@ def folded(chunks: int, ranks: int, folds: int) -> np.ndarray:
 
 def levelled(work: np.ndarray, ranks: int) -> np.ndarray:
     """The heaviest chunk first, each to the rank with the least work among those that have room."""
-    owner, load, room = np.zeros(len(work), np.int64), np.zeros(ranks), np.full(ranks, -(-len(work) // ranks))
-    for chunk in np.argsort(-work, kind="stable"):
-        rank = np.where(room > 0, load, np.inf).argmin()
+    owner, room = np.zeros(len(work), np.int64), [-(-len(work) // ranks)] * ranks
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap of those that have room
+    for chunk in np.argsort(-work, kind="stable").tolist():
+        load, rank = loads[0]
         owner[chunk] = rank
-        load[rank] += work[chunk]
         room[rank] -= 1
+        if room[rank]:
+            heapq.heapreplace(loads, (load + float(work[chunk]), rank))
+        else:
+            heapq.heappop(loads)
     return owner
 
 
-def candidates(mask: BlockMask, ranks: int, per: int) -> list[Assignment]:
+def candidates(visits: Sequence[Visits], layers: Sequence[int], ranks: int) -> list[Owners]:
     """Contiguous, zigzag, zigzag in ever more stretches, and chunks levelled by their work alone.
 
-    Finer ones balance better and make ranks fetch more.
+    visits: of masks of one length and block size. layers: how many layers have each mask; the work of all layers counts. Finer
+    assignments balance better and make ranks fetch more.
     """
-    visits = Visits.of(mask, per)
-    chunks = len(visits.needs)
+    chunks = visits[0].chunks
     owners = {"contiguous": folded(chunks, ranks, 0)}
     folds = 1
     while 2 * ranks * folds <= chunks:
         owners["zigzag" if folds == 1 else f"zigzag in {folds} stretches"] = folded(chunks, ranks, folds)
         folds *= 2
-    owners["levelled"] = levelled(visits.blocks.sum(1), ranks)
+    owners["levelled"] = levelled(_summed_work(visits, layers), ranks)
     room = -(-chunks // ranks)
     return [
-        Assignment.of(name, owner, visits, ranks)
+        Owners.of(name, owner, visits[0].per, visits[0].mask.grid.q_blocks, ranks)
         for name, owner in owners.items()
         if np.bincount(owner, minlength=ranks).max() <= room
     ]
 
 
-def exchanged(start: Assignment, fetching: float) -> Assignment:
-    """From there, the costliest rank exchanges a chunk with one of the cheapest, again and again: always the pair that lowers the
-    greater of their two costs most, until none does.
+def _summed_work(visits: Sequence[Visits], layers: Sequence[int]) -> np.ndarray:
+    return np.sum([one.work * count for one, count in zip(visits, layers, strict=True)], axis=0)
 
-    A rank's cost is its visited blocks, plus ``fetching`` for each block that it gets. Bounded in steps, not in time: all ranks
-    must come to the same assignment.
+
+def exchanged(start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float) -> Owners:
+    """From there, the costliest rank exchanges a chunk with one of the cheapest, again and again: with the first of them whose best
+    pair lowers the greater of the two costs. It ends where none does, or the costliest of all gets hardly cheaper.
+
+    visits, layers: as for ``candidates``. A rank's cost is its visited blocks, plus ``fetching`` for each block that it gets, over
+    all layers. Bounded in steps, not in time: all ranks must come to the same assignment.
     """
-    visits, owner, ranks = start.visits, start.owner.copy(), start.ranks
-    work, touched = visits.blocks.sum(1), visits.needs.copy()
-    blocks = np.arange(touched.shape[1])
-    touched[blocks // visits.per, blocks] = True  # a chunk's own blocks need no fetching
-    owned, touched = np.bincount(blocks // visits.per, minlength=len(work)), touched.astype(np.float32)
-    holders = np.stack([touched[owner == rank].sum(0) for rank in range(ranks)])  # chunks of a rank that touch a block
+    search, greatest = _Search(start, visits, layers, fetching), [np.inf]
+    while len(greatest) <= _MOST_EXCHANGES and search.step():
+        greatest.append(search.cost.max())
+        if len(greatest) > _LOOK_BACK and greatest[-1] > _LEAST_PROGRESS * greatest[-_LOOK_BACK]:
+            break
+    blocks = visits[0].mask.grid.q_blocks
+    return Owners.of(f"{start.name}, then exchanged", search.owner, start.per, blocks, start.ranks)
 
-    def cost_of(rank: int | np.integer) -> float:
-        return work[owner == rank].sum() + fetching * (np.count_nonzero(holders[rank]) - owned[owner == rank].sum())
 
-    cost = np.array([cost_of(rank) for rank in range(ranks)])
-    for _ in range(_MOST_EXCHANGES):
-        high = cost.argmax()
-        theirs = np.flatnonzero(owner == high)
-        freed = touched[theirs] @ (holders[high] == 1).astype(np.float32)
-        least, pair = cost[high] * _LEAST_GAIN, None
-        for low in np.argsort(cost, kind="stable")[:_PARTNERS]:
-            mine = np.flatnonzero(owner == low)
+class _Search:
+    """The state of ``exchanged``. Columns are those of all masks, one mask after the other."""
+
+    def __init__(self, start: Owners, visits: Sequence[Visits], layers: Sequence[int], fetching: float):
+        self.owner, self.work = start.owner.copy(), _summed_work(visits, layers)
+        blocks = visits[0].mask.grid.q_blocks
+        chunk = np.arange(blocks) // start.per
+        columns = len(visits) * blocks
+        self.weight = np.repeat(fetching * np.asarray(layers, np.float64), blocks)
+        touched = []
+        for number, one in enumerate(visits):
+            # A chunk touches its own blocks too, which need no fetching.
+            rows = np.repeat(np.arange(one.chunks), np.diff(one.ptr))
+            touched += [key + number * blocks for key in (rows * columns + one.cols, chunk * columns + np.arange(blocks))]
+        keys = union(touched)
+        self.ptr, self.cols = np.searchsorted(keys, np.arange(len(self.owner) + 1) * columns), keys % columns
+        self.owned = np.bincount(chunk) * fetching * sum(layers)
+        self.chunks_of = [np.flatnonzero(self.owner == rank) for rank in range(start.ranks)]
+        self.touched_by = [self._touched(chunks) for chunks in self.chunks_of]
+        # How many chunks of a rank touch a block.
+        self.holders = np.stack([np.bincount(cols, minlength=len(self.weight)) for cols, _ in self.touched_by])
+        self.cost = np.array([self._cost_of(rank) for rank in range(start.ranks)])
+
+    def _touched(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the columns that the chunks touch, chunk after chunk; where those of each begin)"""
+        begin, counts = self.ptr[chunks], np.diff(self.ptr)[chunks]
+        first = np.cumsum(counts) - counts
+        return self.cols[np.repeat(begin - first, counts) + np.arange(counts.sum())], first
+
+    def _cost_of(self, rank: int) -> float:
+        mine = self.chunks_of[rank]
+        return float(self.work[mine].sum() + self.weight[self.holders[rank] > 0].sum() - self.owned[mine].sum())
+
+    def _fetched(self, of: int, at: int, holders: int) -> np.ndarray:
+        """For each chunk of a rank, the cost of those blocks that it touches and so many chunks of rank ``at`` do."""
+        cols, first = self.touched_by[of]
+        return np.add.reduceat(np.where(self.holders[at] == holders, self.weight, 0)[cols], first)
+
+    def step(self) -> bool:
+        """Whether there was an exchange."""
+        high = int(self.cost.argmax())
+        theirs = self.chunks_of[high]
+        leaves = -self.work[theirs] - self._fetched(high, high, 1)
+        for low in np.argsort(self.cost, kind="stable")[:_PARTNERS].tolist():
+            mine = self.chunks_of[low]
             if low == high or not len(mine):
                 continue
             # Of an exchange of each of theirs, in rows, for each of mine, in columns. Blocks that both chunks touch may count as
             # fetched anew: an estimate from above.
-            moved = work[theirs][:, None] - work[mine]
-            to_low = touched[theirs] @ (holders[low] == 0).astype(np.float32)
-            to_high = touched[mine] @ (holders[high] == 0).astype(np.float32)
-            freed_low = touched[mine] @ (holders[low] == 1).astype(np.float32)
-            of_high = cost[high] - moved + fetching * (to_high - freed[:, None])
-            of_low = cost[low] + moved + fetching * (to_low[:, None] - freed_low)
-            greater = np.maximum(of_high, of_low)
-            if greater.min() < least:
-                least, (i, j) = greater.min(), np.unravel_index(greater.argmin(), greater.shape)
-                pair = theirs[i], mine[j], low
-        if pair is None:
-            break
-        chunk, other, low = pair
-        owner[chunk], owner[other] = low, high
-        holders[low] += touched[chunk] - touched[other]
-        holders[high] += touched[other] - touched[chunk]
-        cost[[high, low]] = cost_of(high), cost_of(low)
-    return Assignment.of(f"{start.name}, then exchanged", owner, visits, ranks)
+            of_high = self.cost[high] + leaves[:, None] + self.work[mine] + self._fetched(low, high, 0)
+            arrives = self.work[theirs] + self._fetched(high, low, 0)
+            of_low = self.cost[low] + arrives[:, None] - self.work[mine] - self._fetched(low, low, 1)
+            greater = np.maximum(of_high, of_low, out=of_high)
+            best = int(greater.argmin())
+            if greater.flat[best] < self.cost[high] * _LEAST_GAIN:
+                self._exchange(high, theirs[best // len(mine)], low, mine[best % len(mine)])
+                return True
+        return False
+
+    def _exchange(self, high: int, chunk: int, low: int, other: int) -> None:
+        self.owner[chunk], self.owner[other] = low, high
+        for rank, leaving, coming in ((high, chunk, other), (low, other, chunk)):
+            self.holders[rank, self.cols[self.ptr[leaving] : self.ptr[leaving + 1]]] -= 1
+            self.holders[rank, self.cols[self.ptr[coming] : self.ptr[coming + 1]]] += 1
+            self.chunks_of[rank] = np.flatnonzero(self.owner == rank)
+            self.touched_by[rank] = self._touched(self.chunks_of[rank])
+        for rank in (high, low):
+            self.cost[rank] = self._cost_of(rank)

@@ -1,79 +1,43 @@
 """Operators that exchange tensors among ranks, each with its gradient.
 
-A plan's numbers do not cross an operator's boundary. A handle does, the number of a ``Route`` in a 0-d tensor on the CPU, so
-torch.compile guards on no number of a plan, and one graph serves every plan of one shape. An exchange starts and ends within its
-operator, as waiting for a functional collective under torch.compile is not dependable (pytorch#168352, #179858).
+An exchange starts and ends within its operator, as waiting for a functional collective under torch.compile is not dependable
+(pytorch#168352, #179858). In between, the operator attends what the rank has. The process group moves tensors on a stream of its
+own, and keeps them until the current stream waits for it; the host never does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import count
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives
-from ..masks.block_mask import BlockMask
-
-_routes: WeakValueDictionary[int, Route] = WeakValueDictionary()
-_numbers = count()
-
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """One rank's part in the exchanges of a plan, on its device.
-
-    mask: of the call that the rank makes. Where blocks are fetched, its rows are the rank's blocks, and its columns these and then
-    the blocks that it gets.
-    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
-    and come from each. silent: no rank sends anything.
-    """
-
-    group: dist.ProcessGroup
-    mask: BlockMask
-    send: torch.Tensor
-    sends: list[int]
-    receives: list[int]
-    silent: bool
-    handle: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        number = next(_numbers)
-        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
-        _routes[number] = self
-
-    @property
-    def received(self) -> int:
-        return sum(self.receives)
-
-    @classmethod
-    def behind(cls, handle: torch.Tensor) -> Route:
-        return _routes[int(handle)]
-
-    def forth(self, theirs: torch.Tensor, packed: torch.Tensor) -> None:
-        """Sends blocks and fills ``theirs`` with those of others; both contiguous, block after block."""
-        if not self.silent:
-            dist.all_to_all_single(theirs, packed, self.receives, self.sends, group=self.group)
-
-    def back(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Returns the gradients of blocks that came from others; gets those of the blocks sent, in the order of ``send``."""
-        mine = gradients.new_empty(len(self.send), *gradients.shape[1:])
-        if not self.silent:
-            dist.all_to_all_single(mine, gradients, self.sends, self.receives, group=self.group)
-        return mine
+from .calls import PartialAttention, RowResults, add, join
+from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
+from .routes import OneCall, Peers, Route, TwoCalls
+from .transfer import Arriving, by_block, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
 
 
-def attention_of_blocks(q, k, v, columns: torch.Tensor, route: Route, scale: float | None, deterministic: bool, backend: str):
+def attention_of_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: torch.Tensor,
+    route: Route,
+    keep_fetched: bool,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
 
-    q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block column of
-    the route's mask: the compiler knows their number by its shape, and lets it vary.
+    q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
+    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. keep_fetched: for the backward pass.
     """
-    block_size = route.mask.block_size
-    return _attention_of_blocks(q, k, v, columns, route.handle, block_size, scale, deterministic, backend)[:2]
+    options = route.block_size, keep_fetched, scale, deterministic, backend
+    return _attention_of_blocks(q, k, v, columns, route.handle, *options)[:2]
 
 
 @torch.library.custom_op("sparse_flash::context_attention", mutates_args=())
@@ -84,28 +48,49 @@ def _attention_of_blocks(
     columns: torch.Tensor,
     handle: torch.Tensor,
     block_size: int,
+    keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, keys and values, packed)"""
+    """(out, lse, the fetched blocks; none if they are not kept)"""
     route = Route.behind(handle)
-    own = _packed(k, v, block_size)
-    # What arrives lands behind the rank's own blocks, where the back end reads both.
-    every = own.new_empty(len(columns), *own.shape[1:])
-    every[: len(own)] = own
-    route.forth(every[len(own) :], own.index_select(0, route.send))
-    keys, values = _unpacked(every, k.shape[3])
-    run, mask = _prepared(q, keys, values, route, deterministic, backend)
-    out, lse = run.forward(q, keys, values, mask, _scale_of(q, scale), None)
-    return out, lse, every
+    calls, shared = route.forward, route.shared
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend)
+    buffer = empty_blocks(k, v, len(columns), block_size)
+    # Ranks start their exchanges in one order, whatever each of them computes in between.
+    queries = sent_queries(q, shared, route.group) if shared else None
+    arriving = _fetch(k, v, buffer, route)
+    if isinstance(calls, TwoCalls):
+        out, lse = run.forward(q, k, v, calls.near)
+    parts = attended_queries(queries, k, v, run, shared, route.group) if shared and queries else None
+    fetched = arriving.arrived()
+    if isinstance(calls, OneCall):
+        out, lse = run.forward(q, *gathered(k, v, fetched), calls.mask)
+    elif calls.far is not None:
+        part = run.forward(of_blocks(q, calls.rows, block_size), *unpacked(fetched, k.shape[3]), calls.far)
+        join(out, lse, part, calls.rows, block_size)
+    if shared and parts:
+        join_parts(out, lse, parts, shared)
+    return out, lse, buffer if keep_fetched else buffer.new_empty(0)
 
 
 @_attention_of_blocks.register_fake
-def _(q, k, v, columns, handle, block_size, scale, deterministic, backend):
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: torch.Tensor,
+    handle: torch.Tensor,
+    block_size: int,
+    keep_fetched: bool,
+    scale: float | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    every = k.new_empty(columns.shape[0], block_size, *k.shape[:2], k.shape[3] + v.shape[3])
-    return backends.empty_out(q, v.shape[3]), lse, every
+    buffer = empty_blocks(k, v, columns.shape[0], block_size) if keep_fetched else k.new_empty(0)
+    return backends.empty_out(q, v.shape[3]), lse, buffer
 
 
 @torch.library.custom_op("sparse_flash::context_attention_backward", mutates_args=())
@@ -113,47 +98,78 @@ def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
-    every: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    buffer: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     handle: torch.Tensor,
+    block_size: int,
+    keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dq, the gradients of the rank's own keys and values, packed)"""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of the rank's tokens"""
     route = Route.behind(handle)
-    keys, values = _unpacked(every, q.shape[3])
-    run, mask = _prepared(q, keys, values, route, deterministic, backend)
-    dq, dk, dv = run.backward(dout, dlse, q, keys, values, out, lse, mask, _scale_of(q, scale), deterministic, None)
-    gradients = _packed(dk, dv, every.shape[1])
-    own = len(every) - route.received
-    theirs = route.back(gradients[own:])
-    total = gradients[:own].to(torch.promote_types(every.dtype, torch.float32))
-    # Rank after rank, so that bits repeat: no block comes twice from one rank.
-    for index, part in zip(route.send.split(route.sends), theirs.split(route.sends), strict=True):
-        total.index_add_(0, index, part.to(total.dtype))
-    return dq, total.to(every.dtype, copy=True)
+    calls, shared = route.backward, route.shared
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend)
+    results = RowResults(dout, dlse, out, lse)
+    sent = sent_results(q, results, shared, route.group) if shared else None
+    fetching = None
+    if not keep_fetched:
+        buffer = empty_blocks(k, v, route.received, block_size)
+        fetching = _fetch(k, v, buffer, route)
+    fetched, gradients = buffer[: route.received], empty_blocks(k, v, route.received, block_size)
+    if isinstance(calls, OneCall):
+        if fetching:
+            fetching.arrived()
+        dq, dk, dv = run.backward(q, *gathered(k, v, fetched), results, calls.mask)
+        own = k.shape[2]
+        pack(dk[:, :, own:], dv[:, :, own:], gradients)
+        returning = _give_back(gradients, route)
+        dk, dv = (torch.empty_like(t).copy_(d[:, :, :own]) for t, d in ((k, dk), (v, dv)))
+    else:
+        # The call on the rank's own columns overlaps what travels: blocks that are fetched again, else gradients.
+        near = dq_far = None
+        if fetching:
+            near = run.backward(q, k, v, results, calls.near)
+            fetching.arrived()
+        if calls.far is not None:
+            far_q, far_results = of_blocks(q, calls.rows, block_size), results.of_blocks(calls.rows, block_size)
+            dq_far, dk, dv = run.backward(far_q, *unpacked(fetched, k.shape[3]), far_results, calls.far)
+            pack(dk, dv, gradients)
+        returning = _give_back(gradients, route)
+        dq, dk, dv = near or run.backward(q, k, v, results, calls.near)
+        if dq_far is not None:
+            add(dq, dq_far, calls.rows, block_size)
+    if shared and sent:
+        parts, *of_own = differentiated_queries(sent, q.shape[3], k, v, run, shared, route.group)
+        for gradient, more in zip((dk, dv), of_own, strict=True):
+            gradient.add_(more)
+        write_query_gradients(dq, parts, shared)
+    _add_returned(dk, dv, returning.arrived(), route)
+    return dq, dk, dv
 
 
 @_backward.register_fake
-def _(dout, dlse, q, every, out, lse, handle, scale, deterministic, backend):
-    own = q.shape[2] // every.shape[1]
-    return torch.empty_like(q), every.new_empty(own, *every.shape[1:])
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx, inputs, output):
-    q, _, _, _, handle, _, *ctx.options = inputs
-    out, lse, every = output
-    ctx.save_for_backward(q, every, out, lse, handle)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, _, handle, *ctx.options = inputs
+    out, lse, buffer = output
+    ctx.save_for_backward(q, k, v, buffer, out, lse, handle)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse, _):
-    q, every, out, lse, handle = ctx.saved_tensors
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, buffer, out, lse, handle = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, packed = _backward(dout, dlse, q, every, out, lse, handle, *ctx.options)
-    return dq, *_unpacked(packed, q.shape[3]), *(None,) * 6
+    return *_backward(dout, dlse, q, k, v, buffer, out, lse, handle, *ctx.options), *(None,) * 7
 
 
 _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)
@@ -165,43 +181,64 @@ def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Part i of rank j becomes part j of rank i. parts: (ranks, ...), of one shape on all ranks. Its own gradient."""
     parts = parts.contiguous()
     theirs = torch.empty_like(parts)
-    dist.all_to_all_single(theirs, parts, group=Route.behind(handle).group)
+    dist.all_to_all_single(theirs, parts, group=Peers.behind(handle).group)
     return theirs
 
 
 @all_to_all.register_fake
-def _(parts, handle):
+def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return parts.new_empty(parts.shape)
 
 
-def _keep_handle(ctx, inputs, output):
+def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _returned(ctx, gradient):
+def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return all_to_all(gradient, *ctx.saved_tensors), None
 
 
 all_to_all.register_autograd(_returned, setup_context=_keep_handle)
 
 
-def _packed(k: torch.Tensor, v: torch.Tensor, block_size: int) -> torch.Tensor:
-    """(blocks, block, batch, kv_heads, head_dim + v_head_dim), contiguous: a block is one piece, with its keys and its values."""
-    by_token = torch.cat([k, v], 3).permute(2, 0, 1, 3)
-    return by_token.unflatten(0, (-1, block_size)).contiguous()
+def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
+    """The blocks of others, at the start of the buffer."""
+    fetched = buffer[: route.received]
+    if route.silent:
+        return Arriving(fetched)
+    packed = buffer.new_empty(len(route.send), *buffer.shape[1:])
+    # Straight from k and v: one pass over the blocks that go out, and none over the others.
+    for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
+        mine = by_block(tensor, buffer.shape[1])
+        if not route.runs:
+            torch.index_select(mine, 0, route.send, out=half)
+        for own, sent in route.runs:
+            half[sent].copy_(mine[own])
+    return started(fetched, packed, route.receives, route.sends, route.group)
 
 
-def _unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v, (batch, kv_heads, tokens, head_dim), as views."""
-    by_head = packed.flatten(0, 1).permute(1, 2, 0, 3)
-    return by_head[..., :head_dim], by_head[..., head_dim:]
+def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:
+    """Sends the gradients of fetched blocks to their owners. Those of the blocks sent arrive, in the order of ``send``."""
+    mine = gradients.new_empty(len(route.send), *gradients.shape[1:])
+    return Arriving(mine) if route.silent else started(mine, gradients, route.sends, route.receives, route.group)
 
 
-def _prepared(q, keys, values, route: Route, deterministic: bool, backend: str):
-    """(back end, the mask that it walks)"""
-    mask = route.mask.walked(q.is_cuda)
-    call = backends.Call.of(q, keys, values, None if mask is None else mask.block_size, deterministic=deterministic)
-    return backends.backend(backends.choose(backend, call)), mask
+def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:
+    """Adds what others computed to dk and dv, rank after rank, so that bits repeat, and rounds once."""
+    block_size, head_dim = theirs.shape[1], dk.shape[3]
+    mine = [by_block(t, block_size) for t in (dk, dv)]
+    if len(route.answered) == len(route.send) and (route.runs or not len(theirs)):  # no block went to two ranks
+        for own, sent in route.runs:
+            for tensor, half in zip(mine, halves(theirs[sent], head_dim), strict=True):
+                tensor[own].add_(half)
+        return
+    wide = torch.promote_types(theirs.dtype, torch.float32)
+    total = torch.cat([t.index_select(0, route.answered) for t in mine], -1).to(wide)
+    # No block comes twice from one rank.
+    for index, part in zip(route.returned.split(route.sends), theirs.split(route.sends), strict=True):
+        total.index_add_(0, index, part.to(wide))
+    for tensor, half in zip(mine, halves(total, head_dim), strict=True):
+        tensor.index_copy_(0, route.answered, half.to(tensor.dtype))
 
 
 def _scale_of(q: torch.Tensor, scale: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,11 +10,11 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
-from .assignment import Assignment, candidates, chunk_blocks, exchanged
-from .costs import ELEMENT_BYTES, HEAD_DIM, SequenceSizes, seconds
+from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
+from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, Node, SequenceSizes, call_times, seconds
 
-Strategy = Literal["blocks", "heads"]
-STRATEGIES: tuple[Strategy, ...] = "blocks", "heads"
+Strategy = Literal["blocks", "queries", "heads", "nodes"]
+STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
 
 # A regular assignment is kept unless exchanging chunks saves more than this: the estimate is no better.
 _WORTH_IT = 0.98
@@ -26,7 +27,7 @@ class StrategyCosts:
     work: (ranks,) float64, visited blocks, summed over heads. waited: float, the visited blocks that all ranks wait for: those of
     the heaviest rank, or of the heaviest in each step of a ring.
     received: (ranks,) float64, bytes that each rank gets from others. held: the most bytes of keys and values on a rank at a time.
-    seconds: an estimate of the slowest rank's time, as if nothing overlapped.
+    seconds: an estimate of the slowest rank's time. Only fetched blocks hide behind work, where that is estimated to pay.
     """
 
     work: np.ndarray
@@ -38,8 +39,9 @@ class StrategyCosts:
 
 @dataclass(frozen=True, eq=False)
 class ContextExplanation:
-    """Costs by strategy: "blocks", "heads" where the plan knows its heads and ranks divide them, "ring" (all keys and values pass
-    every rank, arXiv:2310.01889) and "all-gather" (every rank gets them all, then attends). Prints as a table.
+    """Costs by strategy: "blocks", "queries" where a few rows visit most columns, "heads" where the plan knows its heads and ranks
+    divide them, "nodes" where the ranks of a node do, "ring" (all keys and values pass every rank, arXiv:2310.01889) and
+    "all-gather" (every rank gets them all, then attends). Prints as a table.
 
     sizes: of the sequence. ranks: how many. costs: by name. choice: the strategy of this library that is estimated to be faster.
     assignments: who owns what, by strategy of this library.
@@ -66,50 +68,188 @@ class ContextExplanation:
         return "\n".join(lines)
 
 
-def explained(mask: BlockMask, sizes: SequenceSizes, ranks: int, link_rate: float, knows_heads: bool) -> ContextExplanation:
-    """The costs of a mask, on the CPU. knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
-    options = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
-    token = sizes.kv_heads * 2 * HEAD_DIM * ELEMENT_BYTES  # bytes of its keys and values
-    block = sizes.block_size * token
-    own = options[0].blocks.shape[1] * block
-    others = np.full(ranks, (ranks - 1) * own, np.float64)
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What is estimated to take least time. owners: of the tokens. strategies: one for each mask."""
 
-    def costs(work: np.ndarray, waited: float, received: np.ndarray, held: float) -> StrategyCosts:
-        return StrategyCosts(work, waited, received, held, seconds(waited, received.max(), sizes, link_rate))
+    owners: Owners
+    strategies: tuple[Strategy, ...]
 
-    def of_blocks(option: Assignment) -> StrategyCosts:
-        work, received = option.work.sum(1) * sizes.heads, option.received * float(block)
-        # The slowest rank is not always that with the most work, nor that which gets most.
-        took = max(seconds(w, r, sizes, link_rate) for w, r in zip(work, received, strict=True))
-        return StrategyCosts(work, work.max(), received, own + received.max(), took)
 
-    def of_a_ring(option: Assignment) -> StrategyCosts:
-        rank, step = np.indices((ranks, ranks))
-        by_step = option.work[rank, (rank - step) % ranks] * sizes.heads
-        return costs(by_step.sum(1), by_step.max(0).sum(), others, min(2, ranks) * own)
+def possible_strategies(sizes: SequenceSizes, ranks: int, knows_heads: bool, node: Node) -> tuple[Strategy, ...]:
+    """knows_heads: whether ``sizes`` has the heads of the calls; else heads are not exchanged."""
+    divided: dict[Strategy, int] = {"heads": ranks}
+    if 1 < node.ranks < ranks:
+        divided["nodes"] = node.ranks
+    return "blocks", "queries", *(name for name, of in divided.items() if knows_heads and sizes.kv_heads % of == 0)
 
-    def of_an_all_gather(option: Assignment) -> StrategyCosts:
-        work = option.work.sum(1) * sizes.heads
-        return costs(work, work.max(), others, ranks * own)
 
-    def fastest(of) -> tuple[Assignment, StrategyCosts]:
-        return min(((option, of(option)) for option in options), key=lambda pair: pair[1].seconds)
+def chosen(
+    visits: Sequence[Visits],
+    layers: Sequence[int],
+    sizes: SequenceSizes,
+    ranks: int,
+    link_rate: float,
+    allowed: Sequence[Strategy],
+    node: Node = ALONE,
+) -> Choice:
+    """Owners of the tokens and a strategy for each mask, by the time of all layers. Each layer waits for its slowest rank, as ranks
+    meet in its exchange.
 
-    assignment, found = fastest(of_blocks)
-    fetching = seconds(0, block, sizes, link_rate) / seconds(sizes.heads, 0, sizes, link_rate)
-    uneven = exchanged(assignment, fetching)
-    if of_blocks(uneven).seconds < _WORTH_IT * found.seconds:
-        assignment, found = uneven, of_blocks(uneven)
-    table = {"blocks": found}
-    assignments: dict[Strategy, Assignment] = {"blocks": assignment}
-    if knows_heads and sizes.kv_heads % ranks == 0:
-        received = own * (2 + 2 * sizes.heads / sizes.kv_heads) / 2 * (ranks - 1) / ranks  # q, k, v forth, out back
-        work = _work_by_head(mask, sizes.heads).reshape(ranks, -1).sum(1)
-        table["heads"] = costs(work, work.max(), np.full(ranks, received), own)
-        assignments["heads"] = options[0]
+    visits: of the masks. layers: how many layers have each.
+    """
+    estimates = _Estimates(sizes, ranks, link_rate, node)
+    of_heads = [estimates.of_heads(one.mask).seconds for one in visits] if "heads" in allowed else []
+    # Under each strategy that fetches blocks, for each mask: what decides which; None where it cannot be.
+    fetching: dict[Strategy, list[Visits | None]] = {}
+    if "blocks" in allowed:
+        fetching["blocks"] = list(visits)
+    if "queries" in allowed:
+        fetching["queries"] = [one.without_shared_rows(sizes) for one in visits]
+
+    def of(owners: Owners) -> tuple[float, Choice]:
+        total, strategies = 0.0, []
+        for number, count in enumerate(layers):
+            times: dict[Strategy, float] = {
+                name: estimates.of_blocks(owners.under(one)).seconds
+                for name, by_mask in fetching.items()
+                if (one := by_mask[number]) is not None
+            }
+            if "heads" in allowed:
+                times["heads"] = of_heads[number]
+            if "nodes" in allowed:
+                times["nodes"] = estimates.of_nodes(owners, visits[number]).seconds
+            best = min(times, key=times.__getitem__)
+            total += count * times[best]
+            strategies.append(best)
+        return total, Choice(owners, tuple(strategies))
+
+    options = candidates(visits, layers, ranks)
+    lighter = fetching.get("queries", [])
+    if any(lighter):
+        options += candidates([light or one for light, one in zip(lighter, visits, strict=True)], layers, ranks)
+    found, choice = min((of(owners) for owners in options), key=lambda pair: pair[0])
+    fetched = [(one, layers[n]) for n, name in enumerate(choice.strategies) if name in fetching and (one := fetching[name][n])]
+    if fetched:
+        of_fetched, counts = [one for one, _ in fetched], [count for _, count in fetched]
+        uneven, other = of(exchanged(choice.owners, of_fetched, counts, estimates.block_in_visits))
+        choice = other if uneven < _WORTH_IT * found else choice
+    return choice
+
+
+def explained(
+    mask: BlockMask,
+    sizes: SequenceSizes,
+    ranks: int,
+    link_rate: float,
+    knows_heads: bool,
+    owners: Owners | None = None,
+    node: Node = ALONE,
+) -> ContextExplanation:
+    """The costs of a mask, on the CPU. owners: of the tokens, where that is settled, as by the masks of other layers."""
+    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, sizes.block_size, ranks))
+    estimates, possible = _Estimates(sizes, ranks, link_rate, node), possible_strategies(sizes, ranks, knows_heads, node)
+    options = [option.under(visits) for option in candidates([visits], [1], ranks)]
+
+    def fastest(of: Callable[[Assignment], StrategyCosts]) -> StrategyCosts:
+        return min((of(option) for option in options), key=lambda costs: costs.seconds)
+
+    best = (owners or chosen([visits], [1], sizes, ranks, link_rate, ["blocks"]).owners).under(visits)
+    assignments: dict[Strategy, Assignment] = {"blocks": best}
+    table = {"blocks": estimates.of_blocks(best)}
+    if light := visits.without_shared_rows(sizes):
+        of_light = owners or chosen([visits], [1], sizes, ranks, link_rate, ["queries"]).owners
+        assignments["queries"] = of_light.under(light)
+        table["queries"] = estimates.of_blocks(assignments["queries"])
+    if "heads" in possible:
+        table["heads"], assignments["heads"] = estimates.of_heads(mask), best if owners else options[0]
+    if "nodes" in possible:
+        of_nodes = owners or chosen([visits], [1], sizes, ranks, link_rate, ["nodes"], node).owners
+        table["nodes"], assignments["nodes"] = estimates.of_nodes(of_nodes, visits), of_nodes.under(visits)
     choice: Strategy = min(assignments, key=lambda name: table[name].seconds)
-    table["ring"], table["all-gather"] = fastest(of_a_ring)[1], fastest(of_an_all_gather)[1]
+    table["ring"], table["all-gather"] = fastest(estimates.of_a_ring), fastest(estimates.of_an_all_gather)
     return ContextExplanation(sizes, ranks, table, choice, assignments)
+
+
+@dataclass(frozen=True)
+class _Estimates:
+    """Of what strategies cost on so many ranks."""
+
+    sizes: SequenceSizes
+    ranks: int
+    link_rate: float
+    node: Node
+
+    @property
+    def own(self) -> int:
+        """Bytes of the keys and values of a rank's tokens, where ranks own one piece of the sequence each."""
+        blocks = -(-self.sizes.q_len // self.sizes.block_size)
+        per = chunk_blocks(blocks, self.sizes.block_size, self.ranks)
+        chunks = -(-blocks // per)
+        return min(blocks, -(-chunks // self.ranks) * per) * self.sizes.block_bytes
+
+    @property
+    def block_in_visits(self) -> float:
+        """How many blocks a rank visits, the mean over heads, in the time in which it gets one."""
+        return seconds(0, self.sizes.block_bytes, self.sizes, self.link_rate) / seconds(
+            self.sizes.heads, 0, self.sizes, self.link_rate
+        )
+
+    def of_blocks(self, option: Assignment) -> StrategyCosts:
+        """Also where the queries of shared rows travel, which its visits leave out."""
+        sizes, present = self.sizes, (option.blocks >= 0).sum(1)
+        far, near = (option.load - option.near) * sizes.heads, (option.near + option.shared_load) * sizes.heads
+        travelling = (
+            np.zeros(self.ranks) if option.visits.shared is None else self._of_queries(option.of_ranks(option.visits.shared))
+        )
+        # The slowest rank is not always that with the most work, nor that which gets most.
+        took = max(
+            min(call_times(*of_rank, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
+            for of_rank, queries in zip(zip(near, far, present, option.received, strict=True), travelling, strict=True)
+        )
+        fetched = option.received * float(sizes.block_bytes)
+        return StrategyCosts(near + far, (near + far).max(), fetched + travelling, self.own + fetched.max(), took)
+
+    def _of_queries(self, mine: np.ndarray) -> np.ndarray:
+        """(ranks,) bytes that each rank gets, where mine, (ranks,), is how many shared rows each has: the queries of others, and
+        the parts of its own rows from all others."""
+        token = self.sizes.heads * HEAD_DIM * ELEMENT_BYTES
+        parts = (self.ranks - 1) * mine * (token + self.sizes.heads * LSE_BYTES)
+        return self.sizes.block_size * ((mine.sum() - mine) * token + parts)
+
+    def of_heads(self, mask: BlockMask) -> StrategyCosts:
+        received = self._of_exchanged_heads(self.ranks)
+        work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
+        return self._even(work, work.max(), received, self.own)
+
+    def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
+        """Where heads have masks of their own, with the mean of them on each rank."""
+        ranks = self.node.ranks
+        across = _Estimates(self.sizes.of_share(ranks), self.ranks // ranks, self.link_rate, ALONE)
+        costs = across.of_blocks(owners.of_nodes(ranks).under(visits))
+        within = self._of_exchanged_heads(ranks)
+        received = np.repeat(costs.received, ranks) + within
+        return StrategyCosts(
+            np.repeat(costs.work, ranks), costs.waited, received, costs.held, costs.seconds + within / self.node.link_rate
+        )
+
+    def _of_exchanged_heads(self, ranks: int) -> float:
+        """Bytes that each of so many ranks gets: q, k and v in some heads, and out back."""
+        return self.own * (1 + self.sizes.heads / self.sizes.kv_heads) * (ranks - 1) / ranks
+
+    def of_a_ring(self, option: Assignment) -> StrategyCosts:
+        rank, step = np.indices((self.ranks, self.ranks))
+        by_step = option.work[rank, (rank - step) % self.ranks] * self.sizes.heads
+        return self._even(by_step.sum(1), by_step.max(0).sum(), (self.ranks - 1) * self.own, min(2, self.ranks) * self.own)
+
+    def of_an_all_gather(self, option: Assignment) -> StrategyCosts:
+        work = option.load * self.sizes.heads
+        return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
+
+    def _even(self, work: np.ndarray, waited: float, received: float, held: float) -> StrategyCosts:
+        """Where all ranks get as much."""
+        every = np.full(self.ranks, float(received))
+        return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate))
 
 
 def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Literal, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,17 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api.arguments import autocast, check_sinks, check_tensors, check_types, checked_scale
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
+from ..compat.pytorch import flattened
 from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.build import part_of
-from ..masks.cache import as_block_mask
+from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from .agreement import check_agreement
-from .assignment import Assignment
-from .costs import LINK_RATE, SequenceSizes
-from .exchange import Route, all_to_all, attention_of_blocks
-from .explanation import STRATEGIES, ContextExplanation, Strategy, explained
+from .costs import LINK_RATE, Node
+from .exchange import attention_of_blocks
+from .explanation import ContextExplanation, Strategy, explained
+from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from .planning import PlannedSequence, PlanOptions, described, planned, square
+from .routes import BlockExchange, Overlap, Peers, Route
+from .sharding import TokenShards
 
 
+@overload
 def context_parallel(
     mask: MaskLike,
     q_len: int,
@@ -34,134 +37,158 @@ def context_parallel(
     heads: int | None = None,
     kv_heads: int | None = None,
     block_size: int = 128,
-    strategy: Literal["auto", "blocks", "heads"] = "auto",
-    link_rate: float = LINK_RATE,
-) -> ContextPlan:
+    strategy: Strategy | Literal["auto"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
+) -> ContextPlan: ...
+
+
+@overload
+def context_parallel(
+    mask: list[MaskLike] | tuple[MaskLike, ...],
+    q_len: int,
+    mesh: DeviceMesh,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    block_size: int = 128,
+    strategy: Strategy | Literal["auto"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
+) -> ContextPlans: ...
+
+
+def context_parallel(
+    mask: MaskLike | list[MaskLike] | tuple[MaskLike, ...],
+    q_len: int,
+    mesh: DeviceMesh,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    block_size: int = 128,
+    strategy: Strategy | Literal["auto"] = "auto",
+    link_rate: float | tuple[float, float] = LINK_RATE,
+    overlap: bool | None = None,
+    keep_fetched: bool = True,
+) -> ContextPlan | ContextPlans:
     """A plan for one sequence over the ranks of a mesh: every rank owns some blocks of tokens, the same number on each, and attends
     from them to all tokens that the mask keeps.
 
     mask: a Pattern or its spec text, compiled for q_len tokens; or a square BlockMask on any device, which may have a mask for each
-    head; it is read on the host. q_len: tokens of the whole sequence.
-    mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one.
-    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed by strategy "heads", and to choose a strategy.
+    head; it is read on the host. A list gives a mask to each layer and returns ``ContextPlans``: one assignment of tokens serves
+    all layers, balanced by their sum; equal masks are planned and stored once. q_len: tokens of the whole sequence.
+    mesh: a DeviceMesh of one dimension, ``mesh["cp"]`` of a larger one, or of two with names, ``mesh["node", "cp"]``: the nodes and
+    the ranks of each. All its ranks share the sequence.
+    heads, kv_heads: of the attention calls; kv_heads defaults to heads. Needed to exchange heads, and to choose that.
     block_size: tokens on a side of a pattern's blocks, the unit that ranks own and exchange; a BlockMask has its own.
     strategy: "blocks": a rank gets the blocks of keys and values that its queries visit, in one exchange forward and one backward.
+    "queries": as that, but where a few rows visit more than half of all columns, as those of global tokens do, their queries travel
+    to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
-    (arXiv:2309.14509); the number of ranks must divide kv_heads. "auto" takes the one whose slowest rank is estimated to take less
-    time, and "blocks" where heads are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200.
+    (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
+    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. A mesh of two
+    dimensions needs two: (from other nodes, from ranks of its own).
+    overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
+    place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
+    keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
+    no memory.
 
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
     every rank where they differ, or where one of them raises for an unsuitable argument.
     """
-    group = _group_of(mesh)
-    ranks = dist.get_world_size(group)
+    group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    options = PlanOptions(heads, kv_heads, block_size, strategy, link_rate, overlap, keep_fetched)
+    given = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     try:
-        whole = _square(mask, q_len, block_size)
-        sizes = _sizes(whole, heads, kv_heads)
-        assignment, chosen = divided(whole, sizes, ranks, strategy, link_rate, heads is not None)
+        options.check(ranks, ranks_of_node, mesh.ndim)
+        if not given:
+            raise ValueError("mask must name at least one mask, or be one; got an empty list")
+        masks, layers = _distinct([square(one, q_len, block_size) for one in given])
+        numbers = planned(masks, [layers.count(number) for number in range(len(masks))], rank, ranks, options, ranks_of_node)
     except (TypeError, ValueError) as error:
         check_agreement(error, group)
         raise
-    described = _described(mask, whole, heads, kv_heads, assignment, chosen)
-    check_agreement(described, group)
-    return ContextPlan(whole, sizes, heads is not None, assignment, chosen, link_rate, group, _device_of(mesh))
+    in_words = [_in_words(given[layers.index(number)], one) for number, one in enumerate(masks)]
+    words = ", ".join(in_words) + (f" for layers {layers}" if isinstance(mask, (list, tuple)) else "")
+    check_agreement(described(words, q_len, masks[0].block_size, options, numbers), group)
+    plans = plans_of(numbers, layers, options, masks.__getitem__, mesh)
+    return plans if isinstance(mask, (list, tuple)) else plans[0]
 
 
-class ContextPlan:
+def plans_of(
+    numbers: PlannedSequence,
+    layers: list[int],
+    options: PlanOptions,
+    whole: Callable[[int], BlockMask],
+    mesh: DeviceMesh,
+    cu_seqlens: tuple[int, ...] = (0,),
+) -> ContextPlans:
+    """layers: the number of each layer's mask among those that were planned. whole: gives a mask by its number, on the CPU.
+    cu_seqlens: of the documents; one by default."""
+    places = numbers.owners.places(numbers.sizes.q_len, numbers.sizes.block_size)
+    shards = TokenShards(numbers.sizes.q_len, places, cu_seqlens, group_of(mesh), device_of(mesh))
+    plans = [ContextPlan(shards, numbers, number, options, partial(whole, number), mesh) for number in range(len(numbers.parts))]
+    return ContextPlans(shards, [plans[number] for number in layers])
+
+
+class ContextPlan(TokenShards):
     """One rank's view of a sequence that several ranks share; ``context_parallel`` makes it, the same on all of them.
 
     tokens: int, the tokens that this rank holds. The same on every rank: some hold padding at their end. A plan for one rank holds
-    all tokens, unpadded.
+    all tokens, unpadded. q_len: tokens of the whole sequence.
     positions: (tokens,) int64 on the plan's device, the place of each in the whole sequence, ascending; 0 for padding. For rotary
-    embeddings, for instance.
+    embeddings, for instance. document_positions: the same, the place of each in its document, for a plan of ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
-    strategy: "blocks" or "heads". rank, ranks: this rank, and how many there are. device: of the plan's tensors.
-    mask: the BlockMask of the whole sequence, on the CPU.
+    strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
+    overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
     """
 
     def __init__(
         self,
-        mask: BlockMask,
-        sizes: SequenceSizes,
-        knows_heads: bool,
-        assignment: Assignment,
-        strategy: Strategy,
-        link_rate: float,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        shards: TokenShards,
+        numbers: PlannedSequence,
+        number: int,
+        options: PlanOptions,
+        whole: Callable[[], BlockMask],
+        mesh: DeviceMesh,
     ):
-        self.mask, self.strategy, self.device = mask, strategy, device
-        self.rank, self.ranks = dist.get_rank(group), assignment.ranks
-        self._sizes, self._knows_heads, self._assignment = sizes, knows_heads, assignment
-        self._link_rate, self._group = link_rate, group
-        places = assignment.places(mask.q_len, mask.block_size)
-        self.tokens = places.shape[1]
-        own = torch.from_numpy(places[self.rank])
-        self.exists = (own >= 0).to(device)
-        self.positions = own.clamp(min=0).to(device)
-        flat = places.flatten()
-        inverse = np.empty(mask.q_len, np.int64)
-        inverse[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
-        self._inverse = torch.from_numpy(inverse).to(device)
-        self._route = self._routed()
-        # The compiler reads its length alone.
-        self._columns = torch.zeros(self._route.mask.grid.kv_blocks, dtype=torch.int8, device=device)
+        """number: of the mask among those that were planned. whole: gives the mask, on the CPU."""
+        vars(self).update(vars(shards))  # the same tensors under all masks
+        self.strategy, self.keep_fetched = numbers.strategies[number], options.keep_fetched
+        self._sizes, self._owners, self._fits = numbers.sizes, numbers.owners, numbers.fits[number]
+        self._knows_heads, self._rates, self._whole = options.heads is not None, options.rates, whole
+        self._ranks_of_node = ranks_of_node_of(mesh)
+        part = numbers.parts[number]
+        # Of the call between exchanges, where all tokens are on the rank.
+        self._gathered_mask = part.to(self.device) if isinstance(part, BlockMask) else None
+        across = mesh.get_group(0) if self.strategy == "nodes" else self.group
+        self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
+        # With those that exchange tokens for heads: how many, and their group.
+        self._sharing, self._peers = 1, None
+        if self.strategy == "heads" and self.ranks > 1:
+            self._sharing, self._peers = self.ranks, Peers(self.group)
+        elif self.strategy == "nodes":
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
+        self.overlap = self._route.overlap if self._route else Overlap(False, False)
+        # The compiler reads its length alone; it takes lengths below two for constants.
+        self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
         length_may_vary(self._columns, 0)
 
-    def _routed(self) -> Route:
-        """This rank's part in exchanges."""
-        rank, ranks, assignment = self.rank, self.ranks, self._assignment
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-        if ranks == 1:
-            return Route(self._group, self.mask.to(self.device), nothing, [0], [0], True)
-        if self.strategy == "heads":
-            order = assignment.blocks.flatten()
-            mask = part_of(_heads_of(self.mask, rank, ranks), order, order)
-            return Route(self._group, mask.to(self.device), nothing, [], [], True)
-        sent = [assignment.sent(rank, target) for target in range(ranks)]
-        sends, receives = [len(blocks) for blocks in sent], [len(assignment.sent(source, rank)) for source in range(ranks)]
-        own = assignment.blocks[rank]
-        mask = part_of(self.mask, own, assignment.columns(rank)).to(self.device)
-        send = torch.from_numpy(np.searchsorted(own[own >= 0], np.concatenate(sent))).to(self.device)
-        return Route(self._group, mask, send, sends, receives, silent=not assignment.received.any())
+    @cached_property
+    def mask(self) -> BlockMask:
+        """The mask of the whole sequence, on the CPU."""
+        return self._whole()
 
     def __repr__(self) -> str:
         return (
-            f"ContextPlan({self.mask.q_len} tokens over {self.ranks} ranks, {self.tokens} on each, strategy {self.strategy!r}, "
-            f"{self._assignment.name}; this is rank {self.rank})"
+            f"ContextPlan({self.q_len} tokens over {self.ranks} ranks, {self.tokens} on each, strategy {self.strategy!r}, "
+            f"{self._owners.name}; this is rank {self.rank})"
         )
-
-    def shard(self, x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor:
-        """This rank's tokens of x, and ``fill`` for padding: x with ``tokens`` in place of q_len on dimension ``dim``.
-
-        x: all tokens in natural order, on any device. Differentiable. Shift labels before they are sharded: the next token may be
-        on another rank.
-        """
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.mask.q_len:
-            raise ValueError(
-                f"dimension {dim} of x must hold the {self.mask.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}"
-            )
-        if self.ranks == 1:
-            return x
-        padding = ~self.exists.to(x.device).view([-1 if axis == dim % x.dim() else 1 for axis in range(x.dim())])
-        return x.index_select(dim, self.positions.to(x.device)).masked_fill(padding, fill)
-
-    def unshard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens of x in natural order, without padding, on every rank: x with q_len in place of ``tokens`` on ``dim``.
-
-        x: this rank's tokens, on the plan's device; of one shape and dtype on all ranks. A collective call, and not differentiable:
-        the result is detached.
-        """
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
-            raise ValueError(f"dimension {dim} of x must hold the {self.tokens} tokens of this rank; got shape {tuple(x.shape)}")
-        x = x.detach()
-        if self.ranks == 1:
-            return x
-        by_token = x.movedim(dim, 0).contiguous()
-        every = by_token.new_empty(self.ranks * self.tokens, *by_token.shape[1:])
-        dist.all_gather(list(every.chunk(self.ranks)), by_token, group=self._group)
-        return every.index_select(0, self._inverse).movedim(0, dim)
 
     def attention(
         self,
@@ -175,7 +202,7 @@ class ContextPlan:
         deterministic: bool | None = None,
         backend: str = "auto",
         **refused: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """``sf.attention`` of the whole sequence under the plan's mask, for this rank's queries. On one rank it is that call.
 
         q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim): this
@@ -197,45 +224,47 @@ class ContextPlan:
             )
         if self.ranks == 1:
             # fmt: off
-            return attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=return_lse,
+            return attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=return_lse,
                              deterministic=deterministic, backend=backend)
             # fmt: on
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
-        if self.strategy == "heads":
-            return self._through_heads(q, k, v, scale, sinks, return_lse, deterministic, backend)
         if sinks is not None:
             check_sinks(sinks, q)
+        if self._peers is None:
+            out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+            return (out, lse) if return_lse else out
+        ranks, handle = self._sharing, self._peers.handle
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
+        q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
+        out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+        out = own_tokens_of_all_heads(out, ranks, handle)
+        return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
+
+    def _between(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+        deterministic: bool | None,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
+        if self._route is None:
+            # fmt: off
+            out, lse = attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
+                                 deterministic=deterministic, backend=backend)
+            # fmt: on
+            return out, lse
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         scale = None if scale is None else checked_scale(scale, q.shape[3])
-        out, lse = attention_of_blocks(q, k, v, self._columns, self._route, scale, deterministic, backend)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks, None)
-        return (out, lse) if return_lse else out
-
-    def _through_heads(self, q, k, v, scale, sinks, return_lse, deterministic, backend):
-        """Tokens are exchanged for heads, and back."""
-        ranks, handle = self.ranks, self._route.handle
-        if sinks is not None:
-            check_sinks(sinks, q)
-            sinks = sinks.unflatten(0, (ranks, -1))[self.rank]
-        # (ranks, tokens, batch, heads of a rank x head_dim) each, so that all tokens of what arrives follow each other.
-        sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in (q, k, v)]
-        every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
-        q, k, v = (t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, (q, k, v), strict=True))
-        # fmt: off
-        out, lse = attention(q, k, v, self._route.mask, scale=scale, sinks=sinks, return_lse=True,
-                             deterministic=deterministic, backend=backend)
-        # fmt: on
-        out = self._own_tokens(out)
-        return (out, self._own_tokens(lse[..., None])[..., 0]) if return_lse else out
-
-    def _own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, tokens, size) of x, (batch, heads of a rank, tokens of all ranks, size)."""
-        parts = x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4)
-        return all_to_all(parts, self._route.handle).flatten(0, 1).transpose(0, 1)
+        out, lse = attention_of_blocks(q, k, v, self._columns, self._route, self.keep_fetched, scale, deterministic, backend)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
@@ -251,106 +280,95 @@ class ContextPlan:
             raise ValueError(
                 f"the plan is for {self._sizes.heads} query and {self._sizes.kv_heads} key heads; got {q.shape[1]} and {k.shape[1]}"
             )
-        for name, size, wanted in zip(("batch", "heads"), self.mask.mask_index.shape, q.shape[:2], strict=True):
+        for name, size, wanted in zip(("batch", "heads"), self._fits, q.shape[:2], strict=True):
             if size not in (1, wanted):
                 raise ValueError(f"the plan's mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
 
-    def explain(self, ranks: int | None = None) -> ContextExplanation:
+    def explain(self, ranks: int | None = None, ranks_of_node: int | None = None) -> ContextExplanation:
         """What one forward pass costs each rank by strategy, beside a ring and an all-gather of all keys and values; prints as a
         table. Nothing runs.
 
-        ranks: of the plan by default; any other number shows what as many would do. heads and kv_heads are those that the plan was
-        given, else the mask's heads.
+        ranks: of the plan by default; any other number shows what as many would do, with this mask in all layers. ranks_of_node:
+        those of the mesh's second dimension, also by default; 1 is for a mesh of one. heads and kv_heads are those that the plan
+        was given, else the mask's heads.
         """
         ranks = self.ranks if ranks is None else operator.index(ranks)
+        of_node = self._ranks_of_node if ranks_of_node is None else operator.index(ranks_of_node)
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1; got {ranks}")
-        return explained(self.mask, self._sizes, ranks, self._link_rate, self._knows_heads)
+        if of_node < 1 or ranks % of_node:
+            raise ValueError(f"ranks_of_node must divide the {ranks} ranks; got {of_node}")
+        owners = self._owners if ranks == self.ranks else None
+        rate, near = self._rates
+        return explained(self.mask, self._sizes, ranks, rate, self._knows_heads, owners, Node(of_node, near))
 
 
-def divided(
-    mask: BlockMask,
-    sizes: SequenceSizes,
-    ranks: int,
-    strategy: Literal["auto", "blocks", "heads"],
-    link_rate: float,
-    knows_heads: bool,
-) -> tuple[Assignment, Strategy]:
-    """(who owns what, the strategy) for a mask on the CPU. Raises ValueError for a strategy that cannot be."""
-    if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy must be 'auto', 'blocks' or 'heads'; got {strategy!r}")
-    if not link_rate > 0:
-        raise ValueError(f"link_rate must be a positive number of bytes per second; got {link_rate!r}")
-    if strategy == "heads" and not knows_heads:
-        raise ValueError("strategy 'heads' needs heads= and kv_heads= of the attention calls")
-    if strategy == "heads" and sizes.kv_heads % ranks:
+class ContextPlans(TokenShards, Sequence[ContextPlan]):
+    """The plans of a model's layers over one assignment of tokens: ``plans[i]`` is the ``ContextPlan`` of layer i, the same object
+    for layers with equal masks. tokens, positions, exists, shard, unshard and the rest of the tokens are as of a ContextPlan."""
+
+    def __init__(self, shards: TokenShards, by_layer: list[ContextPlan]):
+        vars(self).update(vars(shards))
+        self._by_layer = by_layer
+
+    def __len__(self) -> int:
+        return len(self._by_layer)
+
+    @overload
+    def __getitem__(self, layer: int) -> ContextPlan: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[ContextPlan]: ...
+
+    def __getitem__(self, layer: int | slice) -> ContextPlan | list[ContextPlan]:
+        return self._by_layer[layer]
+
+    def __repr__(self) -> str:
+        return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
+
+
+def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
+    """(the different masks, for each of ``masks`` the number of its equal)"""
+    if other := next((mask for mask in masks if mask.block_size != masks[0].block_size), None):
         raise ValueError(
-            f"strategy 'heads' needs a number of ranks that divides kv_heads; got {ranks} ranks and {sizes.kv_heads} kv_heads; use "
-            "strategy='blocks', or a smaller dimension of the mesh"
+            f"the masks of all layers must have one block_size, the unit that ranks own; got {masks[0].block_size} and "
+            f"{other.block_size}; compile them alike, or pass patterns"
         )
-    explanation = explained(mask, sizes, ranks, link_rate, knows_heads)
-    chosen: Strategy = explanation.choice if strategy == "auto" else strategy
-    return explanation.assignments[chosen], chosen
+    if len(masks) == 1:
+        return masks, [0]
+    found = {mask.digest: mask for mask in masks}
+    return list(found.values()), [list(found).index(mask.digest) for mask in masks]
 
 
-def _square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
-    """The mask of the whole sequence, on the CPU."""
-    whole = as_block_mask(mask, q_len=q_len, kv_len=q_len, block_size=block_size).to("cpu")
-    if (whole.q_len, whole.kv_len) != (q_len, q_len):
-        raise ValueError(
-            f"context parallelism is of self-attention over q_len={q_len} tokens; got a mask of {whole.q_len} queries and "
-            f"{whole.kv_len} keys; compile it for {q_len}, or pass the pattern itself"
-        )
-    return whole
+def _in_words(given: MaskLike, whole: BlockMask) -> str:
+    try:
+        text = given.to_spec() if isinstance(given, Pattern) else given if isinstance(given, str) else ""
+    except ValueError:
+        text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
+    return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
 
 
-def _sizes(mask: BlockMask, heads: int | None, kv_heads: int | None) -> SequenceSizes:
-    of_mask = mask.mask_index.shape[1]
-    if heads is None and kv_heads is not None:
-        raise ValueError(f"kv_heads={kv_heads} says nothing without heads=; pass both")
-    count = of_mask if heads is None else heads
-    of_keys = count if kv_heads is None else kv_heads
-    for name, value in (("heads", count), ("kv_heads", of_keys)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
-    if count % of_keys:
-        raise ValueError(f"kv_heads must divide heads; got {of_keys} and {count}")
-    if of_mask not in (1, count):
-        raise ValueError(f"the mask is of {of_mask} heads and heads={count}; it must be of 1 or {count}")
-    return SequenceSizes(mask.q_len, mask.block_size, count, of_keys)
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
-    if mesh.ndim != 1:
-        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
-        raise ValueError(f"mesh must have one dimension; got {mesh.ndim} ({names}); name one: mesh['cp']")
-    return mesh.get_group()
+    named = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not named):
+        names = ", ".join(map(repr, named)) or "no names"
+        raise ValueError(
+            f"mesh must have one dimension, or two with names; got {mesh.ndim} ({names}); name one or two: mesh['cp'], "
+            "mesh['node', 'cp']"
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    numbers = mesh.mesh.flatten().tolist()
+    if numbers != sorted(numbers):
+        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
+    return flattened(mesh).get_group()
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def ranks_of_node_of(mesh: DeviceMesh) -> int:
+    """1 in a mesh of one dimension."""
+    return mesh.size(1) if mesh.ndim == 2 else 1
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.empty(0, device=mesh.device_type).device
-
-
-def _heads_of(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """The mask of a rank's heads, where ranks exchange tokens for heads."""
-    index = mask.mask_index
-    return mask if index.shape[1] == 1 else replace(mask, mask_index=index.chunk(ranks, 1)[rank])
-
-
-def _described(
-    mask: MaskLike, whole: BlockMask, heads: int | None, kv_heads: int | None, assignment: Assignment, strategy: Strategy
-) -> dict[str, str]:
-    """What must be the same on all ranks, in short words."""
-    text = "" if isinstance(mask, BlockMask) else f" of {mask}"
-    owners = hashlib.sha256(assignment.blocks.tobytes()).hexdigest()[:12]
-    return {
-        "mask": f"{whole.digest.hex()[:12]}{text}",
-        "q_len": str(whole.q_len),
-        "block_size": str(whole.block_size),
-        "heads": str(heads),
-        "kv_heads": str(kv_heads),
-        "strategy": repr(strategy),
-        "assignment": f"{assignment.name} ({owners})",
-    }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from .subject import subject
 
 FORMATS = (".png", ".svg")
@@ -34,7 +35,7 @@ class Drawing:
     mask: the mask. title: the line above it. level: "tokens", "blocks" or "auto", see ``draw``.
     """
 
-    mask: BlockMask
+    mask: BlockMask | BlockSelection
     title: str
     level: str
 
@@ -69,7 +70,7 @@ def draw(
 ) -> Drawing:
     """A picture of a mask, queries downwards and keys to the right; ``print`` it, or view it in a notebook.
 
-    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text.
+    mask: a BlockMask of one mask or a BlockSelection of one head (``mask.select(head)`` of several), a Pattern or its spec text.
     path: a .png or .svg file to write.
     q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 4096, q_len and 128 by default. A BlockMask has its own.
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if they all fit the picture.
@@ -96,36 +97,46 @@ class Picture(NamedTuple):
     level: str
 
 
-def cells(mask: BlockMask, height: int, width: int, level: str = "auto") -> Picture:
+def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str = "auto") -> Picture:
     """The picture of a mask (of one stored mask) in at most height x width square cells.
 
     level: "tokens" or "blocks", the finest cell size; "auto" uses tokens if blocks would be coarser than the picture and there are
     few enough tokens.
     """
-    grid = mask.grid
-    if mask.masks != 1:
-        raise ValueError(f"a picture shows one mask; got {mask.masks}; draw them one by one, as mask.select(head)")
+    masks = mask.batch * mask.heads if isinstance(mask, BlockSelection) else mask.masks
+    if masks != 1:
+        raise ValueError(f"a picture shows one mask; got {masks}; draw them one by one, as mask.select(head)")
     if level not in ("auto", "tokens", "blocks"):
         raise ValueError(f"level must be 'auto', 'tokens' or 'blocks'; got {level!r}")
+    q_len, kv_len, block = mask.q_len, mask.kv_len, _block_of(mask)
     if level == "auto":
-        coarse = grid.q_blocks < height and grid.kv_blocks < width
-        level = "tokens" if coarse and grid.q_len * grid.kv_len <= _MOST_DENSE_PAIRS else "blocks"
+        coarse = q_len <= (height - 1) * block and kv_len <= (width - 1) * block
+        level = "tokens" if coarse and q_len * kv_len <= _MOST_DENSE_PAIRS else "blocks"
     if level == "tokens":
-        if grid.q_len * grid.kv_len > _MOST_DENSE_PAIRS:
-            raise ValueError(f"{grid.q_len} x {grid.kv_len} tokens are too many to draw one by one; use level='blocks'")
-        unit = _parts(grid.q_len, grid.kv_len, height, width)
-        dense = mask.to_dense().cpu().numpy()
-        top, left = np.arange(0, grid.q_len, unit), np.arange(0, grid.kv_len, unit)
+        if q_len * kv_len > _MOST_DENSE_PAIRS:
+            raise ValueError(f"{q_len} x {kv_len} tokens are too many to draw one by one; use level='blocks'")
+        unit = _parts(q_len, kv_len, height, width)
+        dense = mask.to_dense().cpu().view(q_len, kv_len).numpy()
+        top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
         kept = np.add.reduceat(np.add.reduceat(dense, top, axis=0, dtype=np.int64), left, axis=1)
     else:
-        group = _parts(grid.q_blocks, grid.kv_blocks, height, width)
-        unit = group * grid.block_size
-        top, left = np.arange(0, grid.q_len, unit), np.arange(0, grid.kv_len, unit)
-        rows, cols, *_ = mask.entries()
-        flat = (rows // group) * len(left) + cols // group
-        kept = np.bincount(flat, mask.entry_pairs, len(top) * len(left)).reshape(len(top), len(left))
-    heights, widths = np.diff(top, append=grid.q_len), np.diff(left, append=grid.kv_len)
+        group = _parts(-(-q_len // block), -(-kv_len // block), height, width)
+        unit = group * block
+        top, left = np.arange(0, q_len, unit), np.arange(0, kv_len, unit)
+        if isinstance(mask, BlockSelection):
+            kept = mask.kept_pairs(unit=unit)
+        else:
+            rows, cols, *_ = mask.entries()
+            flat = (rows // group) * len(left) + cols // group
+            kept = np.bincount(flat, mask.entry_pairs, len(top) * len(left)).reshape(len(top), len(left))
+    heights, widths = np.diff(top, append=q_len), np.diff(left, append=kv_len)
     return Picture(kept / np.outer(heights, widths), unit, level)
+
+
+def _block_of(mask: BlockMask | BlockSelection) -> int:
+    """Tokens on a side of the smallest cell that is counted in blocks."""
+    always = mask.always if isinstance(mask, BlockSelection) else None
+    return mask.block_size if always is None else max(mask.block_size, always.block_size)
 
 
 def _parts(rows: int, cols: int, height: int, width: int) -> int:
@@ -133,7 +144,7 @@ def _parts(rows: int, cols: int, height: int, width: int) -> int:
     return max(-(-rows // height), -(-cols // width))
 
 
-def described(mask: BlockMask, picture: Picture) -> str:
+def described(mask: BlockMask | BlockSelection, picture: Picture) -> str:
     """The size of the mask and of a cell of its picture."""
     return f"{mask.q_len:,} x {mask.kv_len:,} tokens; a cell is {picture.unit:,} x {picture.unit:,} tokens ({picture.level})"
 
@@ -201,13 +212,13 @@ def _rgb(shares: np.ndarray) -> np.ndarray:
     return rgb.round().astype(np.uint8)
 
 
-def save(mask: BlockMask, path: str | Path, title: str = "", level: str = "auto", most_cells: int = 512) -> Path:
+def save(mask: BlockMask | BlockSelection, path: str | Path, title: str = "", level: str = "auto", most_cells: int = 512) -> Path:
     """Writes the picture of a mask to a .png or .svg file. Raises ValueError for another extension."""
     path = checked_path(path)
     return _write(_figure(mask, title, level, most_cells), path)
 
 
-def _figure(mask: BlockMask, title: str, level: str, most_cells: int = 512):
+def _figure(mask: BlockMask | BlockSelection, title: str, level: str, most_cells: int = 512):
     from matplotlib.figure import Figure
 
     lines = [*_wrapped(title, _TITLE_WIDTH, _TITLE_LINES), _summary(mask)]
@@ -276,7 +287,9 @@ def _wrapped(title: str, width: int, most: int) -> list[str]:
     return lines
 
 
-def _summary(mask: BlockMask) -> str:
+def _summary(mask: BlockMask | BlockSelection) -> str:
+    if isinstance(mask, BlockSelection):
+        return f"keeps {mask.density:.2%} of the pairs, blocks of {mask.block_size} picked by query"
     return f"keeps {mask.density:.2%} of the pairs, visits {mask.block_density:.2%} of the blocks"
 
 

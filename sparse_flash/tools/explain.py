@@ -13,9 +13,11 @@ import torch
 
 from ..backends import hopper, triton
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..masks.tiles import unpack_bits, unpack_runs
+from .explain_selection import SelectionExplanation, explain_selection
 from .figures import flops_text, share_text, size_text, times
 from .subject import subject
 
@@ -204,7 +206,7 @@ class Explanation:
 
 
 def explain(
-    mask: BlockMask | Pattern | str,
+    mask: BlockMask | BlockSelection | Pattern | str,
     heads: int = 1,
     head_dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
@@ -216,17 +218,18 @@ def explain(
     q_len: int | None = None,
     kv_len: int | None = None,
     block_size: int | None = None,
-) -> Explanation:
+) -> Explanation | SelectionExplanation:
     """What a mask costs, what it saves, and what it can see; ``print`` it, or read its fields.
 
-    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. q_len, kv_len, block_size: lengths
-    for compiling a pattern, in tokens; 65,536, q_len and 128 by default. A BlockMask has its own.
+    mask: a BlockMask of one mask (``mask.select(head)`` of several), a Pattern or its spec text. Or a BlockSelection, of any heads,
+    which has other figures: how much is picked, and how alike neighbouring queries pick; heads is a multiple of those that pick.
+    q_len, kv_len, block_size: lengths for compiling a pattern, in tokens; 65,536, q_len and 128 by default. Others have their own.
     heads: query heads that share the mask. head_dim: elements. dtype: of q, k and v. kv_heads: heads of keys and values, None for
     as many as query heads. v_head_dim: of v and out, None for head_dim. deterministic: bitwise repeatable gradients, which take
     more memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
     """
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if mask.masks != 1:
+    if isinstance(mask, BlockMask) and mask.masks != 1:
         raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -236,6 +239,8 @@ def explain(
             raise ValueError(f"{name} must be at least 1; got {count}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
+    if isinstance(mask, BlockSelection):
+        return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
     grid, flops = mask.grid, 2 * batch * heads * (head_dim + v_head_dim)
     rows, cols, kind, tile = mask.entries()
     per_row, per_col = np.bincount(rows, minlength=grid.q_blocks), np.bincount(cols, minlength=grid.kv_blocks)

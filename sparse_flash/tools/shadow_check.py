@@ -12,6 +12,7 @@ import torch
 
 from ..dispatch import observers
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
@@ -152,8 +153,9 @@ def check(target: Callable, *, every: int = 100, rows: int = 4, bound: float | N
     allowed; None uses 0.05 for bfloat16, 0.01 for float16, 0.001 for float32. seed: of the sample.
 
     Sampled queries give out, lse and dq; sampled keys give dk and dv, from lse. A pattern itself says which pairs it keeps, so this
-    also checks its table; a BlockMask has only its table. Errors are logged (logger "sparse_flash.check", level INFO) and kept in
-    ``reports``. Raises CheckError beyond the bound: from the call for results, from ``backward()`` for gradients.
+    also checks its table; a BlockMask has only its table, a BlockSelection its picks. Errors are logged (logger
+    "sparse_flash.check", level INFO) and kept in ``reports``. Raises CheckError beyond the bound: from the call for results, from
+    ``backward()`` for gradients.
 
     A check costs some passes over the keys for each sampled row; other calls cost nothing. Lengths, dropout and score modifications
     are also recomputed. Not checked: the effect of sinks on results; the gradients of rel_bias and sinks; calls inside
@@ -168,7 +170,7 @@ class _Sample:
     def __init__(self, q, k, v, mask, scale, out, lse, variant: Variant | None, rows: int, rng: random.Random):
         self.q, self.k, self.v, self.out, self.lse = (t.detach() for t in (q, k, v, out, lse))
         self.scale, self.group = scale, q.shape[1] // k.shape[1]
-        self.keeps = _Keeps(mask, q.shape[2], k.shape[2])
+        self.keeps = _Keeps(mask, q.shape[1], q.shape[2], k.shape[2])
         if variant is not None and variant.rel_bias is not None:
             variant = replace(variant, rel_bias=variant.rel_bias.detach())
         self.variant = variant
@@ -277,20 +279,22 @@ def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 class _Keeps:
     """Which pairs a mask keeps, by row or column, (tokens,) bool on the CPU."""
 
-    def __init__(self, mask: BlockMask | Pattern | str | None, q_len: int, kv_len: int):
+    def __init__(self, mask: BlockMask | BlockSelection | Pattern | str | None, heads: int, q_len: int, kv_len: int):
         self.mask = parse(mask) if isinstance(mask, str) else mask
+        # How many query heads share picks.
+        self.shared = heads // mask.heads if isinstance(mask, BlockSelection) else 1
         self.grid = BlockGrid(q_len, kv_len, mask.block_size if isinstance(mask, BlockMask) else 128)
 
     def of_query(self, b: int, h: int, i: int) -> torch.Tensor:
-        if isinstance(self.mask, BlockMask):
-            return self.mask.kept_keys(i, b, h)
+        if isinstance(self.mask, (BlockMask, BlockSelection)):
+            return self.mask.kept_keys(i, b, h // self.shared)
         if self.mask is None:
             return torch.ones(self.grid.kv_len, dtype=torch.bool, device="cpu")
         return self._by_rule(self.mask, np.array([i]), np.arange(self.grid.kv_len))[0]
 
     def of_key(self, b: int, h: int, j: int) -> torch.Tensor:
-        if isinstance(self.mask, BlockMask):
-            return self.mask.kept_queries(j, b, h)
+        if isinstance(self.mask, (BlockMask, BlockSelection)):
+            return self.mask.kept_queries(j, b, h // self.shared)
         if self.mask is None:
             return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
         return self._by_rule(self.mask, np.arange(self.grid.q_len), np.array([j]))[:, 0]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
+from oracle import poisoned_memory
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
 
@@ -26,6 +31,18 @@ CASES = {
     "bit tiles": ("causal & (dilated(3, 5) | strided(64))", 1100, 32, 1, 2, 2),
     "rows that keep nothing": ("causal & ~local(200)", 1024, 64, 1, 2, 2),
     "bigbird": ("bigbird(block=64, density=0.05)", 1536, 64, 1, 2, 2),
+    "global tokens": ("local(80) | global_tokens(70)", 1400, 32, 1, 4, 2),
+    "global tokens, per head": (
+        ("global_tokens(40)", "global_tokens(16) | local(60)", "global_tokens(16)", "local(9)"),
+        900,
+        16,
+        2,
+        4,
+        4,
+    ),
+    "global tokens, few blocks": ("block_diagonal(32) | global_tokens(20)", 140, 32, 1, 2, 2),
+    "global tokens at the end": (sf.local(50) | sf.from_mask_fn(lambda q, kv: (q >= 530) | (q == kv)), 555, 32, 1, 2, 2),
+    "every other block": (sf.from_mask_fn(lambda q, kv: kv // 32 % 2 == 0), 1300, 32, 1, 2, 2),
     "nothing travels": ("block_diagonal(256)", 2048, 64, 1, 2, 2),
     "ranks that get nothing": ("causal", 130, 64, 1, 4, 4),
     "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
@@ -65,10 +82,12 @@ def of_one_process(name: str) -> list[torch.Tensor]:
     return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True), *inputs(name))
 
 
-def plan_of(name: str, strategy: str = "blocks", on=None):
+def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     _, tokens, block, _, heads, kv_heads = CASES[name]
     options = {"heads": heads, "kv_heads": kv_heads, "block_size": block, "strategy": strategy}
-    return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options)
+    if on is not None:
+        options["link_rate"] = RATES
+    return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
 def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
@@ -90,19 +109,51 @@ def difference(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return worst
 
 
-def compared(name: str, strategy: str) -> tuple[float, bool]:
+RATES = 50e9, 163e9  # between nodes, within
+
+
+def nodes():
+    """2 x 2 ranks"""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+
+
+def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
+    """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
+    whole = (
+        mask_of(name)
+        if isinstance(CASES[name][0], tuple)
+        else sf.compile_mask(mask_of(name), *CASES[name][1:2], block_size=CASES[name][2])
+    )
+    given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
+    exact, one = (
+        results(
+            lambda *qkv: sf.attention(*qkv, whole, return_lse=True), *(t.to(wide) for t, wide in zip(given, dtypes, strict=True))
+        )
+        for dtypes in ([torch.float64] * 5, [dtype] * 4 + [torch.promote_types(dtype, torch.float32)])
+    )
+    plan = plan_of(name, on=nodes() if in_nodes else None, **options)
+    given[4] = given[4].to(torch.promote_types(dtype, torch.float32))
+    mine = [plan.shard(t, 2) for t in given]
+    got = [plan.unshard(t, 2) for t in results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)]
+    assert [t.dtype for t in got] == [t.dtype for t in one]
+    distances = [[float((t - e).norm() / e.norm()) for t, e in zip(found, exact, strict=True)] for found in (got, one)]
+    return max(distances[0]), max(distances[1])
+
+
+def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
     """(the difference from one process, whether a second run gives the same bits)"""
-    plan = plan_of(name, strategy)
-    once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
+    plan = plan_of(name, strategy, nodes() if in_nodes else None, **options)
+    with poisoned_memory():
+        once, again = (of_a_plan(plan, name, deterministic=True) for _ in range(2))
     same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     return difference(once, of_one_process(name)), same
 
 
-def varied(strategy: str) -> tuple[float, float]:
+def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy), mask_of(name)
+    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), mask_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -131,6 +182,17 @@ def of_one_result(which: str) -> float:
     if which == "lse":
         wanted, got = wanted[:2], got[:2]  # v has no part in it
     return difference([plan.unshard(t, 2) for t in got], wanted)
+
+
+def dying(rank: int) -> None:
+    """One rank ends after a call; the others make more of them."""
+    plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
+    q = torch.zeros(1, 1, plan.tokens, 16)
+    plan.attention(q, q, q)
+    if dist.get_rank() == rank:
+        os._exit(1)
+    for _ in range(3):
+        plan.attention(q, q, q)
 
 
 def differentiated_twice() -> str:
@@ -165,32 +227,54 @@ def of_a_layer(fullgraph: bool) -> tuple[float, float]:
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
 
 
-def compiled(strategy: str, plans: int) -> tuple[float, int]:
-    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape."""
+def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
+    """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
+    that computes before and after the call."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    weights = [torch.randn(HEAD_DIM, HEAD_DIM) / HEAD_DIM**0.5 for _ in range(2)]
 
-    @torch.compile(fullgraph=True, backend=counter)
     def attend(q, k, v, plan):
-        return plan.attention(2 * q, k, v, return_lse=True)
+        out, lse = plan.attention(q @ weights[0], k, v, return_lse=True)
+        return out @ weights[1], lse
 
+    graph = torch.compile(attend, fullgraph=True, backend=counter)
     worst = 0.0
     for number in range(plans):
-        pattern = sf.causal() & sf.local(100 + 60 * number)
-        plan = sf.context_parallel(pattern, 1000, mesh(), heads=4, kv_heads=4, block_size=64, strategy=strategy)
-        given = [plan.shard(t[:, :, :1000], 2) for t in inputs("per head")]
-        eager = results(lambda q, k, v, plan=plan: plan.attention(2 * q, k, v, return_lse=True), *given)
-        worst = max(worst, difference(results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *given), eager))
+        pattern = sf.local(4 + 3 * number) | sf.global_tokens(1 + number)
+        on = {"mesh": nodes(), "link_rate": RATES} if in_nodes else {"mesh": mesh()}
+        plan = sf.context_parallel(pattern, 350, heads=4, kv_heads=4, block_size=16, **on, **options)
+        given = [plan.shard(t[:1, :, :350], 2) for t in inputs("per head")]
+        eager, got = (results(lambda q, k, v, run=run, plan=plan: run(q, k, v, plan), *given) for run in (attend, graph))
+        worst = max(worst, difference(got, eager))
     return worst, counter.frame_count
 
 
-def checkpointed(name: str) -> float:
-    plan = plan_of(name)
+def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
+    """(the difference from one process, the exchanges of a forward pass, those of a backward pass). policy: "none": no
+    checkpointing; "all": everything is recomputed; "operator": everything but what the operator returns."""
+    plan = plan_of(name, **options)
 
-    def attend(q, k, v):
-        return checkpoint(lambda *qkv: plan.attention(*qkv, return_lse=True), q, k, v, use_reentrant=False)
+    def of(_, function, *args, **kwargs):
+        saved = function is torch.ops.sparse_flash.context_attention.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return difference(of_a_plan(plan, name, attend), of_one_process(name))
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, of)} if policy == "operator" else {}
+    forward = []
+
+    def attend(*qkv):
+        # A product, so that something is left to recompute.
+        found = plan.attention(qkv[0] * 1.0, *qkv[1:], return_lse=True)
+        forward.append(exchanges.call_count)
+        return found
+
+    def checkpointed_attend(*qkv):
+        return checkpoint(attend, *qkv, use_reentrant=False, **more)
+
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
+        got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
+    return difference(got, of_one_process(name)), forward[0], exchanges.call_count - forward[0]
 
 
 def on_two_dimensions(name: str, strategy: str) -> float:
@@ -217,6 +301,25 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     return ""
 
 
+def of_meshes() -> tuple[dict[str, str], str, list[str]]:
+    """(what is said of meshes that cannot be, by what they lack; the strategy that is chosen for 2 x 2 ranks whose links between
+    nodes are slow; the strategies of its explanation)"""
+    given = {
+        "names": lambda: init_device_mesh("cpu", (2, 2)),
+        "two": lambda: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
+        "rates": nodes,
+        "order": lambda: DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
+    }
+    said = {}
+    for name, make in given.items():
+        try:
+            sf.context_parallel("causal", 1000, make())
+        except ValueError as error:
+            said[name] = str(error)
+    plan = sf.context_parallel("causal", 4096, nodes(), heads=8, kv_heads=2, block_size=64, link_rate=(1e9, 163e9))
+    return said, plan.strategy, list(plan.explain().costs)
+
+
 def refused_calls() -> dict[str, str]:
     """What a plan says of calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
@@ -229,6 +332,7 @@ def refused_calls() -> dict[str, str]:
         "shard": lambda: plan.shard(q, 2),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
         "ranks": lambda: plan.explain(ranks=0),
+        "nodes": lambda: plan.explain(ranks=8, ranks_of_node=3),
         "layer": lambda: layer(torch.zeros(1, 9, 16)),
         "cache": lambda: layer(torch.zeros(1, plan.tokens, 16), layer.new_cache(1, 16)),
     }
@@ -237,5 +341,84 @@ def refused_calls() -> dict[str, str]:
         try:
             call()
         except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+BY_LAYER = ["causal", "causal & local(100)", "butterfly(block=64)", "causal & (local(100))", "causal"]
+
+
+def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
+    """(the worst difference from one process over layers of several masks, [which layers share the first layer's plan, which the
+    second's, which the tokens of all])"""
+    options = {"heads": 4, "kv_heads": 4, "block_size": 64, "strategy": strategy}
+    plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), 0.0
+    given = [t[:, :, :1000] for t in inputs("per head")]
+    for plan, mask in zip(plans, BY_LAYER, strict=True):
+        whole = sf.compile_mask(mask, 1000, block_size=64)
+        wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
+        mine = [plans.shard(t, 2) for t in given]
+        got = results(lambda q, k, v, plan=plan: plan.attention(q, k, v, return_lse=True), *mine)
+        worst = max(worst, difference([plans.unshard(t, 2) for t in got], wanted))
+    same = [[plan is plans[layer] for plan in plans] for layer in (0, 1)]
+    return worst, [*same, [plan.positions is plans.positions for plan in plans]]
+
+
+DOCUMENTS = [[0, 70, 333, 334, 900, 1000], [0, 1000], [0, *range(90, 900, 90)], [0, 512, 1000]]
+
+
+def of_a_planner() -> tuple[float, int, list[bool]]:
+    """Masks by layer, and documents that change with each step, all submitted at first: (the worst difference from one process, how
+    many graphs were compiled, whether positions are those of documents)."""
+    torch._dynamo.reset()
+    counter, worst, placed = CompileCounterWithBackend("aot_eager"), 0.0, []
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def attend(q, k, v, plan):
+        return plan.attention(q, k, v, return_lse=True)
+
+    given = [t[:, :, :1000] for t in inputs("per head")]
+    masks = ["causal", "causal & local(100)"]
+    with sf.ContextParallel(mesh(), masks, 1000, block_size=64) as planner:
+        coming = [planner.submit(torch.tensor(cu_seqlens)) for cu_seqlens in DOCUMENTS]
+        for cu_seqlens, pending in zip(DOCUMENTS, coming, strict=True):
+            plans = pending.result()
+            for mask, plan in zip(masks, plans, strict=True):
+                apart = sf.parse(mask) & sf.documents(cu_seqlens)
+                whole = sf.compile_mask(apart, 1000, block_size=64)
+                assert torch.equal(plan.mask.to_dense(), whole.to_dense())
+                wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
+                mine = [plan.shard(t, 2) for t in given]
+                got = results(lambda q, k, v, plan=plan: attend(q, k, v, plan), *mine)
+                worst = max(worst, difference([plan.unshard(t, 2) for t in got], wanted))
+            starts = torch.tensor(cu_seqlens)
+            token = torch.arange(1000)
+            in_document = token - starts[torch.searchsorted(starts, token, right=True) - 1]
+            placed.append(torch.equal(plans.unshard(plans.document_positions, 0), in_document))
+    return worst, counter.frame_count, placed
+
+
+def refused_documents() -> dict[str, str]:
+    """What a planner says of documents that do not fit, or that other ranks do not have, by name; and of one that fits, after."""
+    said, rank = {}, dist.get_rank()
+    options = {"heads": 2, "block_size": 64, "strategy": "heads"}
+    with sf.ContextParallel(mesh(), "causal", 1000, **options) as planner:
+        submitted = {
+            "too long": [0, 1001],
+            "falling": [0, 10, 5],
+            "of one rank": [0, 1001] if rank == 1 else [0, 1000],
+            "other": [0, 500, 1000] if rank == 0 else [0, 400, 1000],
+            "right": [0, 1000],
+        }
+        coming = {name: planner.submit(cu_seqlens) for name, cu_seqlens in submitted.items()}
+        for name, pending in coming.items():
+            try:
+                said[name] = repr(pending.result())
+            except ValueError as error:
+                said[name] = str(error)
+    for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
+        try:
+            sf.ContextParallel(mesh(), mask, tokens)
+        except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said

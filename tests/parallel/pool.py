@@ -22,24 +22,34 @@ class Pool:
         self.ranks = ranks
         # Forks of a process that has imported everything start at once.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["sparse_flash.parallel", "torch._dynamo.testing"])
+        context.set_forkserver_preload(
+            [
+                "sparse_flash.parallel",
+                "torch._dynamo.testing",
+                "sparse_flash.integrations.transformers",
+                "transformers.models.llama",
+            ]
+        )
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, ranks, str(folder / f"rendezvous{ranks}"), theirs), daemon=False)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
 
-    def run(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: object, **options: object) -> list[Any]:
         """What the function returns on each rank; it must be importable. Raises AssertionError with what a rank raised."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((function, arguments, options))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE), f"rank {rank} of {self.ranks} does not answer"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((None, "the process ended"))
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
         assert not errors, "\n".join(errors)
         return [result for result, _ in answers]
@@ -55,8 +65,8 @@ def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     while True:
-        function, arguments = pipe.recv()
+        function, arguments, options = pipe.recv()
         try:
-            pipe.send((function(*arguments), None))
+            pipe.send((function(*arguments, **options), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))

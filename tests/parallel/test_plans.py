@@ -7,9 +7,9 @@ from on_ranks import CASES, mask_of
 
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
-from sparse_flash.parallel.assignment import candidates, chunk_blocks, exchanged
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
-from sparse_flash.parallel.explanation import explained
+from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
+from sparse_flash.parallel.explanation import chosen, explained
 
 
 def whole(name: str) -> sf.BlockMask:
@@ -20,8 +20,9 @@ def whole(name: str) -> sf.BlockMask:
 def options(name: str, ranks: int):
     """(a mask, ways to assign its tokens)"""
     mask = whole(name)
-    found = candidates(mask, ranks, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
-    return mask, [*found, exchanged(found[0], 1.0)]
+    visits = Visits.of(mask, chunk_blocks(mask.grid.q_blocks, mask.block_size, ranks))
+    found = candidates([visits], [1], ranks)
+    return mask, [owners.under(visits) for owners in (*found, exchanged(found[0], [visits], [1], 1.0))]
 
 
 def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
@@ -39,9 +40,10 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
         attended = torch.zeros_like(wanted)
         places = assignment.places(mask.q_len, mask.block_size)
         for rank in range(ranks):
-            part = of_all_heads(part_of(mask, assignment.blocks[rank], assignment.columns(rank)))
-            columns = assignment.columns(rank)[:, None] * mask.block_size + np.arange(mask.block_size)
-            columns[assignment.columns(rank) < 0] = -1
+            blocks = np.concatenate([assignment.blocks[rank], *(assignment.sent(source, rank) for source in range(ranks))])
+            part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
+            columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
+            columns[blocks < 0] = -1
             row, column = np.flatnonzero(places[rank] >= 0), np.flatnonzero((columns.ravel() >= 0) & (columns.ravel() < mask.q_len))
             kept = part[:, row][:, :, column].int()
             assert kept.sum() == part.sum(), "a pair with padding is kept"
@@ -115,7 +117,8 @@ def test_documents_of_random_lengths_are_balanced_and_move_less_than_chunks_leve
     mask = sf.compile_mask(pattern, tokens)
     found = explained(mask, SequenceSizes(tokens, 128, 8, 8), 8, LINK_RATE, False)
     cost = found.costs["blocks"]
-    regular = {one.name: one for one in candidates(mask, 8, 4)}
+    visits = Visits.of(mask, 8)
+    regular = {one.name: one.under(visits) for one in candidates([visits], [1], 8)}
     balance = {name: one.work.sum(1).max() / one.work.sum(1).mean() for name, one in regular.items()}
     assert cost.waited / cost.work.mean() < 1.25 < min(balance["contiguous"], balance["zigzag"])
     assert found.assignments["blocks"].received.max() < 0.5 * regular["levelled"].received.max()
@@ -130,11 +133,83 @@ def test_at_8_ranks_heads_are_exchanged_where_that_moves_less_and_key_heads_suff
     assert "heads" not in explanation("butterfly", 1 << 18, 8, knows_heads=False).costs
 
 
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_queries_of_global_tokens_travel_as_that_moves_a_tenth_and_shares_their_work(ranks):
+    found = explanation("local(1024) | global_tokens(128)", 1 << 18, ranks, heads=32)
+    costs = found.costs
+    assert found.choice == "queries" and costs["queries"].received.max() < 0.1 * costs["blocks"].received.max()
+    assert costs["queries"].waited < 1.01 * costs["queries"].work.mean() < costs["blocks"].waited
+    assert costs["queries"].work.sum() == pytest.approx(costs["blocks"].work.sum())
+
+
+def test_bigbird_sends_queries_at_64_ranks_and_exchanges_heads_at_8():
+    assert [explanation("bigbird", 1 << 18, ranks).choice for ranks in (8, 64)] == ["heads", "queries"]
+
+
+def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
+    assert all("queries" not in explanation(text, 1 << 16, 8).costs for text in ("causal", "butterfly", "causal & local(4096)"))
+
+
+def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster():
+    sizes = SequenceSizes(1 << 19, 128, 32, 8)
+    forward, backward = call_times(2e6, 1e4, 2048, 32, sizes, LINK_RATE)
+    assert forward.overlaps and not backward.overlaps  # two backward calls take longer than the exchange of 32 blocks
+    assert call_times(1e6, 1e6, 2048, 2048, sizes, 1e10)[1].overlaps
+    assert not any(of_pass.overlaps for of_pass in call_times(2e6, 0, 2048, 0, sizes, LINK_RATE))  # nothing travels
+
+
+def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
+    sizes = SequenceSizes(1 << 17, 128, 32, 8)
+    for text in ("causal", "butterfly"):
+        mask = sf.compile_mask(text, sizes.q_len)
+        found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE))
+        assert found.choice == "nodes" and "heads" not in found.costs
+        assert found.costs["nodes"].work.sum() == pytest.approx(found.costs["blocks"].work.sum())
+        assert "nodes" not in explained(mask, sizes, 8, 25e9, True, node=Node(8, LINK_RATE)).costs  # one node alone
+    received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
+    # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
+    assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
+
+
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
     mask = sf.BlockMask.per_head(["full"] + ["local(64)"] * 7, 8192, 8192)
     found = explained(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)
     work = found.costs["heads"].work
     assert work[0] == 64 * 64 and work[1] == 64 + 2 * 63 and found.costs["heads"].waited == work[0]
+
+
+def test_one_assignment_serves_masks_of_several_layers_and_follows_those_that_most_layers_have():
+    tokens, ranks = 1 << 17, 8
+    visits = [Visits.of(sf.compile_mask(text, tokens), 8) for text in ("causal & local(4096)", "causal")]
+
+    def made(layers: list[int]):
+        return chosen(visits, layers, SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE / 10, ["blocks"])
+
+    assert made([1, 1]).owners.name == "zigzag"  # the dense layer would wait 1.9 times as long
+    assert made([1000, 1]).owners.name == "contiguous"  # the others would get twice as much
+    summed = sum(count * made([3, 2]).owners.under(one).load for count, one in zip([3, 2], visits, strict=True))
+    assert summed.max() < 1.02 * summed.mean()
+
+
+def test_each_mask_of_one_assignment_gets_the_strategy_that_suits_it():
+    tokens, ranks = 1 << 18, 8
+    visits = [Visits.of(sf.compile_mask(text, tokens, progress=False), 8) for text in ("causal & local(4096)", "butterfly")]
+    both = chosen(visits, [1, 1], SequenceSizes(tokens, 128, 8, 8), ranks, LINK_RATE, ["blocks", "heads"])
+    assert both.strategies == ("blocks", "heads") and both.owners.name == "contiguous"
+
+
+def test_exchanging_chunks_lowers_the_sum_of_all_layers():
+    tokens, ranks = 1 << 16, 8
+    ends = np.cumsum(np.random.default_rng(1).lognormal(np.log(4096), 1.3, 100).astype(int).clip(16))
+    apart = sf.causal() & sf.documents([0, *ends[ends < tokens].tolist(), tokens])
+    visits = [Visits.of(sf.compile_mask(mask, tokens), 2) for mask in (apart, apart & sf.local(512))]
+    start = candidates(visits, [1, 3], ranks)[0]
+
+    def costliest(owners) -> float:
+        each = [owners.under(one) for one in visits]
+        return max(sum(count * (one.load + one.received) for count, one in zip([1, 3], each, strict=True)))
+
+    assert costliest(exchanged(start, visits, [1, 3], 1.0)) < 0.8 * costliest(start)
 
 
 def test_one_rank_gets_nothing():

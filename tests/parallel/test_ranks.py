@@ -2,16 +2,36 @@
 
 import on_ranks
 import pytest
+import torch
 from on_ranks import CASES
+from pool import Pool
+
+import sparse_flash as sf
 
 pytestmark = pytest.mark.ranks
+OF_QUERIES = ["bigbird", *(name for name in CASES if name.startswith("global tokens"))]
+OF_NODES = ["causal", "ragged documents", "full, cut block", "per head, grouped", "ranks that get nothing", "grouped 8:2"]
 OF_HEADS = [(name, ranks) for name, case in CASES.items() for ranks in (2, 3, 4) if case[5] % ranks == 0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks, overlap", [(1, None), (2, True), (2, False), (3, True), (4, False)])
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
-    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks"):
+def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "blocks", overlap=overlap):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["causal", "ranks that get nothing", "grouped 6:3"])
+def test_blocks_fetched_again_for_the_backward_pass_give_the_same(pools, name, overlap):
+    for error, same in pools(3).run(on_ranks.compared, name, "blocks", overlap=overlap, keep_fetched=False):
+        assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("ranks, overlap", [(2, True), (3, False), (4, None)])
+@pytest.mark.parametrize("name", OF_QUERIES)
+def test_queries_that_travel_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name, overlap):
+    for error, same in pools(ranks).run(on_ranks.compared, name, "queries", overlap=overlap):
         assert error < 1e-5 and same
 
 
@@ -19,6 +39,45 @@ def test_blocks_fetched_give_what_one_process_gives_and_the_same_bits_twice(pool
 def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(pools, ranks, name):
     for error, same in pools(ranks).run(on_ranks.compared, name, "heads"):
         assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", OF_NODES)
+def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
+    for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
+        assert error < 1e-5 and same
+
+
+def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
+    for said, strategy, explained in pools(4).run(on_ranks.of_meshes):
+        assert strategy == "nodes" and explained == ["blocks", "nodes", "ring", "all-gather"]
+        assert "or two with names; got 2 (no names)" in said["names"] and "got 3 ('dp', 'node', 'cp')" in said["two"]
+        assert "must ascend; got [[3, 2], [1, 0]]" in said["order"] and "pass mesh['cp']" in said["rates"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "blocks", "overlap": True},
+        {"strategy": "queries", "overlap": False},
+        {"strategy": "nodes", "overlap": True, "in_nodes": True},
+    ],
+)
+def test_parts_are_joined_with_hardly_more_error_than_one_process_has(pools, dtype, options):
+    for error, of_one in pools(4).run(on_ranks.of_dtype, "global tokens", dtype, **options):
+        assert error < 2 * of_one + 1e-12
+
+
+def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
+    for strategy in ("blocks", "heads"):
+        for error, same in pools(4).run(on_ranks.compared, "ranks that get nothing", strategy, in_nodes=True):
+            assert error < 1e-5 and same
+
+
+def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
+    for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
+        assert error < 1e-5 and of_sinks < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -38,18 +97,59 @@ def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgr
         assert error < 1e-5 and of_parameters < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["blocks", "heads", "auto"])
+def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(pools, strategy):
+    for error, shared in pools(2).run(on_ranks.of_layers, strategy):
+        assert error < 1e-5
+        assert shared == [[True, False, False, False, True], [False, True, False, True, False], [True] * 5]
+
+
+def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
+    pool = Pool(3, tmp_path)
+    try:
+        with pytest.raises(AssertionError) as raised:
+            pool.run(on_ranks.dying, 1)
+    finally:
+        pool.close()
+    assert "rank 1: the process ended" in str(raised.value)
+    for rank in (0, 2):
+        said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
+        assert "RuntimeError" in said and "by peer" in said
+
+
 def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
 
-@pytest.mark.parametrize("strategy", ["blocks", "heads"])
-def test_twenty_plans_of_one_shape_are_one_compiled_graph(pools, strategy):
-    for error, graphs in pools(2).run(on_ranks.compiled, strategy, 20):
+@pytest.mark.parametrize(
+    "plans, options",
+    [
+        (20, {"strategy": "blocks", "overlap": True}),
+        (4, {"strategy": "nodes", "in_nodes": True}),
+        (4, {"strategy": "blocks", "overlap": False}),
+        (4, {"strategy": "blocks", "overlap": None, "keep_fetched": False}),
+        (4, {"strategy": "queries"}),
+        (4, {"strategy": "heads"}),
+    ],
+)
+def test_plans_of_one_shape_are_one_compiled_graph(pools, plans, options):
+    for error, graphs in pools(4 if "in_nodes" in options else 2).run(on_ranks.compiled, plans, **options):
         assert error < 1e-6 and graphs == 1
 
 
-def test_activation_checkpointing_fetches_again_and_gives_the_same(pools):
-    assert max(pools(3).run(on_ranks.checkpointed, "causal")) < 1e-5
+@pytest.mark.parametrize(
+    "policy, keep_fetched, forward, backward",
+    [
+        ("none", True, 1, 1),
+        ("none", False, 1, 2),  # blocks again, and gradients
+        ("all", True, 1, 2),
+        ("operator", True, 1, 1),
+        ("operator", False, 1, 2),
+    ],
+)
+def test_what_is_kept_and_what_is_checkpointed_say_how_often_ranks_exchange(pools, policy, keep_fetched, forward, backward):
+    for error, *exchanges in pools(3).run(on_ranks.checkpointed, "causal", policy, keep_fetched=keep_fetched):
+        assert error < 1e-5 and exchanges == [forward, backward]
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads"])
@@ -65,6 +165,13 @@ def test_different_plans_are_an_error_on_every_rank_that_says_which_rank_has_wha
     assert all("q_len is 1000 on ranks 0, 1, 1001 on rank 2" in said for said in lengths)
 
 
+def test_masks_of_other_layers_are_a_difference_that_is_said(pools):
+    masks = ["causal", "local(64)", "causal"]
+    said, *others = pools(3).run(on_ranks.refused, {rank: {"mask": masks[: 3 - rank // 2]} for rank in range(3)})
+    assert said == others[0] == others[1]
+    assert "for layers [0, 1, 0] on ranks 0, 1" in said and "for layers [0, 1] on rank 2" in said
+
+
 def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     own, *others = pools(3).run(on_ranks.refused, {0: {"strategy": "heads"}})
     assert "needs heads=" in own and all("rank 0: ValueError: strategy 'heads' needs heads=" in said for said in others)
@@ -75,10 +182,17 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
     [
         ({"strategy": "heads", "heads": 4, "kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"strategy": "heads", "heads": 3}, "got 2 ranks and 3 kv_heads"),
-        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks' or 'heads'; got 'ring'"),
+        ({"strategy": "ring"}, "strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got 'ring'"),
+        ({"strategy": "queries", "mask": "local(64)"}, "in which a few block rows visit more than half"),
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"link_rate": (1e9, 0)}, "or two, between nodes and within; got (1000000000.0, 0)"),
+        ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
+        ({"mask": []}, "mask must name at least one mask"),
+        ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
+        ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
+        ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
 )
 def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
@@ -95,3 +209,23 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
         assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
+        assert said["nodes"] == "ranks_of_node must divide the 8 ranks; got 3"
+
+
+def test_documents_that_change_are_planned_beside_and_compile_once(pools):
+    for error, graphs, placed in pools(2).run(on_ranks.of_a_planner):
+        assert error < 1e-5 and graphs == 1 and all(placed)
+
+
+def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_next_are_planned(pools):
+    first, second = pools(2).run(on_ranks.refused_documents)
+    assert "end at token 1001, past the q_len=1000" in first["too long"] == second["too long"]
+    assert "must not decrease" in first["falling"]
+    assert "rank 1: ValueError: the documents end at token 1001" in first["of one rank"]
+    assert first["other"] == second["other"]
+    assert "cu_seqlens is of 2 documents to token 1000" in first["other"] and "on rank 0" in first["other"]
+    assert first["right"].startswith("ContextPlan(1000 tokens over 2 ranks, 512 on each, strategy 'heads'")
+    assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
+    assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
+    assert "must name at least one mask" in first["no mask"]
+    assert "q_len must be a positive integer number of tokens; got 0" in first["length"]

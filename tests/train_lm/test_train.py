@@ -275,6 +275,7 @@ BAD = {
     "steps and minutes": (["--minutes", "1"], "either --steps or --minutes"),
     "parallel": (["--parallel", "pp"], "ddp or fsdp"),
     "recompute": (["--recompute", "some"], "none, selective, full"),
+    "context": (["--context", "2"], "must divide the 1 that torchrun started; got 2"),
     "no text": (["--text", "/nowhere"], "must be a folder of text"),
     "dense every": (["--mask", "causal", "--mask", "causal", "--dense-every", "4"], "--mask causal"),
 }
@@ -289,6 +290,16 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, said", [({"packed": True}, "--packed"), ({"check_every": 5}, "--check-every"), ({"masks": ("sdpa",)}, "mask 'sdpa'")]
+)
+def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, said):
+    settings = replace(SETTINGS, context=2, **changes)
+    with pytest.raises(ValueError, match=f"{said} is not supported where GPUs share a sequence"):
+        checked(settings, 4)
+    assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).accumulated(2) == 1
 
 
 def test_too_little_memory_is_said_with_what_to_use(monkeypatch):

@@ -30,12 +30,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...api.arguments import check_deterministic
 from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
+from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...masks.block_mask import BlockMask
 from ...masks.pattern import Pattern, parse
 from ...variant.definition import with_sinks
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
+from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     raise ImportError(
@@ -47,6 +49,7 @@ OWN = "own"
 _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
+_PLAN = "_sparse_flash_plan"
 
 # Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal,
 # position_ids), use_sparse_flash sets them (deterministic), or other parts of a model read them.
@@ -63,23 +66,26 @@ _WITHOUT_EFFECT = {
     "position_ids",
     "return_dict",
     "seq_idx",
+    "shift_labels",
     "use_cache",
 }
 
 
 class _Settings(NamedTuple):
-    """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances."""
+    """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
+    plan: in place of the mask, where several ranks share the sequence."""
 
     mask: Pattern | str | BlockMask | None
     backend: str = "auto"
     deterministic: bool | None = None
     moves: bool = False
     packed: bool = False
+    plan: SharedSequence | None = None
 
 
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | BlockMask | Sequence | Mapping | None = OWN,
+    mask: Pattern | str | BlockMask | SharedSequence | Sequence | Mapping | None = OWN,
     *,
     backend: str = "auto",
     deterministic: bool | None = None,
@@ -93,6 +99,10 @@ def use_sparse_flash(
     attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence gives a mask per layer. A
     mapping from layer numbers gives masks for some layers; the others keep the model's own. A mask that must not look ahead has to
     say so: "causal & ...".
+    Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
+    with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
+    returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
+    is the loss of the sequence. num_items_in_batch is passed on where it is given, as where a step has several batches.
     backend, deterministic: as for ``sparse_flash.attention``.
 
     packed: compiled code is to expect packed sequences, whose position_ids restart with each. It cannot look, and separating costs
@@ -109,14 +119,28 @@ def use_sparse_flash(
     part = tower(model)
     layers = self_attention(part)
     masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
+    plan = shared_by(masks, others_of(model, layers.values()))
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one = masks[number]
-        setattr(layer, _SETTINGS, _Settings(one, backend, deterministic, one != OWN and depends_on_position(one), packed))
+        if plan is not None:
+            settings = _Settings(None, backend, deterministic, plan=cast(SharedSequence, one))
+        else:
+            settings = _Settings(one, backend, deterministic, one != OWN and depends_on_position(one), packed)
+        setattr(layer, _SETTINGS, settings)
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         setattr(part, _WATCHED, True)
+    if plan is not None and not hasattr(model, _PLAN):
+        model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
+    if plan is not None or hasattr(model, _PLAN):
+        setattr(model, _PLAN, plan)
     return model
+
+
+def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
+    plan = getattr(module, _PLAN)
+    return None if plan is None or _implementation(module) != NAME else ((), sharded(plan, module, args, kwargs))
 
 
 def _refuse_weights(module, args, kwargs) -> None:
@@ -180,9 +204,9 @@ def _checked(mask):
             return mask.to_spec()  # text, which compiled code accepts on every PyTorch
         except ValueError:  # of an unregistered pattern
             return mask
-    if mask is None or isinstance(mask, BlockMask):
+    if mask is None or isinstance(mask, (BlockMask, SharedSequence)):
         return mask
-    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask or None; got {type(mask).__name__}")
+    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask, a plan or None; got {type(mask).__name__}")
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
@@ -198,7 +222,7 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
 
 def _traceable(settings, own, query, key, sliding_window=None, dropout=0.0, softcap=None, **_) -> bool:
     """Whether the call reads no values, which compiled code cannot do."""
-    if own is None:
+    if own is None or settings.plan is not None:
         return True
     if not isinstance(own, ModelMask) or own.dense is not None or any(len(limit) > 1 for limit in own.limits):
         return False
@@ -254,6 +278,10 @@ def _masked(
         own = assumed(module, query, key, sliding_window, is_causal)
     elif not isinstance(own, ModelMask):
         own = given(own, query, key)
+    if settings.plan is not None:
+        unsupported = {"dropout": dropout, "a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
+        options = {"scale": scaling, "sinks": s_aux, "deterministic": settings.deterministic, "backend": settings.backend}
+        return attended(settings.plan, own, query, key, value, unsupported=unsupported, **options), None
     if own.refusal is not None:
         raise ValueError(f"{own.refusal}; {NAME!r} does not support that")
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):

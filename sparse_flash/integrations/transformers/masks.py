@@ -153,7 +153,7 @@ class ModelMask(FlexBlockMask):
 
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
-        limits = [limit for limit in self.limits if len(limit) > 1 or not _keeps_all(limit[0], self.kv_length)]
+        limits = [limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length)]
         if isinstance(mask, BlockMask) and (limits or self.kv_offset):
             said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.kv_offset} on"
             raise ValueError(
@@ -410,7 +410,7 @@ def depends_on_position(mask) -> bool:
     return mask is not None and (isinstance(mask, BlockMask) or moved(mask, 1) != mask)
 
 
-def _keeps_all(limit: str | Pattern, kv_length: int) -> bool:
+def keeps_all(limit: str | Pattern, kv_length: int) -> bool:
     """Whether the limit is a window that covers all keys."""
     return isinstance(limit, str) and limit.startswith("local(") and int(limit[6:-1]) >= kv_length
 

@@ -1,0 +1,96 @@
+"""A model whose sequence is shared by several ranks: its inputs and its attention, by a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...api.shared import SharedSequence
+from .masks import ModelMask, keeps_all
+
+_IGNORED = -100  # a label that counts for nothing, in Transformers' losses
+
+
+def shared_by(masks: Mapping[int, object], others: list[torch.nn.Module]) -> SharedSequence | None:
+    """The plan of a model's layers, any of them, as they share its tokens; None where the layers have masks.
+
+    masks: by layer. others: modules that attend and are not switched. Raises ValueError where a model cannot be shared.
+    """
+    plans = {number: mask for number, mask in masks.items() if isinstance(mask, SharedSequence)}
+    if not plans:
+        return None
+    first = next(iter(plans.values()))
+    apart = sorted(number for number in masks if number not in plans or plans[number].positions is not first.positions)
+    if apart:
+        raise ValueError(
+            f"layers {apart} do not share their tokens with layer {next(iter(plans))}; make one plan for all layers: "
+            "context_parallel([mask of each layer, ...], ...)"
+        )
+    if others:
+        raise ValueError(
+            f"the model also attends in {type(others[0]).__name__}, whose tokens a plan does not share; pass a model with one text "
+            "decoder, or masks in place of the plan"
+        )
+    return first
+
+
+def sharded(plan: SharedSequence, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with which a model's ``forward`` gets this rank's tokens, for the arguments of all tokens.
+
+    Tokens and positions are sharded; labels are shifted first, and their number is that of all ranks. Raises ValueError for
+    arguments that cannot be shared.
+    """
+    signature = inspect.signature(module.forward)
+    bound = signature.bind(*args, **kwargs).arguments
+    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    others = bound.pop(rest, {})
+    given = {name: value for name, value in {**bound, **others}.items() if value is not None}
+    padding = given.pop("attention_mask", None)
+    if padding is not None and (padding.dim() != 2 or torch.compiler.is_compiling() or not padding.bool().all()):
+        raise ValueError("a plan has no padding of its own; leave attention_mask out, and give padding the label -100")
+    if refused := [name for name in ("past_key_values", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k") if name in given]:
+        raise ValueError(f"{', '.join(refused)} cannot be used with a plan; call use_sparse_flash with a mask for that")
+    for name in ("input_ids", "inputs_embeds"):
+        if name in given:
+            given[name] = plan.shard(given[name], 1)
+    positions = given.get("position_ids")
+    given["position_ids"] = plan.positions[None] if positions is None else plan.shard(positions, positions.dim() - 1)
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if labels is not None and shifted is None:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:].contiguous()
+    if shifted is not None:
+        if not rest:
+            raise ValueError(f"{type(module).__name__} does not take shift_labels; compute the loss from its logits")
+        given.setdefault("num_items_in_batch", (shifted != _IGNORED).sum())
+        given["labels"] = given["shift_labels"] = plan.shard(shifted, 1, fill=_IGNORED)
+    if "use_cache" in signature.parameters:
+        given["use_cache"] = False
+    return given
+
+
+def attended(
+    plan: SharedSequence,
+    own: ModelMask,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    unsupported: Mapping[str, object],
+    **options: Any,
+) -> torch.Tensor:
+    """``plan.attention`` for a layer. own: the model's mask, made for the tokens of this rank. unsupported: what else the call asks
+    for, by name. Raises ValueError for restrictions of the model that the plan cannot know."""
+    names = [name for name, value in unsupported.items() if isinstance(value, torch.Tensor) or value]
+    if names:
+        raise ValueError(f"{', '.join(names)} cannot be used with a plan; call use_sparse_flash with a mask for that")
+    limits = [str(limit[0]) for limit in own.limits if not keeps_all(limit[0], plan.q_len)]
+    if limits:
+        raise ValueError(
+            f"the layer's own mask is {' & '.join(limits)}, and a plan cannot be joined with it; make it part of the layer's mask "
+            "in the plan, and set the model's config.sliding_window to None"
+        )
+    out: torch.Tensor = plan.attention(query, key, value, **options)
+    return out.transpose(1, 2).contiguous()

@@ -1,0 +1,205 @@
+"""The choice of key blocks for each group of queries: streams the scores of blocks and keeps the best in registers.
+
+A program has the groups of one tile and one head that picks. It walks the blocks that end before the own block of its last group,
+some columns at a time, so no tensor holds all scores. What it keeps of each row is a set of the best scores so far, unordered. A
+column enters where it beats the lowest of the set, and the loop over a tile ends when no row has such a column; so most tiles cost
+one maximum. Of equal scores the first block stays: a later one does not beat it, and of several lowest ones the last leaves.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.launch import launch
+
+_NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
+GIVEN = tl.constexpr(0)  # scores are read
+MEAN = tl.constexpr(1)  # products with the means of blocks
+MOST = tl.constexpr(2)  # the maximum of the products with a block's keys
+_KINDS = {"given": GIVEN, "mean": MEAN, "max": MOST}
+_KEYS = 64  # of a step of "max"
+
+
+@dataclass(frozen=True)
+class ChoiceConfig:
+    """tile: groups of a program. columns: blocks of a step. num_warps, num_stages: Triton's launch options."""
+
+    tile: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+# Not measured yet: chosen by registers, spills and shared memory when compiled for sm_90 (triton 3.9, 2026-11-22; 16 slots,
+# head_dim 128, four heads that share a choice): 166 registers and 2 KiB, 155 and 64 KiB, 138 and 48 KiB, none spills.
+_CONFIGS = {"given": ChoiceConfig(64, 64, 4, 1), "mean": ChoiceConfig(64, 64, 4, 1), "max": ChoiceConfig(64, 16, 4, 2)}
+
+
+@triton.jit
+def _keep_best(scores, column, best, block):
+    """Takes the columns of a tile into the sets of its rows, whose lowest score is negative infinity while they have room."""
+    peak = tl.max(scores, 1)
+    lowest = tl.min(best, 1)
+    while tl.max((peak > lowest).to(tl.int32), 0) > 0:
+        better = peak > lowest
+        first = tl.min(tl.where(scores == peak[:, None], column, _NONE), 1)
+        leaves = tl.max(tl.where(best == lowest[:, None], block, -1), 1)
+        enters = better[:, None] & (block == leaves[:, None])
+        best = tl.where(enters, peak[:, None], best)
+        block = tl.where(enters, first[:, None], block)
+        scores = tl.where(better[:, None] & (column == first[:, None]), -float("inf"), scores)
+        peak = tl.max(scores, 1)
+        lowest = tl.min(best, 1)
+    return best, block
+
+
+@triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width"])
+def choose_blocks_kernel(
+    source,
+    keys,
+    picks,
+    heads,
+    groups,
+    kv_len,
+    offset,
+    width,
+    head_dim,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    EVERY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    OWN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """source: q, (batch, heads x SHARED, tokens, head_dim), or scores, (batch, heads, groups, columns): then q_token is of groups.
+    keys: what a key head's scores are products with, (batch, key heads, blocks or tokens, head_dim). picks: (batch, heads, groups,
+    CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head."""
+    line = tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = group < groups
+    first = group * EVERY + offset
+    own = tl.where(exists & (first >= 0), first // BLOCK, 0)
+    slot = tl.arange(0, SLOTS)[None, :]
+    room = (slot < CHOSEN) & (group >= 0)[:, None]
+    best = tl.where(room, -float("inf"), float("inf"))
+    block = _NONE + slot + tl.zeros((TILE, SLOTS), tl.int32)
+    dim = tl.arange(0, DIM)
+    if CHOSEN > 0:
+        rows = source + batch * q_batch + head * SHARED * q_head
+        if KIND == GIVEN:
+            rows += group.to(tl.int64)[:, None] * q_token
+        else:
+            rows += (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
+            keys += batch * k_batch + head // width * k_head
+        some = exists[:, None] & (dim < head_dim)[None, :]
+        if KIND == MEAN:
+            # The mean of scores is the score of the mean, but for a factor that changes no order.
+            query = tl.zeros((TILE, DIM), tl.float32)
+            for _ in tl.static_range(SHARED):
+                query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
+                rows += q_head
+        for start in range(0, tl.max(own, 0), COLUMNS):
+            column = start + tl.arange(0, COLUMNS)[None, :]
+            before = column < own[:, None]
+            if KIND == GIVEN:
+                scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
+            elif KIND == MEAN:
+                # Blocks before an own block are whole, so their means exist.
+                means = tl.load(
+                    keys + tl.trans(column).to(tl.int64) * k_token + dim[None, :],
+                    mask=(tl.trans(column) < kv_len // BLOCK) & (dim < head_dim)[None, :],
+                    other=0.0,
+                )
+                scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
+            else:
+                scores = tl.zeros((TILE, COLUMNS), tl.float32)
+                for number in range(tl.minimum(COLUMNS, tl.max(own, 0) - start)):
+                    total = tl.zeros((TILE,), tl.float32)
+                    rows_of_head = rows
+                    # Not unrolled: the queries of all heads at once would not fit.
+                    for _ in range(SHARED):
+                        query = tl.load(rows_of_head, mask=some, other=0.0)
+                        rows_of_head += q_head
+                        most = tl.full((TILE,), -float("inf"), tl.float32)
+                        for step in range(0, BLOCK, KEYS):
+                            key = (start + number) * BLOCK + step + tl.arange(0, KEYS)
+                            values = tl.load(
+                                keys + key.to(tl.int64)[:, None] * k_token + dim[None, :], mask=(dim < head_dim)[None, :], other=0.0
+                            )
+                            most = tl.maximum(most, tl.max(tl.dot(query, tl.trans(values), input_precision=PRECISION), 1))
+                        total += most
+                    scores = tl.where(column == start + number, total[:, None], scores)
+            # A score that is no number is never the best.
+            scores = tl.where(before & (scores == scores), scores, -float("inf"))
+            best, block = _keep_best(scores, column, best, block)
+    last = tl.minimum(first + EVERY - 1, kv_len - 1)
+    mine = own[:, None] + slot - CHOSEN
+    is_own = (slot >= CHOSEN) & (slot < CHOSEN + OWN) & (mine * BLOCK <= last[:, None])
+    block = tl.sort(tl.where(is_own, mine, tl.where(room, block, _NONE)), 1)
+    place = picks + (line.to(tl.int64) * groups + group)[:, None] * (CHOSEN + OWN) + slot
+    tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + OWN))
+
+
+def choose_blocks(
+    source: torch.Tensor,
+    keys: torch.Tensor | None,
+    kind: str,
+    chosen: int,
+    own: int,
+    every: int,
+    block_size: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    config: ChoiceConfig | None = None,
+) -> torch.Tensor:
+    """(batch, heads, groups, chosen + own) int32, ascending, then -1.
+
+    source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, groups, blocks). keys: means of
+    whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; else None. The last dimensions are
+    contiguous. chosen, own: how many blocks of the best, and at most of the queries' own. config: the kind's by default.
+    """
+    config = config or _CONFIGS[kind]
+    groups = triton.cdiv(q_len, every)
+    picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
+    keys = source if keys is None else keys
+    given = kind == "given"
+    arguments = [source, keys, picks, heads, groups, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1]]
+    sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
+    arguments += sizes
+    constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own}
+    constants |= {
+        "SLOTS": max(2, triton.next_power_of_2(chosen + own)),
+        "SHARED": source.shape[1] // heads,
+        "KIND": _KINDS[kind].value,
+    }
+    constants |= {"TILE": config.tile, "COLUMNS": config.columns, "KEYS": min(block_size, _KEYS)}
+    constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
+    specialized = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in sizes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    grid = triton.cdiv(groups, config.tile), source.shape[0] * heads
+    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *specialized))
+    return picks
+
+
+def _precision(source: torch.Tensor) -> str:
+    """Of products of float32. The sums and means of 16-bit numbers lose less in tf32 than these numbers had lost; float32 takes
+    three such products. Where chips have no tf32, products are exact and slow."""
+    if not source.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(source.device) < (8, 0):
+        return "ieee"
+    return "tf32x3" if source.dtype == torch.float32 else "tf32"

@@ -1,0 +1,328 @@
+"""BlockSelection: the blocks of keys that each query picked. The class docstring defines its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+
+from ..compat.pytorch import assert_in_graph
+from .block_mask import BlockMask, Device, MaskLike
+from .cache import is_recorded, one_mask
+from .grid import BlockGrid
+from .pattern import Pattern, parse
+
+SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
+MOST_SHARED = 128  # queries that share a choice
+_ALWAYS_BLOCK_SIZE = 128  # of the table of ``always``, or the selection's own if that is smaller
+_CHUNK = 1 << 22  # numbers decoded at a time
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSelection:
+    """Which blocks of keys each query picked. Pass it to ``attention`` in place of a mask.
+
+    Create one with ``topk_blocks`` or ``BlockSelection.from_picks``. Immutable.
+
+    picks: (batch, kv_heads | heads, groups, n) int32: the blocks that a group of queries picked, ascending, each once, then -1.
+    With kv_heads, the query heads that share keys share picks.
+    q_len, kv_len: tokens. block_size: keys of a block. every: how many queries share picks: query t is in group t // every.
+    own: whether the picks of a group include the blocks in which its queries are.
+    always: a BlockMask of one mask, or None: pairs that every head keeps too, to the token.
+
+    The last query is aligned with the last key, as for ``attention``. Three lines decode the format::
+
+        position = t + kv_len - q_len                            # of query t
+        picked = j // block_size in picks[b, h, t // every]
+        kept = j <= position and (picked or always keeps (t, j))
+
+    So a selection is causal, and a pair that is kept twice counts once.
+    """
+
+    picks: torch.Tensor
+    q_len: int
+    kv_len: int
+    block_size: int
+    every: int = 1
+    own: bool = True
+    always: BlockMask | None = None
+
+    @classmethod
+    def from_picks(
+        cls,
+        picks: torch.Tensor,
+        block_size: int,
+        *,
+        every: int = 1,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        own: bool = True,
+        always: MaskLike | None = None,
+        check: bool | None = None,
+    ) -> BlockSelection:
+        """A selection from picks in any order, on their device.
+
+        picks: (batch, kv_heads | heads, ceil(q_len / every), n) int32 or int64: blocks of keys, -1 for none. Repeated blocks count
+        once.
+        block_size: keys of a block: 16, 32, 64, 128, 256 or 512. every: how many queries share picks, 1 to 128.
+        q_len, kv_len: tokens. q_len is groups x every by default, kv_len is q_len.
+        own: add the blocks in which a group's queries are, so that each query keeps its own block up to itself.
+        always: a Pattern, its spec text or a BlockMask of one mask, with these lengths, on this device: pairs that all queries
+        keep too. Later keys than the query are dropped from it.
+        check: whether to check the values of picks, which must be blocks that begin no later than the group's last query. None
+        checks them on a CPU, with ValueError. True also checks them on a GPU and in compiled code, without synchronizing: a
+        RuntimeError follows. Blocks that are out of range and not checked are dropped.
+
+        Launches only tensor operations of fixed shapes: no host synchronization on a GPU, safe under CUDA graphs. The picks are not
+        differentiated. Raises TypeError for wrong types, ValueError for arguments that do not fit together.
+        """
+        check_sharing(every)
+        check_selection_block(block_size)
+        if not isinstance(picks, torch.Tensor):
+            raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
+        if picks.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"picks must be int32 or int64, numbers of blocks; got {picks.dtype}; use .to(torch.int32)")
+        if picks.dim() != 4 or 0 in picks.shape[:3] or not (picks.shape[3] or own):
+            raise ValueError(
+                f"picks must have shape (batch, kv_heads or heads, groups of queries, picks of a group), none of it 0; got "
+                f"{tuple(picks.shape)}"
+            )
+        q_len = picks.shape[2] * every if q_len is None else q_len
+        grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, min(block_size, _ALWAYS_BLOCK_SIZE))
+        if -(-grid.q_len // every) != picks.shape[2]:
+            raise ValueError(
+                f"{grid.q_len} queries are {-(-grid.q_len // every)} groups of {every}; got picks of {picks.shape[2]} groups, "
+                f"shape {tuple(picks.shape)}; pass every= and q_len= that fit"
+            )
+        given = cls(picks, grid.q_len, grid.kv_len, block_size, every, own)
+        given._check_values(check)
+        picks = normalized(picks, every, block_size, grid.q_len, grid.kv_len, own)
+        return replace(given, picks=picks, always=always_table(always, grid.q_len, grid.kv_len, block_size, picks.device))
+
+    def _check_values(self, check: bool | None) -> None:
+        """See ``from_picks``. The picks may be in any order."""
+        on_host = self.device.type == "cpu" and not is_recorded(self.device)
+        if check is False or (check is None and not on_host):
+            return
+        last = group_positions(self.groups, self.every, self.q_len, self.kv_len, self.device)[1]
+        limit = last.div(self.block_size, rounding_mode="floor")[:, None]
+        fits = (self.picks >= -1) & (self.picks <= limit.clamp(min=-1))
+        if not on_host:
+            assert_in_graph(fits.all(), "a pick is below -1, beyond the keys or after its query")
+        elif not bool(fits.all()):
+            place = tuple((~fits).nonzero()[0].tolist())
+            block, reached, whole = int(self.picks[place]), int(limit[place[2]]), self.kv_blocks
+            fault = f"beyond the {whole} blocks of keys" if block >= whole else "below -1" if block < -1 else "after its queries"
+            raise ValueError(
+                f"picks must be blocks of {self.block_size} keys, or -1; got {block} at {place}, which is {fault}: group "
+                f"{place[2]} of {self.every} queries sees blocks up to {reached}; pass -1 where there is nothing to pick, and "
+                "q_len= and kv_len= if they differ"
+            )
+
+    @property
+    def batch(self) -> int:
+        return self.picks.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """How many heads pick: key heads, or query heads."""
+        return self.picks.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.picks.shape[2]
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_size)
+
+    @property
+    def offset(self) -> int:
+        """The position of the first query (negative when there are more queries than keys)."""
+        return self.kv_len - self.q_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.picks.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the picks and of the table of ``always``."""
+        return self.picks.numel() * self.picks.element_size() + (0 if self.always is None else self.always.nbytes)
+
+    @property
+    def density(self) -> float:
+        """Kept pairs / all pairs, averaged over batch and heads."""
+        kept = sum(int(self.kept_pairs(head, batch).sum()) for batch in range(self.batch) for head in range(self.heads))
+        return kept / (self.batch * self.heads * self.q_len * self.kv_len)
+
+    def to(self, device: Device) -> BlockSelection:
+        """The same selection on another device (itself if already there)."""
+        if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
+            return self
+        return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
+
+    def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
+        """The selection of one head of one batch entry, as a separate selection. head: of those that pick."""
+        return replace(self, picks=self.picks[batch, head][None, None])
+
+    def to_dense(self) -> torch.Tensor:
+        """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
+
+        Takes q_len x kv_len bytes per head: for inspecting short selections and for tests.
+        """
+        size = (*self.picks.shape[:3], self.kv_blocks + 1)
+        picked = torch.zeros(size, dtype=torch.bool, device=self.device)
+        picked.scatter_(3, torch.where(self.picks < 0, self.kv_blocks, self.picks).long(), True)
+        query, key = (torch.arange(length, device=self.device) for length in (self.q_len, self.kv_len))
+        kept = picked[:, :, query // self.every][..., key // self.block_size]
+        kept = kept if self.always is None else kept | self.always.to_dense()
+        return kept & (key <= query[:, None] + self.offset)
+
+    def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
+        """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
+        if not 0 <= query < self.q_len:
+            raise IndexError(f"the selection has queries 0 to {self.q_len - 1}; got {query}")
+        picks = self.picks[batch, head, query // self.every].cpu().long()
+        kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool)
+        kept[picks[picks >= 0]] = True
+        kept = kept.flatten()[: self.kv_len]
+        kept = kept if self.always is None else kept | self.always.kept_keys(query).cpu()
+        return kept & (torch.arange(self.kv_len) <= query + self.offset)
+
+    def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
+        """Which queries keep a key: (q_len,) bool on the CPU."""
+        if not 0 <= key < self.kv_len:
+            raise IndexError(f"the selection has keys 0 to {self.kv_len - 1}; got {key}")
+        query = torch.arange(self.q_len)
+        kept = (self.picks[batch, head] == key // self.block_size).any(1).cpu()[query // self.every]
+        kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
+        return kept & (query + self.offset >= key)
+
+    def kept_pairs(self, head: int = 0, batch: int = 0, unit: int | None = None) -> np.ndarray:
+        """How many pairs one head keeps, in each cell of unit x unit tokens: (rows, cols) int64; one cell for all by default.
+
+        unit: a multiple of the block size and of the block size of the table of ``always``. Takes time in proportion to the picks
+        and to the entries of that table.
+        """
+        unit = max(self.q_len, self.kv_len) if unit is None else unit
+        rows, cols = -(-self.q_len // unit), -(-self.kv_len // unit)
+        counts = np.zeros(rows * cols)
+        picks = self.picks[batch, head].cpu().numpy().astype(np.int64)
+        for query, key, pairs in chain(self._picked_pairs(picks), self._pairs_of_always(picks)):
+            # Past the lengths there are tokens of the table of ``always``, and no pairs.
+            cell = np.minimum(query // unit, rows - 1) * cols + np.minimum(key // unit, cols - 1)
+            counts += np.bincount(cell.ravel(), pairs.ravel(), rows * cols)
+        return counts.astype(np.int64).reshape(rows, cols)
+
+    def _picked_pairs(self, picks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(query, first key, how many pairs) of each query and pick of one head, some at a time."""
+        step = max(1, _CHUNK // max(1, picks.shape[1]))
+        for low in range(0, self.q_len, step):
+            query = np.arange(low, min(low + step, self.q_len))[:, None]
+            block = picks[query[:, 0] // self.every]
+            first = np.maximum(block, 0) * self.block_size
+            pairs = np.clip(query + self.offset + 1 - first, 0, self.block_size) * (block >= 0)
+            yield np.broadcast_to(query, block.shape), first, pairs
+
+    def _pairs_of_always(self, picks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Like ``_picked_pairs``, of the pairs that ``always`` alone keeps."""
+        if self.always is None:
+            return
+        size = self.always.block_size
+        width = min(size, self.block_size)  # of columns that are picked together
+        rows, cols, kind, tile = self.always.entries()
+        step = max(1, _CHUNK // (size * size * max(1, picks.shape[1])))
+        for low in range(0, len(rows), step):
+            part = slice(low, low + step)
+            query = rows[part, None] * size + np.arange(size)
+            key = cols[part, None] * size + np.arange(size)
+            kept = self.always.tile_pairs(kind[part], tile[part])
+            kept &= (key[:, None] <= query[..., None] + self.offset) & (query < self.q_len)[..., None]
+            first = key[:, None, ::width]
+            of_query = picks[np.minimum(query, self.q_len - 1) // self.every]
+            picked = (of_query[..., None, :] == (first // self.block_size)[..., None]).any(-1)
+            pairs = kept.reshape(*kept.shape[:2], -1, width).sum(-1) * ~picked
+            yield np.broadcast_to(query[..., None], pairs.shape), np.broadcast_to(first, pairs.shape), pairs
+
+    def __repr__(self) -> str:
+        always = "" if self.always is None else f"always={self.always}, "
+        return (
+            f"BlockSelection(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, every={self.every}, "
+            f"own={self.own}, {always}picks={tuple(self.picks.shape)}, device={str(self.device)!r})"
+        )
+
+
+def check_sharing(every: object) -> None:
+    """Raises TypeError or ValueError unless this many queries may share a choice."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every must be an int, how many queries share a choice; got {type(every).__name__}")
+    if not 1 <= every <= MOST_SHARED:
+        raise ValueError(f"every must be 1 to {MOST_SHARED} queries that share a choice; got {every}")
+
+
+def check_selection_block(block_size: object) -> None:
+    """Raises ValueError for a block size that selections do not have."""
+    if block_size not in SELECTION_BLOCK_SIZES:
+        sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
+        raise ValueError(f"block_size of a selection must be one of {sizes} keys; got {block_size!r}; try 64")
+
+
+def own_width(every: int, block_size: int, offset: int) -> int:
+    """In how many blocks the queries of one group are, at most. offset: the position of the first query."""
+    # Groups begin at offset modulo the powers of two that divide both sizes.
+    step = min(every & -every, block_size)
+    return (block_size - step + offset % step + every - 1) // block_size + 1
+
+
+def group_positions(groups: int, every: int, q_len: int, kv_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of the first and the last query of each group: two (groups,) int64."""
+    first = torch.arange(groups, device=device) * every
+    return first + (kv_len - q_len), (first + (every - 1)).clamp(max=q_len - 1) + (kv_len - q_len)
+
+
+# An operator, so that activation checkpointing can be told to keep its result.
+@torch.library.custom_op("sparse_flash::normalized_picks", mutates_args=())
+def normalized(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
+    """Picks in the format of ``BlockSelection``: int32, ascending, each once, with each group's own blocks if ``own``; what is
+    beyond the keys or after the group's last query is dropped. Tensor operations of fixed shapes.
+
+    picks: (batch, heads, groups, n) int32 or int64 -> (batch, heads, groups, n, and ``own_width`` more if own).
+    """
+    first, last = group_positions(picks.shape[2], every, q_len, kv_len, picks.device)
+    picks, last = picks.long(), last[:, None]
+    if own:
+        block = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None]
+        block = block + torch.arange(own_width(every, block_size, kv_len - q_len), device=picks.device)
+        picks = torch.cat([picks, block.expand(*picks.shape[:2], -1, -1)], 3)
+    beyond = -(-kv_len // block_size)
+    picks = torch.where((picks >= 0) & (picks * block_size <= last), picks, beyond).to(torch.int32).sort(3).values
+    again = torch.nn.functional.pad(picks[..., 1:] == picks[..., :-1], (1, 0))
+    picks = torch.where(again, beyond, picks).sort(3).values
+    return torch.where(picks == beyond, -1, picks)
+
+
+@normalized.register_fake
+def _(picks: torch.Tensor, every: int, block_size: int, q_len: int, kv_len: int, own: bool) -> torch.Tensor:
+    width = picks.shape[3] + (own_width(every, block_size, kv_len - q_len) if own else 0)
+    return picks.new_empty(*picks.shape[:3], width, dtype=torch.int32)
+
+
+def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask | None:
+    """The table of the pairs that all queries keep, without later keys if it is a pattern's. Raises ValueError or TypeError if it
+    does not fit. block_size: of the selection."""
+    if always is None:
+        return None
+    if isinstance(always, BlockMask):
+        return one_mask("always", always, BlockGrid(q_len, kv_len, always.block_size), device)
+    causal = (
+        f"causal & ({always})" if isinstance(always, str) else parse("causal") & always if isinstance(always, Pattern) else always
+    )
+    return one_mask("always", causal, BlockGrid(q_len, kv_len, min(block_size, _ALWAYS_BLOCK_SIZE)), device)
+
+
+# Lets torch.load read a saved selection without weights_only=False.
+torch.serialization.add_safe_globals([BlockSelection])

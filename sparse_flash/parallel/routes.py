@@ -1,0 +1,219 @@
+"""A rank's part in the exchanges of a plan: the tables that it attends by, and the blocks that it sends and gets.
+
+A plan's numbers do not cross an operator's boundary. A handle does, the number of ``Peers`` in a 0-d tensor on the CPU, so
+torch.compile guards on no number of a plan, and one graph serves every plan of one shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple, Self
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..masks.block_mask import BlockMask
+from ..masks.build import part_of
+from .assignment import Assignment
+from .costs import SequenceSizes, call_times
+
+# Copies of more pieces than this cost more launches than one indexed copy costs time.
+_MOST_RUNS = 8
+_known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
+_numbers = count()
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
+
+    group: dist.ProcessGroup
+    handle: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
+        _known[number] = self
+
+    @classmethod
+    def behind(cls, handle: torch.Tensor) -> Self:
+        found = _known[int(handle)]
+        assert isinstance(found, cls)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class OneCall:
+    """A pass in one call, after the exchange or before it. mask: rows: the rank's blocks; columns: these, then those that it
+    gets."""
+
+    mask: BlockMask
+
+    def to(self, device: torch.device) -> OneCall:
+        return OneCall(self.mask.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class TwoCalls:
+    """A pass in two calls, so that one of them overlaps the exchange.
+
+    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head; columns: the blocks that
+    the rank gets; None where no row does. rows: (rows of far,) int64 among the rank's blocks; None: all of them.
+    """
+
+    near: BlockMask
+    far: BlockMask | None
+    rows: torch.Tensor | None
+
+    def to(self, device: torch.device) -> TwoCalls:
+        far = None if self.far is None else self.far.to(device)
+        return TwoCalls(self.near.to(device), far, None if self.rows is None else self.rows.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows whose queries travel to all ranks, as they visit most columns.
+
+    rows: (blocks,) int64, the rank's own of them, among its blocks. counts: how many each rank has. mask: rows: those of all ranks,
+    rank after rank; columns: the rank's own blocks.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    mask: BlockMask
+    block_size: int
+
+    @classmethod
+    def of(cls, mask: BlockMask, assignment: Assignment, rank: int, shared: np.ndarray) -> SharedRows:
+        """shared: (blocks,) bool."""
+        of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
+        every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
+        own = part_of(mask, every, assignment.blocks[rank])
+        return cls(torch.from_numpy(of_rank[rank]), [len(rows) for rows in of_rank], own, mask.block_size)
+
+    def to(self, device: torch.device) -> SharedRows:
+        return replace(self, rows=self.rows.to(device), mask=self.mask.to(device))
+
+
+class Overlap(NamedTuple):
+    """For each pass, whether it is of two calls, one of which overlaps the exchange."""
+
+    forward: bool
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BlockExchange:
+    """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
+
+    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
+    and come from each. silent: no rank sends anything.
+    runs: the same blocks in consecutive pieces, as (where among the rank's blocks, where among those sent); none if there are many.
+    answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
+    of each sent block is added, as a place in ``answered``.
+    shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
+    """
+
+    block_size: int
+    forward: OneCall | TwoCalls
+    backward: OneCall | TwoCalls
+    send: torch.Tensor
+    sends: list[int]
+    receives: list[int]
+    silent: bool
+    runs: list[tuple[slice, slice]]
+    answered: torch.Tensor
+    returned: torch.Tensor
+    shared: SharedRows | None
+
+    @property
+    def received(self) -> int:
+        return sum(self.receives)
+
+    @property
+    def overlap(self) -> Overlap:
+        return Overlap(isinstance(self.forward, TwoCalls), isinstance(self.backward, TwoCalls))
+
+    @classmethod
+    def of(
+        cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
+    ) -> BlockExchange:
+        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster."""
+        ranks = assignment.ranks
+        sent = [assignment.sent(rank, target) for target in range(ranks)]
+        received = [assignment.sent(source, rank) for source in range(ranks)]
+        own, fetched = assignment.blocks[rank], np.concatenate(received)
+        if overlap is None:
+            far = (assignment.load[rank] - assignment.near[rank]) * sizes.heads
+            near = (assignment.near[rank] + assignment.shared_load[rank]) * sizes.heads
+            times = call_times(near, far, int((own >= 0).sum()), len(fetched), sizes, link_rate)
+            chosen = Overlap(*(of_pass.overlaps for of_pass in times))
+        else:
+            chosen = Overlap(overlap, overlap)
+        # A table is built once, and only if a pass walks it.
+        shared = assignment.visits.shared
+        rows = own if shared is None else np.where(shared[own], -1, own)
+        calls = {overlaps: _calls(mask, rows, own, fetched, overlaps) for overlaps in set(chosen)}
+        place = np.full(mask.grid.kv_blocks, -1)
+        place[own[own >= 0]] = np.flatnonzero(own >= 0)
+        send = place[np.concatenate(sent)]
+        answered, returned = np.unique(send, return_inverse=True)
+        return cls(
+            block_size=mask.block_size,
+            forward=calls[chosen.forward],
+            backward=calls[chosen.backward],
+            send=torch.from_numpy(send),
+            runs=_runs_of(send),
+            sends=[len(blocks) for blocks in sent],
+            receives=[len(blocks) for blocks in received],
+            silent=not assignment.received.any(),
+            answered=torch.from_numpy(answered),
+            returned=torch.from_numpy(returned),
+            shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Route(BlockExchange, Peers):
+    """A rank's exchange of blocks, on its device, and the ranks that it is with."""
+
+    @classmethod
+    def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
+        forward = exchange.forward.to(device)
+        backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
+        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
+        shared = exchange.shared and exchange.shared.to(device)
+        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, "shared": shared, **moved})
+
+
+def _runs_of(blocks: np.ndarray) -> list[tuple[slice, slice]]:
+    """Pieces of consecutive numbers, as (the numbers, their places); none if there are more than _MOST_RUNS."""
+    bounds = np.append(np.flatnonzero(np.diff(blocks, prepend=-2) != 1), len(blocks)).tolist()
+    if len(bounds) - 1 > _MOST_RUNS:
+        return []
+    firsts = [int(blocks[begin]) for begin in bounds[:-1]]
+    return [
+        (slice(first, first + end - begin), slice(begin, end))
+        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False)
+    ]
+
+
+def _calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
+    """rows: ``own``, with -1 for those that other calls attend."""
+    if not overlaps:
+        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
+    visiting = np.flatnonzero(_visits(mask, rows, fetched))
+    far = part_of(mask, rows[visiting], fetched) if len(visiting) else None
+    return TwoCalls(part_of(mask, rows, own), far, None if len(visiting) == len(own) else torch.from_numpy(visiting))
+
+
+def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """(rows,) bool: whether a block row visits one of the block columns, in some head. -1 visits none."""
+    wanted = np.zeros(mask.grid.kv_blocks, np.int64)
+    wanted[cols] = 1
+    ptr = mask.by_query.row_ptr.numpy()
+    before = np.append(0, np.cumsum(wanted[mask.by_query.col_idx.numpy()]))
+    return (rows >= 0) & (before[ptr[:, rows + 1]] > before[ptr[:, rows]]).any(0)

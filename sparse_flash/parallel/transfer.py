@@ -1,0 +1,74 @@
+"""Blocks on their way between ranks: how they lie in a message, and exchanges that are under way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Arriving(NamedTuple):
+    """What an exchange fills, and what it reads. They live until it is done."""
+
+    theirs: torch.Tensor
+    mine: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    def arrived(self) -> torch.Tensor:
+        """From here on the current stream may read it."""
+        if self.work is not None:
+            self.work.wait()
+        return self.theirs
+
+
+def started(theirs: torch.Tensor, mine: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Arriving:
+    """Sends ``mine`` and fills ``theirs``; both contiguous, block after block."""
+    return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, receives, sends, group=group, async_op=True))
+
+
+def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+    """(count, block, batch, kv_heads, head_dim + v_head_dim): a block is one piece, with its keys and its values."""
+    return k.new_empty(count, block_size, *k.shape[:2], k.shape[3] + v.shape[3])
+
+
+def halves(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return packed[..., :head_dim], packed[..., head_dim:]
+
+
+def by_block(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """(blocks, block, batch, heads, size), a view of x, (batch, heads, tokens, size)."""
+    return x.unflatten(2, (-1, block_size)).permute(2, 3, 0, 1, 4)
+
+
+def by_head(blocks: torch.Tensor) -> torch.Tensor:
+    """The reverse of ``by_block``, also a view."""
+    return blocks.flatten(0, 1).permute(1, 2, 0, 3)
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, packed: torch.Tensor) -> None:
+    """Fills blocks with keys and values."""
+    for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
+        half.copy_(by_block(tensor, packed.shape[1]))
+
+
+def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v, (batch, kv_heads, tokens, head_dim), as views."""
+    return halves(by_head(packed), head_dim)
+
+
+def gathered(k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v of the rank and of the fetched blocks behind them."""
+    if not len(fetched):
+        return k, v
+    block_size = fetched.shape[1]
+    own = k.shape[2] // block_size
+    every = empty_blocks(k, v, own + len(fetched), block_size)
+    pack(k, v, every[:own])
+    every[own:] = fetched
+    return unpacked(every, k.shape[3])
+
+
+def of_blocks(x: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> torch.Tensor:
+    """Some blocks of x, (batch, heads, tokens, ...); None: all."""
+    return x if rows is None else x.unflatten(2, (-1, block_size)).index_select(2, rows).flatten(2, 3)

@@ -1,0 +1,149 @@
+"""Which blocks of keys a group of queries picks: its own, and the best of those that end before.
+
+A group's first query chooses for it, and the blocks that it chooses from end before its own begins. So no pick depends on a later
+token. Each way of choosing is an operator, so torch.compile does not look inside, and activation checkpointing can keep its result.
+On a GPU a kernel chooses (``kernels/portable/choose_blocks``), elsewhere PyTorch operations on some groups at a time; neither holds
+the scores of all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ..backends import triton as portable
+from ..backends.torch import own_precision
+from ..masks.block_selection import group_positions, normalized, own_width
+
+SCORES = ("mean", "max")
+_MOST_BYTES = 512  # of a query's head_dim, for shared memory to hold the kernel's tiles
+_MOST_KEPT = 128  # blocks that the kernel holds in registers
+_CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
+
+
+@torch.library.custom_op("sparse_flash::choose_blocks", mutates_args=())
+def choose_blocks(
+    q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str
+) -> torch.Tensor:
+    """Picks by queries and keys, (batch, kv_heads if share_group else heads, groups, n) int32, in the format of ``BlockSelection``.
+
+    keep: how many blocks, the own ones of a group's first query among them. score: "mean", products with mean keys, or "max", the
+    largest product with a key of the block; in float32, summed over the query heads that share keys if they share the choice.
+    """
+    heads = k.shape[1] if share_group else q.shape[1]
+    q_len, kv_len = q.shape[2], k.shape[2]
+    means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
+    if _by_kernel(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+
+        own = own_width(every, block_size, kv_len - q_len)
+        q, k = (portable.unbroken(t) for t in (q, k))
+        with portable.current_device(q.device):
+            return by_kernel(q, k if means is None else means, score, keep - 1, own, every, block_size, heads, q_len, kv_len)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
+
+    def scored(low: int, high: int) -> torch.Tensor:
+        some = rows[:, :, :, low:high].to(exact)
+        if means is not None:
+            some = some.sum(2, keepdim=True) if share_group else some
+            scores = some @ means[:, :, None].mT
+        else:
+            keys = k[:, :, None, : whole * block_size].to(exact)
+            scores = (some @ keys.mT).unflatten(4, (whole, block_size)).amax(-1)
+            scores = scores.sum(2, keepdim=True) if share_group else scores
+        return scores.flatten(1, 2)
+
+    room = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
+    with own_precision(q):
+        best = _best(scored, rows.shape[3], room, keep - 1, every, block_size, q_len, kv_len, q.device)
+    return normalized(best, every, block_size, q_len, kv_len, True)
+
+
+@choose_blocks.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str) -> torch.Tensor:
+    return _fake(q, k.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], k.shape[2])
+
+
+@torch.library.custom_op("sparse_flash::choose_by_scores", mutates_args=())
+def choose_by_scores(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
+    never chosen."""
+    if _by_kernel(scores, scores.shape[1], keep):
+        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+
+        own = own_width(every, block_size, kv_len - q_len)
+        with portable.current_device(scores.device):
+            scores = portable.unbroken(scores)
+            return by_kernel(scores, None, "given", keep - 1, own, every, block_size, scores.shape[1], q_len, kv_len)
+    batch, heads, groups, blocks = scores.shape
+    sizes = groups, batch * heads * blocks, keep - 1, every, block_size, q_len, kv_len
+    best = _best(lambda low, high: scores[:, :, low:high], *sizes, scores.device)
+    return normalized(best, every, block_size, q_len, kv_len, True)
+
+
+@choose_by_scores.register_fake
+def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+    return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
+
+
+def _by_kernel(x: torch.Tensor, heads: int, keep: int) -> bool:
+    """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
+    fits = x.dtype in portable.DTYPES and x.shape[0] * heads <= portable.MAX_BATCH_HEADS and keep <= _MOST_KEPT
+    return fits and portable.by_kernels(x.device)
+
+
+def _fake(like: torch.Tensor, heads: int, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+    n = keep - 1 + own_width(every, block_size, kv_len - q_len)
+    return like.new_empty(like.shape[0], heads, -(-q_len // every), n, dtype=torch.int32)
+
+
+def _best(
+    scored: Callable[[int, int], torch.Tensor],
+    groups: int,
+    room: int,
+    chosen: int,
+    every: int,
+    block_size: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """(batch, heads, groups, chosen) int64: the blocks with the best scores, -1 for none. scored: (low, high) -> the scores of
+    groups low .. high - 1, (batch, heads, groups, blocks). room: how many numbers that takes for a group."""
+    first = group_positions(groups, every, q_len, kv_len, device)[0]
+    before = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None]
+    step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, room))
+    parts = []
+    for low in range(0, groups, step):
+        scores = scored(low, low + step)
+        possible = (torch.arange(scores.shape[3], device=device) < before[low : low + step]) & ~scores.isnan()
+        # topk does not say which of equal scores it takes.
+        values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
+        best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
+        parts.append(torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1))
+    return torch.cat(parts, 2)
+
+
+def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """(batch, heads, blocks, head_dim) means over the tokens of each block, in float32 or x's dtype if that is wider."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    whole = x.shape[2] // block_size
+    means = x[:, :, : whole * block_size].unflatten(2, (whole, block_size)).mean(3, dtype=dtype)
+    rest = x[:, :, whole * block_size :]
+    return torch.cat([means, rest.mean(2, keepdim=True, dtype=dtype)], 2) if rest.shape[2] else means
+
+
+def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For activation checkpointing: picks are kept from the forward pass, not chosen again in the backward pass.
+
+    ``torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=sf.keep_picks)``. Everything else is recomputed.
+    Works in eager and in compiled code, under autocast too. Without it the choice is made again, from queries and keys that must
+    then be recomputed to the same bits, else gradients are of other blocks than the results.
+    """
+    operators = torch.ops.sparse_flash
+    kept = operators.choose_blocks.default, operators.choose_by_scores.default, operators.normalized_picks.default
+    return create_selective_checkpoint_contexts(list(kept))

@@ -1,0 +1,229 @@
+"""PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
+
+A selection crosses the boundary as its picks, the tensors of ``always`` and its numbers. A back end is a module of this package
+with
+
+    supports(call, selection) -> str | None
+    forward(q, k, v, selection, scale) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, selection, scale) -> (dq, dk, dv)
+    block_lse(q, k, selection, scale) -> (batch, heads, q_len, n), for each picked block the lse of its pairs, -inf without pairs
+    block_lse_backward(dblock_lse, q, k, block_lse, selection, scale) -> (dq, dk)
+
+with shapes as for the back ends of masks (``backends``). Gradients repeat bit for bit, whether asked or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+
+from .. import backends
+from ..dispatch import observers
+from ..dispatch.operators import given_or_zeros, refuse_second_derivatives, refuse_transforms
+from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
+from . import portable, reference
+from . import torch as by_torch
+
+_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
+
+BACKENDS: dict[str, ModuleType] = {"triton": portable, "torch": by_torch, "reference": reference}
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. Notifies observers. scale: None for
+    1 / sqrt(head_dim). backend: a name or "auto"."""
+    refuse_transforms(q, k, v)
+    if not observers.looked_at():
+        return _forward(q, k, v, *_packed(selection), scale, backend)
+    q, k, v = (t.view_as(t) for t in (q, k, v))
+    out, lse = _forward(q, k, v, *_packed(selection), scale, backend)
+    observers.saw(q, k, v, selection, q.shape[3] ** -0.5 if scale is None else scale, out, lse, None)
+    return out, lse
+
+
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str) -> torch.Tensor:
+    """(batch, heads, q_len, n): for each picked block the lse of a query's pairs in it; differentiable in q and k."""
+    refuse_transforms(q, k)
+    # What ``always`` keeps besides is in no picked block.
+    return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
+
+
+def _packed(selection: BlockSelection) -> _Packed:
+    """A selection in the form an operator takes."""
+    always = selection.always
+    tables, size = ([], 0) if always is None else (always.tensors(), always.block_size)
+    return selection.picks, tables, size, selection.block_size, selection.every, selection.own
+
+
+def _unpacked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+) -> BlockSelection:
+    q_len, kv_len = q.shape[2], k.shape[2]
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables else None
+    return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
+
+
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: _Packed, scale: float | None, backend: str
+) -> tuple[ModuleType, BlockSelection, float]:
+    """(back end, selection, scale) of a call; the same for both passes."""
+    selection = _unpacked(q, k, *packed)
+
+    def supports(name: str, call: backends.Call) -> str | None:
+        return BACKENDS[name].supports(call, selection) if name in BACKENDS else "it does not take a BlockSelection"
+
+    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    return BACKENDS[name], selection, q.shape[3] ** -0.5 if scale is None else scale
+
+
+@torch.library.custom_op("sparse_flash::selected_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = picks, tables, tables_block, block_size, every, own
+    chosen, selection, scale = _prepared(q, k, v, packed, scale, backend)
+    return chosen.forward(q, k, v, selection, scale)
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return backends.empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
+
+
+@torch.library.custom_op("sparse_flash::selected_attention_backward", mutates_args=())
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    packed = picks, tables, tables_block, block_size, every, own
+    chosen, selection, scale = _prepared(q, k, v, packed, scale, backend)
+    return chosen.backward(dout, dlse, q, k, v, out, lse, selection, scale)
+
+
+@_backward.register_fake
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in (q, k, v))
+
+
+@torch.library.custom_op("sparse_flash::picked_block_lse", mutates_args=())
+def _block_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+    scale: float | None,
+    backend: str,
+) -> torch.Tensor:
+    packed = picks, tables, tables_block, block_size, every, own
+    chosen, selection, scale = _prepared(q, k, k, packed, scale, backend)
+    return chosen.block_lse(q, k, selection, scale)
+
+
+@_block_lse.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, picks: torch.Tensor, *call: Any) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], picks.shape[3], dtype=_exact(q))
+
+
+@torch.library.custom_op("sparse_flash::picked_block_lse_backward", mutates_args=())
+def _block_lse_backward(
+    dblock_lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_lse: torch.Tensor,
+    picks: torch.Tensor,
+    tables: list[torch.Tensor],
+    tables_block: int,
+    block_size: int,
+    every: int,
+    own: bool,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = picks, tables, tables_block, block_size, every, own
+    chosen, selection, scale = _prepared(q, k, k, packed, scale, backend)
+    return chosen.block_lse_backward(dblock_lse, q, k, block_lse, selection, scale)
+
+
+@_block_lse_backward.register_fake
+def _(dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _exact(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, picks, tables, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, picks, *tables)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, picks, *tables = ctx.saved_tensors
+    none = (None, [None] * len(tables), *(None for _ in ctx.options))
+    if dout is None and dlse is None:
+        return None, None, None, *none
+    return *_backward(given_or_zeros(dout, out), dlse, q, k, v, out, lse, picks, tables, *ctx.options), *none
+
+
+def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    q, k, picks, tables, *ctx.options = inputs
+    ctx.save_for_backward(q, k, output, picks, *tables)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, result, picks, *tables = ctx.saved_tensors
+    none = (None, [None] * len(tables), *(None for _ in ctx.options))
+    if dblock_lse is None:
+        return None, None, *none
+    return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
+
+
+torch.library.register_autograd("sparse_flash::selected_attention", _gradients, setup_context=_keep_call)
+torch.library.register_autograd("sparse_flash::selected_attention_backward", refuse_second_derivatives)
+torch.library.register_autograd("sparse_flash::picked_block_lse", _gradients_of_block_lse, setup_context=_keep_block_lse)
+torch.library.register_autograd("sparse_flash::picked_block_lse_backward", refuse_second_derivatives)

@@ -1,0 +1,90 @@
+"""Attention over picked blocks by its definition: the oracle of ``backends/reference``, on the dense mask of the selection."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..backends import Call
+from ..backends import reference as dense
+from ..masks.block_selection import BlockSelection
+
+
+class _Kept(NamedTuple):
+    """A selection's pairs by query head: the part of a BlockMask that the oracle uses."""
+
+    pairs: torch.Tensor
+
+    def to_dense(self) -> torch.Tensor:
+        return self.pairs
+
+
+def supports(call: Call, selection: BlockSelection) -> str | None:
+    return dense.supports(call)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), computed in float64 whatever the inputs' dtype."""
+    return dense.forward(q, k, v, _by_query_head(selection, q), scale, None)
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
+    return dense.backward(dout, dlse, q, k, v, out, lse, _by_query_head(selection, q), scale, True, None)
+
+
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+    """(batch, heads, q_len, n): see ``selection/operators``."""
+    by_block, picks = _scores(q, k, selection, scale).logsumexp(-1), _picks(selection, q)
+    result = by_block.gather(3, picks.clamp(min=0)).masked_fill(picks < 0, float("-inf"))
+    return result.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def block_lse_backward(
+    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dq, dk) of a forward pass recomputed in float64; ``block_lse`` is not used."""
+    scores, picks = _scores(q, k, selection, scale), _picks(selection, q)
+    by_block = scores.logsumexp(-1)
+    grads = torch.zeros_like(by_block).scatter_add_(3, picks.clamp(min=0), dblock_lse.double().masked_fill(picks < 0, 0.0))
+    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
+    shares = (scores - torch.where(by_block == float("-inf"), float("inf"), by_block)[..., None]).exp()
+    dscores = scale * (shares * grads[..., None]).flatten(3)[..., : selection.kv_len]
+    dq, dk = dscores @ _keys(q, k), dscores.mT @ q.double()
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk.unflatten(1, (k.shape[1], -1)).sum(2))
+
+
+def _by_query_head(selection: BlockSelection, q: torch.Tensor) -> _Kept:
+    return _Kept(selection.to_dense().repeat_interleave(q.shape[1] // selection.heads, 1))
+
+
+def _picks(selection: BlockSelection, q: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, q_len, n) int64."""
+    query = torch.arange(selection.q_len, device=q.device)
+    return selection.picks[:, :, query // selection.every].long().repeat_interleave(q.shape[1] // selection.heads, 1)
+
+
+def _keys(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+    """(batch, heads, q_len, blocks, block_size) float64, -inf for keys after the query and past the last."""
+    query, key = (torch.arange(length, device=q.device) for length in (selection.q_len, selection.kv_len))
+    scores = scale * q.double() @ _keys(q, k).mT
+    scores = scores.masked_fill(key > query[:, None] + selection.offset, float("-inf"))
+    beyond = selection.kv_blocks * selection.block_size - selection.kv_len
+    return torch.nn.functional.pad(scores, (0, beyond), value=float("-inf")).unflatten(3, (-1, selection.block_size))

@@ -1,0 +1,306 @@
+"""Attention over picked blocks in PyTorch operations, on any device: walks the groups of queries in chunks of bounded size.
+
+A chunk lists its picks by block of keys, as pieces of equal size: so a block's keys meet all queries that picked it in one product,
+and queries are gathered, not keys. Each pick gives a part of a result, and parts are joined by their lse. The keys that ``always``
+keeps are taken once for a chunk. The backward pass recomputes the probabilities from lse (arXiv:2307.08691, Alg. 2), so memory is
+linear in tokens. float16 and bfloat16 are computed in float32. Gradients repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ..backends import Call, empty_out
+from ..backends.torch import own_precision, repeatable
+from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
+
+_CHUNK_CPU, _CHUNK_GPU = 1 << 23, 1 << 27  # numbers of parts, and of scores, held at a time
+_MOST_ENTRIES = 64  # of a piece
+
+
+def supports(call: Call, selection: BlockSelection) -> str | None:
+    return None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse)."""
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_exact(q))
+    with own_precision(q):
+        for chunk in _GroupWalk(q, k, v, selection, scale):
+            scores = chunk.scores()
+            logs = scores.logsumexp(-1, keepdim=True)
+            parts = chunk.spread(_shares(scores, logs) @ chunk.values, 0.0)
+            logs = chunk.spread(logs, float("-inf"))
+            if chunk.always is not None:
+                scores = chunk.always.scores()
+                more = scores.logsumexp(-1, keepdim=True)
+                part = _shares(scores, more) @ chunk.always.values
+                parts, logs = (torch.cat([a, chunk.flat(b)[:, None]], 1) for a, b in ((parts, part), (logs, more)))
+            total = logs.logsumexp(1, keepdim=True)
+            chunk.unpack((_shares(logs, total) * parts).sum(1), out)
+            chunk.unpack(total[:, 0], lse[..., None])
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv)."""
+    dq = torch.empty_like(q)
+    with own_precision(q):
+        walk = _GroupWalk(q, k, v, selection, scale)
+        dk, dv = _KeyGradient(k, walk), _KeyGradient(v, walk)
+        for chunk in walk:
+            logs, upstream = chunk.pack(lse[..., None]), chunk.pack(dout)
+            delta = (upstream * chunk.pack(out)).sum(-1, keepdim=True)
+            delta = delta if dlse is None else delta - chunk.pack(dlse[..., None])
+            weights = _shares(chunk.scores(), chunk.rows(logs))
+            incoming = chunk.rows(upstream)
+            dscores = weights * (incoming @ chunk.values.mT - chunk.rows(delta))
+            dv.add_blocks(chunk.block, weights.mT @ incoming)
+            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
+            dq_rows = chunk.spread(dscores @ chunk.keys, 0.0).sum(1)
+            if chunk.always is not None:
+                more = chunk.always
+                weights = _shares(more.scores(), logs)
+                dscores = weights * (upstream @ more.values.mT - delta)
+                dv.add_tokens(more.tokens, weights.flatten(2, 3).mT @ upstream.flatten(2, 3))
+                dk.add_tokens(more.tokens, scale * dscores.flatten(2, 3).mT @ chunk.queries.flatten(2, 3))
+                dq_rows += chunk.flat(dscores @ more.keys)
+            chunk.unpack(scale * dq_rows, dq)
+    return dq, dk.total(), dv.total()
+
+
+def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float) -> torch.Tensor:
+    """(batch, heads, q_len, n): see ``selection/operators``."""
+    result = q.new_empty(*q.shape[:3], selection.picks.shape[3], dtype=_exact(q))
+    with own_precision(q):
+        for chunk in _GroupWalk(q, k, None, selection, scale):
+            logs = chunk.spread(chunk.scores().logsumexp(-1, keepdim=True), float("-inf"))
+            chunk.unpack(logs[..., 0].mT, result)
+    return result
+
+
+def block_lse_backward(
+    dblock_lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, block_lse: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dq, dk)."""
+    dq = torch.empty_like(q)
+    with own_precision(q):
+        walk = _GroupWalk(q, k, None, selection, scale)
+        dk = _KeyGradient(k, walk)
+        for chunk in walk:
+            logs, incoming = (chunk.of_picks(t) for t in (block_lse, dblock_lse))
+            dscores = _shares(chunk.scores(), logs) * incoming
+            dk.add_blocks(chunk.block, scale * dscores.mT @ chunk.rows(chunk.queries))
+            chunk.unpack(scale * chunk.spread(dscores @ chunk.keys, 0.0).sum(1), dq)
+    return dq, dk.total()
+
+
+def _exact(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _shares(scores: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
+    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
+    return (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
+
+
+class _GroupWalk:
+    """The chunks of a call, each of whole groups. v: None where only scores are asked for; then ``always`` has no part."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, selection: BlockSelection, scale: float):
+        self.q, self.scale, self.selection = q, scale, selection
+        self.size, self.every, self.heads = selection.block_size, selection.every, selection.heads
+        self.shared = q.shape[1] // self.heads  # query heads that share picks
+        # The key head of each head that picks.
+        self.key_head = torch.arange(self.heads, device=q.device) * k.shape[1] // self.heads
+        self.tensors = [k] if v is None else [k, v]
+        self.blocks = [self.in_blocks(t) for t in self.tensors]
+        self.always = None if v is None or selection.always is None else _KeysOfAlways(selection.always, selection.offset)
+
+    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch * kv_heads * kv_blocks, block_size, head_dim), zeros past the last key."""
+        x = torch.nn.functional.pad(x, (0, 0, 0, self.selection.kv_blocks * self.size - x.shape[2]))
+        return x.reshape(-1, self.size, x.shape[3])
+
+    def __iter__(self) -> Iterator[_GroupChunk]:
+        batch, heads, groups, n = self.selection.picks.shape
+        numbers = n * (self.size + self.q.shape[3] + self.tensors[-1].shape[3])
+        numbers += 0 if self.always is None else self.always.most_keys
+        most = _CHUNK_GPU if self.q.is_cuda else _CHUNK_CPU
+        step = max(1, most // (batch * heads * self.shared * self.every * numbers))
+        for low in range(0, groups, step):
+            yield _GroupChunk(self, low, min(low + step, groups))
+
+
+class _GroupChunk:
+    """Some groups of queries, and the pieces of the lists of their picks.
+
+    Queries are packed as (batch, heads that pick, groups, rows, head_dim), a group's rows being shared heads x its queries. An
+    entry is a pick of a group of one head: entry (line * groups + group) * n + slot, where a line is a head of a batch entry.
+    entry, valid: (pieces, entries of a piece) int64 and bool; what is not valid pads a piece. block: (pieces,) the block of keys of
+    each, among those of all key heads. keys, values: (pieces, block_size, head_dim).
+    always: the part of the keys that are always kept, or None.
+    """
+
+    def __init__(self, walk: _GroupWalk, low: int, high: int):
+        self.walk, self.groups, selection = walk, high - low, walk.selection
+        self.first, self.stop = low * walk.every, min(high * walk.every, selection.q_len)
+        picks = selection.picks[:, :, low:high].long()
+        self.slots, device = picks.shape[3], picks.device
+        lines = torch.arange(len(picks), device=device)[:, None] * walk.tensors[0].shape[1] + walk.key_head
+        block = torch.where(picks < 0, -1, lines[:, :, None, None] * selection.kv_blocks + picks).flatten()
+        position = torch.arange(low * walk.every, high * walk.every, device=device)
+        self.position = torch.where(position < selection.q_len, position + selection.offset, -1).view(self.groups, walk.every)
+        self.queries = self.pack(walk.q)
+        self._cut(block, len(walk.blocks[0]))
+        self.keys, self.values = (walk.blocks[which][self.block].to(_exact(walk.q)) for which in (0, -1))
+        self.always = None if walk.always is None else _AlwaysPart(self, walk.always, picks)
+
+    def _cut(self, block: torch.Tensor, blocks: int) -> None:
+        """Sets entry, valid and block from the block of each entry, -1 for none: lists by block, cut into pieces of equal size."""
+        order = block.argsort(stable=True)
+        counts = torch.bincount(block + 1, minlength=blocks + 1)
+        start, counts = counts.cumsum(0)[:-1], counts[1:]
+        most = min(_MOST_ENTRIES, 1 << max(0, len(order) // max(1, int((counts > 0).sum())) - 1).bit_length())
+        pieces = (counts + most - 1).div(most, rounding_mode="floor")
+        self.block = torch.repeat_interleave(pieces)
+        number = torch.arange(len(self.block), device=block.device) - (pieces.cumsum(0) - pieces)[self.block]
+        place = number[:, None] * most + torch.arange(most, device=block.device)
+        self.valid = place < counts[self.block, None]
+        self.entry = order[torch.where(self.valid, start[self.block, None] + place, 0)]
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, q_len, width) -> rows of the chunk's queries; zeros past the last query."""
+        x = x[:, :, self.first : self.stop].to(_exact(x))
+        x = torch.nn.functional.pad(x, (0, 0, 0, self.groups * self.walk.every - x.shape[2]))
+        x = x.reshape(x.shape[0], self.walk.heads, self.walk.shared, self.groups, self.walk.every, x.shape[3])
+        return x.transpose(2, 3).flatten(3, 4)
+
+    def unpack(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+        """The reverse, of ``flat`` rows, into the chunk's queries of ``result``."""
+        rows = rows.reshape(len(result), self.walk.heads, self.groups, self.walk.shared, self.walk.every, -1).transpose(2, 3)
+        rows = rows.reshape(len(result), result.shape[1], -1, result.shape[3])
+        result[:, :, self.first : self.stop] = rows[:, :, : self.stop - self.first].to(result.dtype)
+
+    def flat(self, packed: torch.Tensor) -> torch.Tensor:
+        """(lines * groups, rows, width)."""
+        return packed.flatten(0, 2)
+
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """The rows of the entries of each piece, (pieces, entries * rows, width)."""
+        return self.flat(packed)[self.entry // self.slots].flatten(1, 2)
+
+    def of_picks(self, x: torch.Tensor) -> torch.Tensor:
+        """Numbers of queries and picks, (batch, heads, q_len, n), in the order of ``rows``: (pieces, entries * rows, 1)."""
+        by_entry = self.flat(self.pack(x)).mT.flatten(0, 1)
+        return by_entry[self.entry].flatten(1, 2)[..., None]
+
+    def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """What was computed for the rows of each piece, (pieces, entries * rows, width), by pick: (lines * groups, n, rows, width);
+        ``fill`` for none."""
+        values = values.unflatten(1, (self.entry.shape[1], -1))
+        lines = self.queries.shape[0] * self.queries.shape[1] * self.groups
+        spread = values.new_full((lines * self.slots, *values.shape[2:]), fill)
+        spread[self.entry[self.valid]] = values[self.valid]
+        return spread.unflatten(0, (lines, self.slots))
+
+    def scores(self) -> torch.Tensor:
+        """(pieces, entries * rows, block_size): scores of each piece's rows with its keys, -inf for pairs that are not kept."""
+        walk = self.walk
+        scores = self.rows(self.queries) @ self.keys.mT * walk.scale
+        first = self.block % walk.selection.kv_blocks * walk.size
+        key = first[:, None] + torch.arange(walk.size, device=first.device)
+        position = torch.where(self.valid[..., None], self.position[self.entry // self.slots % self.groups], -1)
+        kept = key[:, None, None] <= position[..., None]
+        by_query = scores.view(*self.entry.shape, walk.shared, walk.every, walk.size)
+        return by_query.masked_fill_(~kept[:, :, None], float("-inf")).view_as(scores)
+
+
+class _AlwaysPart:
+    """The keys that ``always`` keeps for some query of a chunk, except those of picked blocks, which are kept already.
+
+    tokens: (n,) int64. keys, values: (batch, heads that pick, 1, n, head_dim).
+    """
+
+    def __init__(self, chunk: _GroupChunk, always: _KeysOfAlways, picks: torch.Tensor):
+        walk = self.walk = chunk.walk
+        self.queries = chunk.queries
+        self.tokens, kept = always.keys_of(chunk.first, chunk.stop, chunk.groups * walk.every, picks.device)
+        picked = (picks[..., None] == self.tokens // walk.size).any(3)
+        self.kept = kept.view(chunk.groups, walk.every, -1) & ~picked[:, :, :, None]
+        taken = [t[:, walk.key_head][:, :, None, self.tokens].to(_exact(t)) for t in walk.tensors]
+        self.keys, self.values = taken[0], taken[-1]
+
+    def scores(self) -> torch.Tensor:
+        """(batch, heads that pick, groups, rows, n), -inf for pairs that are not kept."""
+        scores = self.queries @ self.keys.mT * self.walk.scale
+        by_query = scores.unflatten(3, (self.walk.shared, self.walk.every))
+        return by_query.masked_fill_(~self.kept[:, :, :, None], float("-inf")).flatten(3, 4)
+
+
+class _KeyGradient:
+    """A gradient of keys or values, summed over chunks in order."""
+
+    def __init__(self, like: torch.Tensor, walk: _GroupWalk):
+        self.like = like
+        self.sums = like.new_zeros(len(walk.blocks[0]), walk.size, like.shape[3], dtype=_exact(like))
+
+    def by_token(self) -> torch.Tensor:
+        return self.sums.view(*self.like.shape[:2], -1, self.like.shape[3])
+
+    def add_blocks(self, block: torch.Tensor, products: torch.Tensor) -> None:
+        """products: (pieces, block_size, head_dim), of these blocks."""
+        with repeatable(self.sums, True):
+            self.sums.index_add_(0, block, products)
+
+    def add_tokens(self, tokens: torch.Tensor, products: torch.Tensor) -> None:
+        """products: (batch, heads that pick, n, head_dim), of these tokens, none twice."""
+        of_heads = products.unflatten(1, (self.like.shape[1], -1)).sum(2)
+        with repeatable(self.sums, True):
+            self.by_token().index_add_(2, tokens, of_heads)
+
+    def total(self) -> torch.Tensor:
+        return torch.empty_like(self.like).copy_(self.by_token()[:, :, : self.like.shape[2]])
+
+
+class _KeysOfAlways:
+    """Which keys ``always`` keeps for some queries, read from its table."""
+
+    def __init__(self, mask: BlockMask, offset: int):
+        self.mask, self.offset = mask, offset
+        self.rows, self.cols, self.kind, self.tile = self.mask.entries()
+        # Rows ascend. A chunk may touch two.
+        self.most_keys = 2 * self.mask.block_size * int(np.bincount(self.rows, minlength=1).max())
+
+    def keys_of(self, low: int, high: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys (m,) int64, kept (rows, m) bool) of queries low .. high - 1: the keys that one of them keeps, none after it. Rows
+        past the last query keep nothing."""
+        size = self.mask.block_size
+        first = low // size
+        part = slice(*np.searchsorted(self.rows, (first, (high - 1) // size + 1)))
+        cols, place = np.unique(self.cols[part], return_inverse=True)
+        kept = np.zeros(((high - 1) // size + 1 - first, len(cols), size, size), bool)
+        kept[self.rows[part] - first, place] = self.mask.tile_pairs(self.kind[part], self.tile[part])
+        kept = kept.transpose(0, 2, 1, 3).reshape(len(kept) * size, -1)[low - first * size : high - first * size]
+        keys = (cols[:, None] * size + np.arange(size)).ravel()
+        kept &= keys <= np.arange(low, high)[:, None] + self.offset
+        some = kept.any(0)
+        padded = np.zeros((rows, int(some.sum())), bool)
+        padded[: high - low] = kept[:, some]
+        return torch.from_numpy(keys[some]).to(device), torch.from_numpy(padded).to(device)

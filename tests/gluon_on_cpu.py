@@ -1,0 +1,650 @@
+"""Runs the Hopper kernels on a CPU, for tests: their own functions, with Gluon's replaced by NumPy's. Triton's interpreter runs no
+Gluon.
+
+    with gluon_on_cpu(seed=0):
+        out = sf.attention(q, k, v, mask, backend="hopper")    # float16 tensors on the CPU
+
+Each partition of warps is a thread, and one runs at a time: at every operation on barriers, copies or products the next one is
+drawn. So a seed is an order of events, and a kernel that waits forever raises ``Deadlock``. What a GPU leaves undefined is NaN:
+memory before it is filled, and the results of products and copies whose operands change while they are under way. Barriers count
+arrivals, bytes and phases as the hardware does. Not modelled: warps within a partition, layouts, registers, fences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from triton.experimental.gluon import language as gl
+from triton.language.core import base_value
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITCallable
+
+from sparse_flash.backends import Call, hopper
+from sparse_flash.kernels.common.tiles import Rows
+from sparse_flash.kernels.hopper import backward, forward
+
+NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
+NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
+TRITON = {np.dtype(kind): getattr(tl, {"fp16": "float16", "fp32": "float32"}.get(name, name)) for name, kind in NUMPY.items()}
+
+
+class Deadlock(AssertionError):
+    """Every partition waits, and nothing is under way that could wake one."""
+
+
+def undefined(kind: np.dtype):
+    return np.nan if kind.kind == "f" else np.iinfo(kind).min // 2 if kind.kind == "i" else 0
+
+
+class Tensor(NDArrayOperatorsMixin):
+    """A tensor or a scalar in registers."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def __array_ufunc__(self, function, method, *inputs, **options):
+        assert method == "__call__"
+        options.pop("out", None)  # x += y makes a new value
+        with np.errstate(all="ignore"):
+            return Tensor(function(*map(plain, inputs), **options))
+
+    def __bool__(self):
+        return bool(self.array)
+
+    def __index__(self):
+        return int(self.array)
+
+    __int__ = __index__
+
+    def __getitem__(self, index):
+        return Tensor(self.array[index])
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def dtype(self):
+        return TRITON[self.array.dtype]
+
+    @property
+    def type(self):
+        return types.SimpleNamespace(layout=None)
+
+    def to(self, kind, bitcast=False):
+        kind = NUMPY[kind.name]
+        with np.errstate(all="ignore"):
+            return Tensor(self.array.view(kind) if bitcast else self.array.astype(kind))
+
+    def reshape(self, *shape):
+        return Tensor(self.array.reshape(*shape))
+
+    def permute(self, *order):
+        return Tensor(self.array.transpose(*order))
+
+    def split(self):
+        return Tensor(self.array[..., 0]), Tensor(self.array[..., 1])
+
+
+def plain(value):
+    return value.array if isinstance(value, Tensor) else value
+
+
+class Pointer:
+    """Elements of global memory."""
+
+    def __init__(self, memory: np.ndarray, place):
+        self.memory, self.place = memory, place
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.place + np.asarray(plain(offset), np.int64))
+
+    __radd__ = __add__
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=TRITON[self.memory.dtype])
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Pointer:
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        return cls(whole.numpy(), np.int64(tensor.storage_offset()))
+
+
+class Descriptor:
+    """Tiles of a tensor in global memory."""
+
+    def __init__(self, tensor: torch.Tensor, block: list[int]):
+        self.array, self.block, self.layout = tensor.numpy(), block, None
+        self.dtype = TRITON[self.array.dtype]
+
+    def _parts(self, corner) -> tuple[tuple, tuple]:
+        """The slices of a tile that lie within the tensor: of the tensor, and of the tile."""
+        corner = [int(plain(x)) for x in corner]
+        assert min(corner) >= 0, corner
+        stops = [min(first + size, end) for first, size, end in zip(corner, self.block, self.array.shape, strict=True)]
+        inside = tuple(slice(first, max(first, stop)) for first, stop in zip(corner, stops, strict=True))
+        return inside, tuple(slice(0, part.stop - part.start) for part in inside)
+
+    def read(self, corner) -> np.ndarray:
+        tile = np.zeros(self.block, self.array.dtype)
+        inside, part = self._parts(corner)
+        tile[part] = self.array[inside]
+        return tile
+
+    def load(self, corner):
+        return Tensor(self.read(corner))
+
+    def store(self, corner, tile):
+        self.write(corner, tile.array, False)
+
+    def write(self, corner, tile: np.ndarray, add: bool) -> None:
+        inside, part = self._parts(corner)
+        tile = tile.reshape(self.block)[part]
+        self.array[inside] = self.array[inside] + tile if add else tile
+
+
+class Shared:
+    """A buffer in shared memory, or a view of one."""
+
+    layout = None
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.shape, self.dtype = array, array.shape, TRITON[array.dtype]
+
+    def index(self, number):
+        number = int(plain(number))
+        assert 0 <= number < len(self.array)
+        return Shared(self.array[number])
+
+    def slice(self, start, length, dim=0):
+        return Shared(np.moveaxis(np.moveaxis(self.array, dim, 0)[start : start + length], 0, dim))
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order))
+
+    def load(self, layout=None):
+        return Tensor(self.array.copy())
+
+    def store(self, value):
+        assert value.shape == self.shape, (value.shape, self.shape)
+        self.array[...] = value.array
+
+
+class Barrier:
+    """One mbarrier."""
+
+    count = pending = bytes = phase = 0
+
+    def advance(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, barriers):
+        self.barriers = barriers
+
+    def index(self, number):
+        return Barriers([self.barriers[int(plain(number))]])
+
+    @property
+    def one(self) -> Barrier:
+        (barrier,) = self.barriers
+        return barrier
+
+
+class Partition(threading.Thread):
+    """Warps that run one function."""
+
+    def __init__(self, world: World, run: Callable, arguments: tuple, program: tuple[int, int], warps: int, name: str):
+        super().__init__(daemon=True, name=name)
+        self.world, self.work, self.program, self.warps = world, (run, arguments), program, warps
+        self.condition: Callable[[], bool] = lambda: True
+        self.turn, self.ended = threading.Event(), False
+        self.products: list[Product] = []
+        self.copies: list[Callable] = []
+
+    def run(self):
+        try:
+            self._wait_for_turn()
+            run, arguments = self.work
+            run(*arguments)
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self.world.error = self.world.error or error
+        self.ended = True
+        self.world.turn.set()
+
+    def pause(self, condition: Callable[[], bool] = lambda: True) -> None:
+        """Lets others run; goes on, at some time, once the condition holds."""
+        self.condition = condition
+        self.world.turn.set()
+        self._wait_for_turn()
+
+    def _wait_for_turn(self):
+        self.turn.wait()
+        self.turn.clear()
+        if self.world.over:
+            raise SystemExit
+
+
+class World:
+    """One launch of a kernel: all its programs at once."""
+
+    def __init__(self, seed: int, grid: tuple[int, int]):
+        self.random, self.grid = random.Random(seed), grid
+        self.partitions: list[Partition] = []
+        self.arriving: list[Callable] = []  # copies into shared memory
+        self.turn, self.over, self.error = threading.Event(), False, None
+
+    def start(self, run: Callable, arguments: tuple, program: tuple[int, int], warps: int, name: str) -> Partition:
+        partition = Partition(self, run, arguments, program, warps, name)
+        self.partitions.append(partition)
+        partition.start()
+        return partition
+
+    def run(self) -> None:
+        try:
+            while self.error is None and (alive := [p for p in self.partitions if not p.ended]):
+                choices = [p for p in alive if p.condition()] + self.arriving
+                if not choices:
+                    raise Deadlock(", ".join(f"{p.name} of program {p.program[0]}" for p in alive))
+                chosen = self.random.choice(choices)
+                if isinstance(chosen, Partition):
+                    chosen.turn.set()
+                    self.turn.wait()
+                    self.turn.clear()
+                else:
+                    self.arriving.remove(chosen)
+                    chosen()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.over = True
+            for partition in self.partitions:
+                partition.turn.set()
+                partition.join(10)
+
+
+class Product:
+    """A matrix product under way."""
+
+    def __init__(self, left, right, accumulator):
+        self.operands, self.accumulator, self.done = (left, right), accumulator, None
+        self.before = self._read()
+
+    def _read(self):
+        return [operand.array.astype(np.float32) for operand in self.operands]
+
+    def finish(self):
+        if self.done is None:
+            now = self._read()
+            before = self.accumulator.finish() if isinstance(self.accumulator, Product) else self.accumulator
+            with np.errstate(all="ignore"):
+                result = now[0] @ now[1] + (0 if before is None else before.array)
+            changed = any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(self.before, now, strict=True))
+            self.done = Tensor(np.full_like(result, np.nan) if changed else result.astype(np.float32))
+        return self.done
+
+
+def here() -> Partition:
+    return threading.current_thread()  # type: ignore[return-value]
+
+
+def warpgroup_mma(left, right, accumulator, use_acc=True, is_async=False):
+    assert is_async
+    here().pause()
+    product = Product(left, right, accumulator if use_acc else None)
+    here().products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(pending, deps):
+    here().pause()
+    products = here().products
+    while len(products) > pending:
+        products.pop(0).finish()
+    assert all(product.done is not None for product in deps), "the wait leaves a product that is used under way"
+    return deps[0].done if len(deps) == 1 else tuple(product.done for product in deps)
+
+
+def async_load(tensor, corner, barrier, target):
+    assert target.shape[-2:] == tuple(tensor.block[-2:]) or target.shape == tuple(tensor.block), (target.shape, tensor.block)
+    target.array[...] = np.nan
+    tile = tensor.read(corner)
+
+    def arrive():
+        target.array[...] = tile.reshape(target.shape)
+        barrier.one.bytes -= tile.nbytes
+        barrier.one.advance()
+
+    here().world.arriving.append(arrive)
+    here().pause()
+
+
+def _leave(tensor, corner, source, add: bool):
+    before = source.array.copy()
+
+    def leave():
+        same = np.array_equal(before, source.array, equal_nan=source.dtype.is_floating())
+        tensor.write(corner, source.array if same else np.full_like(before, undefined(before.dtype)), add)
+
+    here().copies.append(leave)
+    here().pause()
+
+
+def store_wait(pending):
+    here().pause()
+    while len(here().copies) > pending:
+        here().copies.pop(0)()
+
+
+def view(buffer, dtype, shape, layout):
+    assert buffer.array.flags.c_contiguous
+    part = buffer.array.reshape(-1).view(NUMPY[dtype.name])
+    return Shared(part[: math.prod(shape)].reshape(shape))
+
+
+def allocate_shared_memory(dtype, shape, layout):
+    if dtype == gl.int64:
+        return Barriers([Barrier() for _ in range(shape[0])])
+    kind = np.dtype(NUMPY[dtype.name])
+    return Shared(np.full(shape, undefined(kind), kind))
+
+
+class mbarrier:
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(barrier, count):
+        barrier.one.count = barrier.one.pending = count
+
+    @staticmethod
+    def wait(barrier, parity, pred=True):
+        if pred:
+            parity = int(plain(parity))
+            here().pause(lambda: barrier.one.phase % 2 != parity)
+
+    @staticmethod
+    def expect(barrier, size):
+        barrier.one.bytes += size
+        mbarrier.arrive(barrier, 1)
+
+    @staticmethod
+    def arrive(barrier, count, pred=True):
+        if pred:
+            barrier.one.pending -= count
+            assert barrier.one.pending >= 0, "more arrivals than a barrier counts"
+            barrier.one.advance()
+        here().pause()
+
+
+def warp_specialize(partitions, warps, registers):
+    me = here()
+    (run, arguments), *others = partitions
+    started = [
+        me.world.start(function, given, me.program, count, function.__name__)
+        for (function, given), count in zip(others, warps, strict=True)
+    ]
+    run(*arguments)
+    me.pause(lambda: all(partition.ended for partition in started))
+
+
+def load(pointer, mask=None, other=None):
+    places = np.asarray(pointer.place)
+    kept = np.broadcast_to(True if mask is None else plain(mask), places.shape)
+    assert ((places >= 0) & (places < len(pointer.memory)) | ~kept).all(), "a read outside a tensor"
+    read = pointer.memory[np.where(kept, places, 0)]
+    return Tensor(np.where(kept, read, undefined(read.dtype) if other is None else plain(other)).astype(read.dtype))
+
+
+def store(pointer, value, mask=None):
+    places, value = np.broadcast_arrays(pointer.place, plain(value))
+    kept = np.broadcast_to(True if mask is None else plain(mask), places.shape)
+    assert ((places >= 0) & (places < len(pointer.memory)) | ~kept).all(), "a write outside a tensor"
+    pointer.memory[places[kept]] = value[kept]
+
+
+def _atomic(change):
+    def atomic(pointer, value, mask=None, sem=None):
+        assert mask is None
+        if isinstance(here(), Partition):
+            here().pause()
+        before = pointer.memory[pointer.place]
+        pointer.memory[pointer.place] = change(before, plain(value))
+        return Tensor(before)
+
+    return atomic
+
+
+def _bits_of_a_run(low, high):
+    columns = np.arange(32)
+    kept = (columns >= low[..., None]) & (columns < high[..., None])
+    return (kept.astype(np.uint64) << columns.astype(np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+
+
+def _unless_dropped(x, word, shift, threshold, otherwise):
+    return np.where(word << shift < threshold, otherwise, x)
+
+
+# What the kernels' pieces of assembly compute, by a part of their text.
+ASSEMBLY = {
+    "mov.b32 $0, 0;": lambda x: np.int32(0),
+    "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32),
+    "cvt.rn.f16x2": lambda low, high: np.stack([low, high], -1).astype(np.float16).view(np.int32)[..., 0],
+    "mov.b32 {$0, $1}, $2;": lambda x: tuple(np.moveaxis(x[..., None].copy().view(np.int16), -1, 0)),
+    "setp.lt.u32 p, $2, $3": lambda x, place, size, otherwise: np.where(
+        place.astype(np.int32).view(np.uint32) < size.astype(np.int32).view(np.uint32), x, otherwise
+    ),
+    "and.b32 t, $2, $3": lambda x, words, bit, otherwise: np.where(words & bit, x, otherwise),
+    "shl.b32 a, -1, $1": _bits_of_a_run,
+    "neg.f32 n, $1": lambda x, word, shift, threshold, _: _unless_dropped(x, word, shift, threshold, -x),
+    "shl.b32 t, $2, $3": _unless_dropped,
+    "relu": lambda x: np.maximum(x, 0).astype(np.float16),
+    "abs.f32 a, $1": lambda p, dp, delta: np.where(p > 0, p, 0) * dp - np.abs(p) * delta,
+}
+
+
+def inline_asm_elementwise(assembly, constraints, args, dtype, is_pure, pack):
+    part = next(text for text in ASSEMBLY if text in assembly)
+    arrays = list(map(plain, args))
+    if "selp.f32" in assembly:
+        otherwise = {"0fFF800000": np.float32(-np.inf), "0f00000000": np.float32(0)}
+        arrays.append(next((value for text, value in otherwise.items() if text in assembly), None))
+    with np.errstate(all="ignore"):
+        result = ASSEMBLY[part](*arrays)
+    return tuple(map(Tensor, result)) if isinstance(result, tuple) else Tensor(result)
+
+
+def _of(function):
+    """A function of arrays as one of tensors."""
+
+    def call(*values, **options):
+        with np.errstate(all="ignore"):
+            return Tensor(function(*map(plain, values), **{name: plain(value) for name, value in options.items()}))
+
+    return call
+
+
+def _maximum(x, y, propagate_nan=None):
+    return np.maximum(x, y) if propagate_nan is not None else np.fmax(x, y)
+
+
+def _minimum(x, y, propagate_nan=None):
+    return np.minimum(x, y) if propagate_nan is not None else np.fmin(x, y)
+
+
+class Language(types.SimpleNamespace):
+    """What kernels call of ``gl`` and ``tl``; the rest, types and layouts, is the real one's."""
+
+    def __getattr__(self, name):
+        return (lambda *_, **__: None) if name.endswith("Layout") else getattr(tl, name)
+
+
+LANGUAGE = Language(
+    arange=lambda start, stop, layout=None: Tensor(np.arange(start, stop, dtype=np.int32)),
+    zeros=lambda shape, dtype, layout=None: Tensor(np.zeros(shape, NUMPY[dtype.name])),
+    full=lambda shape, value, dtype, layout=None: Tensor(np.full(shape, plain(value), NUMPY[dtype.name])),
+    cast=lambda x, dtype: Tensor(plain(x)).to(dtype),
+    convert_layout=lambda x, layout: x,
+    join=_of(lambda low, high: np.stack([low, high], -1)),
+    zeros_like=_of(np.zeros_like),
+    maximum=_of(_maximum),
+    minimum=_of(_minimum),
+    max=_of(lambda x, axis: np.max(x, axis)),
+    sum=_of(lambda x, axis: np.sum(x, axis)),
+    abs=_of(np.abs),
+    sqrt_rn=_of(np.sqrt),
+    exp=_of(np.exp),
+    exp2=_of(np.exp2),
+    log=_of(np.log),
+    log2=_of(np.log2),
+    where=_of(np.where),
+    load=load,
+    store=store,
+    atomic_add=_atomic(np.add),
+    atomic_max=_atomic(np.maximum),
+    program_id=lambda axis: Tensor(np.int32(_program()[0][axis])),
+    num_programs=lambda axis=0: Tensor(np.int32(_program()[1][axis])),
+    num_warps=lambda: here().warps,
+    static_range=range,
+    static_assert=lambda condition: None,
+    inline_asm_elementwise=inline_asm_elementwise,
+    allocate_shared_memory=allocate_shared_memory,
+    warp_specialize=warp_specialize,
+)
+_sequential: list = []  # (program, grid) of a kernel without partitions
+
+
+def _program():
+    return _sequential[-1] if _sequential else (here().program, here().world.grid)
+
+
+REPLACED = {
+    "gl": LANGUAGE,
+    "tl": LANGUAGE,
+    "mbarrier": mbarrier,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "fence_async_shared": lambda: None,
+    "barrier": lambda: None,
+    "async_load": async_load,
+    "async_store": lambda tensor, corner, source: _leave(tensor, corner, source, False),
+    "async_add": lambda tensor, corner, source: _leave(tensor, corner, source, True),
+    "store_wait": store_wait,
+    "view": view,
+    "is_rows": lambda tensor: isinstance(tensor, Rows),
+}
+JITTED = (JITCallable, InterpretedFunction)
+_globals: dict[int, dict] = {}
+
+
+def ordinary(value):
+    """A kernel function, record or constant as Python runs it."""
+    if isinstance(value, JITTED):
+        function = value.fn
+        return types.FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__)
+    if isinstance(value, type) and issubclass(value, base_value) and value.__module__.startswith("sparse_flash"):
+        return _record(value)
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _globals_of(function) -> dict:
+    known = _globals.get(id(function.__globals__))
+    if known is None:
+        known = _globals[id(function.__globals__)] = {}
+        known |= {name: REPLACED.get(name) or ordinary(value) for name, value in function.__globals__.items()}
+    return known
+
+
+@cache
+def _record(kind: type) -> type:
+    # Triton 3.6 leaves the fields with the class that was decorated.
+    declared = [cell.cell_contents for cell in kind.__setattr__.__closure__ or () if cell.cell_contents is not kind]
+    fields = list(kind.__annotations__ or declared[0].__annotations__)
+    methods = {name: ordinary(value) for name, value in vars(kind).items() if isinstance(value, JITTED)}
+
+    def __init__(self, *values, **named):
+        vars(self).update(dict(zip(fields, values, strict=False)) | named)
+        assert sorted(vars(self)) == sorted(fields), (kind.__name__, sorted(vars(self)))
+
+    return type(kind.__name__, (), {"__init__": __init__, **methods})
+
+
+PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
+
+
+class _Launches:
+    """In place of ``Recording``: runs each launch."""
+
+    seed = 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def launch(self, kernel, prepared, specialized=(), beside=None):
+        grid, arguments, constants, options = prepared
+        run, given = ordinary(kernel), [*map(_argument, arguments), *constants.values()]
+        if kernel not in PARTITIONED:
+            for program in np.ndindex(*grid):
+                _sequential.append((program, grid))
+                run(*given)
+                _sequential.pop()
+            return
+        world = World(_Launches.seed, grid)
+        for program in np.ndindex(*grid):
+            world.start(run, tuple(given), program, options["num_warps"], "the first partition")
+        world.run()
+
+    def finish(self):
+        pass
+
+
+def _argument(value):
+    if isinstance(value, torch.Tensor):
+        return Pointer.to(value)
+    if isinstance(value, Rows):
+        return value._replace(base=Pointer.to(value.base))
+    if hasattr(value, "block_shape"):
+        return Descriptor(value.base, value.block_shape)
+    return Tensor(np.float32(value) if isinstance(value, float) else np.int32(value))
+
+
+def _supports(call: Call) -> str | None:
+    """As on a Hopper GPU, but for bfloat16, which NumPy lacks."""
+    if call.dtype != torch.float16:
+        return f"on a CPU it runs float16; got {call.dtype}"
+    return SUPPORTS(replace(call, device=torch.device("cuda")))
+
+
+SUPPORTS = hopper.supports
+
+
+@contextlib.contextmanager
+def gluon_on_cpu(seed: int = 0):
+    """Within it, backend="hopper" runs float16 on the CPU. seed: of the order of events."""
+    _Launches.seed = seed
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, backward):
+            patch.setattr(module, "Recording", _Launches)
+            patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
+        patch.setattr(hopper, "available", lambda: None)
+        patch.setattr(hopper, "_is_hopper", lambda device: True)
+        patch.setattr(hopper, "supports", _supports)
+        yield

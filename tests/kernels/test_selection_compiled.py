@@ -1,0 +1,40 @@
+"""The kernels of key blocks chosen by query as compiled for a Hopper GPU, without one."""
+
+import pytest
+from outcomes import outcomes_of
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.compiles
+
+WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads"}
+# Bytes of stack (spilled registers), by Triton 3.6 to 3.9. Four warps hold dK and dV of 64 keys, which is faster than eight.
+STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 112}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return outcomes_of("sm90_selection.py")
+
+
+def test_they_fit_and_spill_no_more_than_recorded(kernels):
+    assert {k["kernel"] for k in kernels} >= {
+        *WITH_PRODUCTS,
+        "selection_walks",
+        "selection_keys",
+        "sum_key_grads",
+        "rows_of_softmax",
+    }
+    assert [k for k in kernels if k["shared"] > 232448 or k["stack"] > STACK_LIMIT.get(k["kernel"], 0)] == []
+
+
+def test_products_run_on_tensor_cores_and_gathered_rows_are_copied_asynchronously(kernels):
+    of_products = [k for k in kernels if k["kernel"] in WITH_PRODUCTS]
+    assert of_products and all(k["wgmma"] > 0 and k["mma"] == 0 and k["tma"] > 0 for k in of_products), of_products
+    gathering = [k for k in of_products if k["kernel"] in ("picked_parts", "picked_grads") and k["num_stages"] > 1]
+    assert gathering and all(k["async"] > 0 for k in gathering), gathering
+
+
+def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
+    # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
+    forward = [k for k in kernels if k["kernel"] in ("picked_parts", "walk_picks")]
+    assert forward and all(2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536 for k in forward), forward

@@ -1,0 +1,115 @@
+"""Models and trainers on each rank, against one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from on_ranks import difference, mesh
+
+import sparse_flash as sf
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # examples are no package of their own
+
+from tiny_lm import SETTINGS
+
+from examples.train_lm.model import IGNORED, Decoder
+from examples.train_lm.parallel import World, among_peers
+from examples.train_lm.train import Run
+from sparse_flash.integrations.transformers import use_sparse_flash
+
+TOKENS, WORDS = 500, 97
+MASKS = ["causal & local(100)", "causal & (local(64) | sinks(8))"]
+
+
+def config(**changes: object) -> transformers.LlamaConfig:
+    sizes = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    return transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 2, **changes})
+
+
+def of_transformers(labelled: int, compiled: bool = False) -> tuple[float, float, float]:
+    """(the difference of the loss, of the logits, of the parameters' gradients) of a model with a mask for each layer. labelled:
+    how many tokens have labels, from the first."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config())
+    whole = copy.deepcopy(model)
+    words = torch.randint(0, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels = words.clone()
+    labels[:, labelled:] = -100
+    wanted = use_sparse_flash(whole, MASKS)(words, labels=labels)
+    wanted.loss.backward()
+    plans = sf.context_parallel(MASKS, TOKENS, mesh(), heads=4, kv_heads=2, block_size=64)
+    use_sparse_flash(model, plans)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    out = run(words, labels=labels)
+    out.loss.backward()
+    loss = out.loss.detach().clone()
+    for tensor in (loss, *(p.grad for p in model.parameters())):
+        dist.all_reduce(tensor)
+    gradients = [[p.grad for p in one.parameters()] for one in (model, whole)]
+    logits = plans.unshard(out.logits, 1)
+    return difference([loss], [wanted.loss.detach()]), difference([logits], [wanted.logits.detach()]), difference(*gradients)
+
+
+def refused_by_transformers() -> dict[str, str]:
+    """What is said of models and calls that a plan does not fit, by name."""
+    plans = sf.context_parallel(MASKS, TOKENS, mesh(), block_size=64)
+    other = sf.context_parallel("causal", TOKENS, mesh(), block_size=64)
+    words = torch.zeros(1, TOKENS, dtype=torch.int64)
+    window = transformers.MistralConfig(**config().to_diff_dict() | {"model_type": "mistral", "sliding_window": 100})
+    model = use_sparse_flash(transformers.LlamaForCausalLM(config()), plans)
+    dropping = use_sparse_flash(transformers.LlamaForCausalLM(config(attention_dropout=0.1)), plans)
+    calls = {
+        "padding": lambda: model(words, attention_mask=(torch.arange(TOKENS) < 400)[None]),
+        "cache": lambda: model(words, past_key_values=transformers.DynamicCache()),
+        "tokens": lambda: model(words[:, 1:]),
+        "window": lambda: use_sparse_flash(transformers.MistralForCausalLM(window), plans)(words),
+        "dropout": lambda: dropping.train()(words),
+        "mixed": lambda: use_sparse_flash(model, {0: other, 1: "causal"}),
+        "two plans": lambda: use_sparse_flash(model, [plans[0], other]),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int) -> list[tuple[float, float, float]]:
+    """(loss, norm of the gradients, held-out loss) of each step in fp32, from the last checkpoint in the folder to another after
+    step ``until``. context: how many ranks share a sequence; 0 for a process alone."""
+    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384}
+    settings = replace(SETTINGS, **sizes, steps=10, context=max(1, context))
+    world = among_peers(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
+    folder.mkdir(exist_ok=True)
+    run, rows = Run(settings, folder, tokens, world, sharding), []
+    while run.progress.step < until:
+        row = run.step()
+        rows.append((row["loss"], row["gradient_norm"], run.evaluate(3)))
+    run.save()
+    torch.use_deterministic_algorithms(False)
+    return rows
+
+
+def of_a_decoder(labelled: int) -> float:
+    """The difference of the gradients of parameters, summed over ranks, where only the first tokens have labels."""
+    torch.manual_seed(0)
+    model = Decoder(replace(SETTINGS, length=512))
+    words = torch.randint(0, 300, (2, 512), generator=torch.Generator().manual_seed(1))
+    labels = words.roll(-1, 1)
+    labels[:, labelled:] = IGNORED
+    model(words, labels).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    plans = sf.context_parallel(list(SETTINGS.masks), 512, mesh(), heads=4, kv_heads=2)
+    model(plans.shard(words, 1), plans.shard(labels, 1, fill=IGNORED), plans=plans).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return difference([p.grad for p in model.parameters()], wanted)

@@ -1,0 +1,61 @@
+"""Models whose sequence several processes share, against one process."""
+
+import models_on_ranks
+import pytest
+from tiny_lm import random_tokens
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("labelled", [models_on_ranks.TOKENS, 60])
+def test_a_model_of_transformers_gives_what_one_process_gives_also_where_one_rank_has_all_labels(pools, labelled):
+    for errors in pools(2).run(models_on_ranks.of_transformers, labelled):
+        assert max(errors) < 1e-5
+
+
+def test_a_compiled_model_of_transformers_gives_what_one_process_gives(pools):
+    for errors in pools(2).run(models_on_ranks.of_transformers, models_on_ranks.TOKENS, True):
+        assert max(errors) < 1e-5
+
+
+def test_a_plan_of_one_rank_gives_what_a_model_of_transformers_gives(pools):
+    for errors in pools(1).run(models_on_ranks.of_transformers, models_on_ranks.TOKENS):
+        assert max(errors) < 1e-6
+
+
+def test_models_and_calls_that_a_plan_does_not_fit_are_refused_by_name(pools):
+    for said in pools(2).run(models_on_ranks.refused_by_transformers):
+        assert "leave attention_mask out" in said["padding"]
+        assert "past_key_values cannot be used with a plan" in said["cache"]
+        assert "must hold the 500 tokens of the whole sequence; got shape (1, 499)" in said["tokens"]
+        assert "the layer's own mask is local(100), and a plan cannot be joined with it" in said["window"]
+        assert "dropout cannot be used with a plan" in said["dropout"]
+        assert "layers [1] do not share their tokens with layer 0" in said["mixed"]
+        assert "layers [1] do not share their tokens with layer 0" in said["two plans"]
+
+
+@pytest.fixture(scope="module")
+def alone(pools, tmp_path_factory):
+    """(a folder of tokens, what one process says of each of ten steps)"""
+    folder = tmp_path_factory.mktemp("alone")
+    tokens = random_tokens(folder)
+    return tokens, pools(1).run(models_on_ranks.trained, tokens, folder / "run", 0, "ddp", 10)[0]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_by_two_ranks_take_the_ten_steps_of_one_process(pools, alone, sharding, tmp_path):
+    tokens, wanted = alone
+    for rows in pools(4).run(models_on_ranks.trained, tokens, tmp_path / "run", 2, sharding, 10):
+        assert [number for row in rows for number in row] == pytest.approx([number for row in wanted for number in row], rel=1e-4)
+
+
+def test_a_run_of_shared_sequences_goes_on_where_none_is_shared(pools, alone, tmp_path):
+    tokens, wanted = alone
+    first = pools(4).run(models_on_ranks.trained, tokens, tmp_path / "run", 4, "fsdp", 5)[0]
+    rest = pools(1).run(models_on_ranks.trained, tokens, tmp_path / "run", 0, "ddp", 10)[0]
+    numbers = [number for row in first + rest for number in row]
+    assert len(rest) == 5 and numbers == pytest.approx([number for row in wanted for number in row], rel=1e-4)
+
+
+def test_gradients_are_those_of_one_process_where_one_rank_has_all_labels(pools):
+    assert max(pools(3).run(models_on_ranks.of_a_decoder, 60)) < 1e-5

@@ -1,0 +1,278 @@
+"""The blocks that queries choose are those of the definition; no later token decides; and a choice once made is kept."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, tensor
+from torch.utils.checkpoint import checkpoint
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.selection import choice
+
+parametrize = pytest.mark.parametrize
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+
+
+def whole_numbers(*shape, seed=0, largest=3):
+    """Small integers, whose products and sums are exact, so that equal scores are equal everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-largest, largest + 1, shape, generator=generator).float().to(DEVICE)
+
+
+def score_of(q, k, b, heads, kv_head, t, block, size, score):
+    keys = k[b, kv_head, block * size : (block + 1) * size]
+    products = [keys @ q[b, h, t] for h in heads]
+    return sum(p.mean() if score == "mean" else p.max() for p in products)
+
+
+def definition(q, k, keep, every, size, share_group, score):
+    """(batch, heads that pick, groups) lists of blocks, from the definition's words."""
+    q, k = q.double().cpu().numpy(), k.double().cpu().numpy()
+    (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    group, picking = heads // kv_heads, kv_heads if share_group else heads
+    picks = np.empty((batch, picking, -(-q_len // every)), object)
+    for b, h, g in np.ndindex(*picks.shape):
+        positions = [t + kv_len - q_len for t in range(g * every, min((g + 1) * every, q_len))]
+        own = {position // size for position in positions if position >= 0}
+        before = max(positions[0], 0) // size
+        asking = range(h * group, (h + 1) * group) if share_group else [h]
+        kv_head = h if share_group else h // group
+        scores = [score_of(q, k, b, asking, kv_head, g * every, c, size, score) for c in range(before)]
+        best = sorted(range(before), key=lambda c: (-scores[c], c))[: keep - 1]
+        picks[b, h, g] = sorted(own | set(best))
+    return picks
+
+
+def lists(picks):
+    found = np.empty(picks.shape[:3], object)
+    for place in np.ndindex(*found.shape):
+        found[place] = [block for block in picks[place].tolist() if block >= 0]
+    return found
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 120).map(lambda n: (n, n)),
+    every=st.sampled_from([1, 2, 3, 16, 40]),
+    keep=st.integers(1, 9),
+    size=st.sampled_from([16, 32]),
+    heads=st.sampled_from([(1, 1), (4, 2), (2, 1)]),
+    share_group=st.booleans(),
+    score=st.sampled_from(choice.SCORES),
+    seed=st.integers(0, 99),
+)
+def test_what_is_picked_is_what_the_definition_picks(lengths, every, keep, size, heads, share_group, score, seed):
+    (q_len, kv_len), (q_heads, kv_heads) = lengths, heads
+    q, k = whole_numbers(2, q_heads, q_len, 4, seed=seed), whole_numbers(2, kv_heads, kv_len, 4, seed=seed + 1)
+    selection = sf.topk_blocks(q, k, keep, every=every, block_size=size, share_group=share_group, score=score)
+    assert selection.heads == (kv_heads if share_group else q_heads) and selection.own
+    assert (lists(selection.picks) == definition(q, k, keep, every, size, share_group, score)).all()
+
+
+def test_blocks_of_512_are_chosen_like_any_other():
+    q, k = whole_numbers(1, 1, 1600, 2), whole_numbers(1, 1, 1600, 2, seed=1)
+    selection = sf.topk_blocks(q[:, :, -3:], k, 2, every=1, block_size=512)
+    assert (lists(selection.picks) == definition(q[:, :, -3:], k, 2, 1, 512, False, "mean")).all()
+
+
+def test_more_blocks_than_there_are_keep_all_in_no_more_memory():
+    q, k = whole_numbers(1, 1, 100, 4), whole_numbers(1, 1, 100, 4)
+    selection = sf.topk_blocks(q, k, 1 << 40, every=1, block_size=16)
+    assert selection.picks.shape == (1, 1, 100, 7)
+    assert torch.equal(selection.to_dense(), torch.ones(1, 1, 100, 100, dtype=torch.bool, device=DEVICE).tril())
+
+
+def test_given_scores_choose_and_those_that_are_none_never_do():
+    scores = torch.tensor([[5.0, 1.0, 1.0, 9.0], [float("-inf"), float("nan"), float("inf"), 9.0]], device=DEVICE)
+    scores = scores[:, None].expand(2, 64, 4)[None]
+    selection = sf.topk_blocks(scores=scores, keep=3, block_size=16)
+    assert lists(selection.picks)[0, 0, [0, 20, 40, 63]].tolist() == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
+    assert lists(selection.picks)[0, 1, [20, 40, 63]].tolist() == [[1], [2], [2, 3]]
+    shared = sf.topk_blocks(scores=scores[:, :, ::16], keep=2, every=16, block_size=16, q_len=60)
+    assert shared.q_len == shared.kv_len == 60 and lists(shared.picks)[0, 0].tolist() == [[0], [0, 1], [0, 2], [0, 3]]
+
+
+def test_what_is_always_kept_comes_on_top_to_the_token():
+    q, k = whole_numbers(1, 2, 100, 4), whole_numbers(1, 2, 100, 4, seed=1)
+    plain, more = (sf.topk_blocks(q, k, 2, every=1, block_size=16, always=a) for a in (None, "sinks(3) | local(20)"))
+    assert torch.equal(plain.picks, more.picks)
+    always = sf.compile_mask("causal & (sinks(3) | local(20))", 100, block_size=16, device=DEVICE).to_dense()
+    assert torch.equal(more.to_dense(), plain.to_dense() | always)
+
+
+@parametrize("every", [1, 3])
+@parametrize("score", choice.SCORES)
+def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every):
+    t, leaves = 57, [tensor((1, heads, 100, 8), generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    later = [x.clone() for x in leaves]
+    for x in later:
+        x[:, :, t + 1 :] = 100 * x[:, :, t + 1 :].flip(2)
+    found = []
+    for q, k, v in (leaves, later):
+        picks = sf.topk_blocks(q, k, 3, every=every, block_size=16, share_group=True, score=score)
+        visible = picks.to_dense()[:, :, : t + 1]
+        for backend in ("reference", "torch"):
+            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            out = sf.attention(*inputs, picks, backend=backend)[:, :, : t + 1]
+            grads = torch.autograd.grad(out.square().sum(), inputs)
+            assert not any(g[:, :, t + 1 :].any() for g in grads)
+            found.append((visible, out, *grads))
+    (exact, rounded), (exact_later, rounded_later) = found[:2], found[2:]
+    assert torch.equal(exact[0], exact_later[0]) and torch.equal(exact[1], exact_later[1])
+    assert all(torch.equal(a[:, :, : t + 1], b[:, :, : t + 1]) for a, b in zip(exact[2:], exact_later[2:], strict=True))
+    for a, b in zip(rounded[1:], rounded_later[1:], strict=True):
+        torch.testing.assert_close(a[:, :, : t + 1], b[:, :, : t + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_earlier_token_decides():
+    q, k = (tensor((1, 1, 100, 8), generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    before = sf.topk_blocks(q, k, 2, every=1, block_size=16).picks
+    after = sf.topk_blocks(q, k.flip(2), 2, every=1, block_size=16).picks
+    assert (before != after)[:, :, 48:].any()
+
+
+@runs
+@parametrize("kind", ["mean", "max", "given"])
+@parametrize(
+    "every, q_len, kv_len, keep, heads",
+    [(1, 50, 50, 3, (2, 2)), (3, 60, 100, 1, (2, 1)), (40, 100, 70, 6, (3, 1)), (1, 5, 130, 6, (4, 2))],
+)
+def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, heads, poison):
+    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.masks.block_selection import own_width
+
+    batch = 2 if every > 1 else 1
+    q, k = whole_numbers(batch, heads[0], q_len, 8), whole_numbers(batch, heads[1], kv_len, 8, seed=1)
+    sizes = keep - 1, own_width(every, 16, kv_len - q_len), every, 16
+    config = ChoiceConfig(16, 16, 1, 1)
+    if kind == "given":
+        scores = whole_numbers(batch, 2, -(-q_len // every), -(-kv_len // 16))
+        scores[0, 0, :, 0], scores[0, 1, :, 0] = float("-inf"), float("nan")
+        wanted = choice.choose_by_scores(scores, keep, every, 16, q_len, kv_len)
+        assert torch.equal(choose_blocks(scores, None, kind, *sizes, 2, q_len, kv_len, config), wanted)
+        return
+    keys = choice.block_means(k[:, :, : kv_len // 16 * 16], 16) if kind == "mean" else k
+    for share_group in (False, True):
+        wanted = choice.choose_blocks(q, k, keep, every, 16, share_group, kind)
+        assert torch.equal(choose_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
+
+
+def test_the_choice_on_a_cpu_holds_the_scores_of_some_groups_alone(monkeypatch):
+    q, k = whole_numbers(1, 2, 200, 4), whole_numbers(1, 2, 200, 4, seed=1)
+    whole = sf.topk_blocks(q, k, 3, every=1, block_size=16).picks
+    monkeypatch.setattr(choice, "_CHUNK_CPU", 1000)
+    assert torch.equal(sf.topk_blocks(q, k, 3, every=1, block_size=16).picks, whole)
+
+
+def chosen(q, k, v):
+    selection = sf.topk_blocks(q, k, 3, every=1, block_size=16, always="sinks(3)", share_group=True)
+    return sf.attention(q.cos(), k, v, selection)
+
+
+def leaves():
+    return [tensor((1, heads, 80, 16), generator=torch.Generator().manual_seed(heads)).requires_grad_() for heads in (4, 2, 2)]
+
+
+def test_choice_and_attention_compile_into_one_graph_forward_and_backward():
+    inputs = leaves()
+    wanted = torch.autograd.grad(chosen(*inputs).square().sum(), inputs)
+    function = torch.compile(chosen, backend="aot_eager", fullgraph=True)
+    for got, gradient in zip(torch.autograd.grad(function(*inputs).square().sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+def by_picks(q, k, v):
+    scores = q.detach().unflatten(1, (2, 2)).sum(2) @ k.detach()[:, :, ::16].mT
+    return sf.attention(q.cos(), k, v, sf.BlockSelection.from_picks(scores.topk(3).indices, 16, check=False))
+
+
+@parametrize("mode", ["eager", "autocast", "compiled", "compiled autocast"])
+@parametrize(
+    "attend, owner, step", [(chosen, choice, "block_means"), (by_picks, torch.Tensor, "sort")], ids=["topk_blocks", "from_picks"]
+)
+def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(attend, owner, step, mode, monkeypatch):
+    """step: of owner, is taken whenever picks are made."""
+
+    def loss(attend, inputs):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled="autocast" in mode):
+            return attend(*inputs).float().square().sum()
+
+    def checkpointed(*inputs):
+        return checkpoint(attend, *inputs, use_reentrant=False, context_fn=sf.keep_picks)
+
+    inputs, calls, original = leaves(), [], getattr(owner, step)
+    wanted = torch.autograd.grad(loss(attend, inputs), inputs)
+    monkeypatch.setattr(owner, step, lambda *args, **options: calls.append(step) or original(*args, **options))
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if "compiled" in mode else loss
+    result = run(checkpointed, inputs)
+    forward = len(calls)
+    grads = torch.autograd.grad(result, inputs)
+    assert len(calls) == forward > 0
+    for got, gradient in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("score", choice.SCORES)
+def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(score):
+    def picked():
+        return sf.topk_blocks(q, k, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score).picks
+
+    q, k = tensor((1, 4, 2048, 64), dtype=torch.bfloat16), tensor((1, 2, 2048, 64), dtype=torch.bfloat16)
+    before = picked()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        picked()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = picked()
+    q.copy_(q.flip(2))
+    graph.replay()
+    assert torch.equal(captured, picked()) and not torch.equal(captured, before)
+
+
+Q = torch.zeros(1, 4, 64, 8)
+
+
+@parametrize(
+    "arguments, error, message",
+    [
+        ({"q": Q}, TypeError, "topk_blocks needs q and k, or scores="),
+        ({"q": Q, "k": Q, "keep": 0.5}, TypeError, "keep of a selection must be an int, how many blocks; got 0.5, a share"),
+        ({"q": Q, "k": Q, "every": 0}, ValueError, "every must be 1 to 128"),
+        ({"q": Q, "k": Q, "every": True}, TypeError, "every must be an int"),
+        ({"q": Q, "k": Q, "block_size": 48}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 48"),
+        ({"q": Q, "k": Q, "within": None}, ValueError, "a selection is causal; within is for every=None"),
+        ({"q": Q, "k": Q, "score": "median"}, ValueError, "score must be one of 'mean', 'max'; got 'median'; pass scores="),
+        ({"q": Q, "k": Q, "q_len": 64}, ValueError, "q_len and kv_len are those of q and k"),
+        (
+            {"q": Q, "k": Q, "every": None, "score": "max", "kv_len": 3},
+            ValueError,
+            "score, kv_len is of a selection .* pass every=1",
+        ),
+        ({"q": Q, "k": Q[:, :3]}, ValueError, "key heads must divide"),
+        ({"scores": Q, "q": Q}, ValueError, "scores take the place of q, k"),
+        ({"scores": [1.0]}, TypeError, "scores must be a tensor; got list"),
+        ({"scores": Q.int()}, ValueError, "scores must be of a floating-point type.*got torch.int32"),
+        (
+            {"scores": Q, "block_size": 64},
+            ValueError,
+            r"64 tokens are 1 blocks of 64 keys; got scores of 8.*pass a kv_len= that fits",
+        ),
+        ({"scores": Q, "q_len": 50}, ValueError, "50 tokens are 50 groups of 1 queries; got scores of 64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sf.topk_blocks(**{"keep": 2, **({} if "scores" in arguments else {"every": 1}), **arguments})

@@ -1,0 +1,296 @@
+"""A BlockSelection keeps the pairs of its definition, and attention over them is right on every back end that takes it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, dense_attention, gradients, measure, poisoned_memory, tensor
+
+import sparse_flash as sf
+from sparse_flash.selection import operators
+from sparse_flash.selection import torch as by_torch
+
+parametrize = pytest.mark.parametrize
+BACKENDS = ("torch", "reference")
+
+
+def drawn(batch, heads, q_len, kv_len, n, *, every=1, block_size=16, seed=0, empty=0.2):
+    """Picks of random blocks that their groups may see, some of them -1 and some twice."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.arange(-(-q_len // every)) * every
+    last = (first + every - 1).clamp(max=q_len - 1) + kv_len - q_len
+    blocks = (last.div(block_size, rounding_mode="floor") + 1).clamp(min=0)[:, None]
+    picks = (torch.rand(batch, heads, len(first), n, generator=generator) * blocks).long()
+    nothing = (torch.rand(picks.shape, generator=generator) < empty) | (blocks == 0)
+    return picks.masked_fill(nothing, -1).to(DEVICE)
+
+
+def definition(picks, q_len, kv_len, *, every=1, block_size=16, own=True, always=None):
+    """(batch, heads, q_len, kv_len) bool, pair by pair from the picks as they were given."""
+    kept = np.zeros((*picks.shape[:2], q_len, kv_len), bool)
+    allowed = None if always is None else sf.compile_mask(always, q_len, kv_len).to_dense().numpy()
+    for b, h, t in np.ndindex(*picks.shape[:2], q_len):
+        position = t + kv_len - q_len
+        picked = set(picks[b, h, t // every].tolist()) | ({position // block_size} if own else set())
+        for j in range(max(0, position + 1)):
+            kept[b, h, t, j] = j // block_size in picked or (allowed is not None and allowed[t, j])
+    return kept
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.tuples(st.integers(1, 90), st.integers(1, 90)) | st.integers(1, 90).map(lambda n: (n, n)),
+    every=st.sampled_from([1, 2, 3, 16, 40, 128]),
+    block_size=st.sampled_from([16, 32, 512]),
+    own=st.booleans(),
+    always=st.none() | st.sampled_from(["sinks(3) | local(20)", "full", "strided(7)"]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_kept_is_what_the_definition_keeps(lengths, every, block_size, own, always, seed):
+    q_len, kv_len = lengths
+    options = {"every": every, "block_size": block_size}
+    picks = drawn(2, 1, q_len, kv_len, 3, seed=seed, **options)
+    if not own:
+        kept = definition(picks, q_len, kv_len, own=False, always=always, **options)
+    else:
+        # The own blocks of a group's other queries are picked for all of it; a query sees of them what is before it.
+        grouped = picks
+        for t in range(q_len):
+            position = t + kv_len - q_len
+            column = torch.full((2, 1, grouped.shape[2], 1), -1, device=picks.device)
+            column[:, :, t // every] = position // block_size if position >= 0 else -1
+            grouped = torch.cat([grouped, column], 3)
+        kept = definition(grouped, q_len, kv_len, own=False, always=always, **options)
+    selection = sf.BlockSelection.from_picks(picks, q_len=q_len, kv_len=kv_len, own=own, always=always, **options)
+    np.testing.assert_array_equal(selection.to_dense().cpu().numpy(), kept)
+    assert selection.density == pytest.approx(kept.mean())
+    query, key = seed % q_len, seed % kv_len
+    np.testing.assert_array_equal(selection.kept_keys(query, 1).numpy(), kept[1, 0, query])
+    np.testing.assert_array_equal(selection.kept_queries(key, 1).numpy(), kept[1, 0, :, key])
+    unit = max(block_size, 128)
+    cells = np.add.reduceat(np.add.reduceat(kept[1, 0].astype(int), range(0, q_len, unit), 0), range(0, kv_len, unit), 1)
+    np.testing.assert_array_equal(selection.kept_pairs(0, 1, unit), cells)
+    ordered = selection.picks.where(selection.picks >= 0, 1 << 20)
+    assert (ordered.diff(dim=3) > 0)[ordered[..., 1:] < 1 << 20].all() and (ordered.diff(dim=3) >= 0).all()
+    restored = pickle.loads(pickle.dumps(selection))
+    assert torch.equal(restored.select(batch=1).to_dense(), selection.to_dense()[1:])
+
+
+CASES = {
+    "each query, groups of 4, odd lengths": ((1, 8, 2, 75, 75), {}),
+    "an always part on top": ((2, 4, 4, 70, 70), {"always": "sinks(3) | local(20)"}),
+    "groups of 3, more keys": ((1, 3, 1, 40, 77), {"every": 3, "always": "sinks(5)"}),
+    "groups of 16, more queries": ((1, 16, 1, 77, 40), {"every": 16}),
+    "each head picks": ((1, 4, 2, 64, 64), {"by_head": True}),
+    "blocks of 64": ((1, 4, 2, 150, 150), {"block_size": 64}),
+    "blocks of 512, larger than the keys": ((1, 2, 1, 40, 40), {"block_size": 512}),
+    "some queries keep nothing": ((1, 4, 2, 60, 60), {"own": False, "empty": 0.7}),
+    "one block picked by all": ((1, 4, 1, 90, 90), {"all_pick": 0}),
+    "groups that share longer than a block": ((1, 2, 2, 90, 90), {"every": 40}),
+}
+
+
+def case(name):
+    """(batch, heads, kv_heads, q_len, kv_len), selection"""
+    (batch, heads, kv_heads, q_len, kv_len), options = CASES[name]
+    options = dict(options)
+    picking = heads if options.pop("by_head", False) else kv_heads
+    shape = {"every": options.get("every", 1), "block_size": options.pop("block_size", 16), "empty": options.pop("empty", 0.2)}
+    picks = drawn(batch, picking, q_len, kv_len, 2, **shape)
+    if "all_pick" in options:
+        picks[..., 0] = options.pop("all_pick")
+    block_size = shape["block_size"]
+    return CASES[name][0], sf.BlockSelection.from_picks(picks, block_size, q_len=q_len, kv_len=kv_len, **options)
+
+
+@parametrize("backend", BACKENDS)
+@parametrize("name", CASES)
+def test_results_and_gradients_are_right(name, backend, monkeypatch):
+    monkeypatch.setattr(by_torch, "_CHUNK_CPU", 1 << 15)  # several chunks
+    (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
+    generator = torch.Generator().manual_seed(1)
+    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 24), (batch, heads, q_len, 24)
+    q, k, v, dout = (tensor(shape, "tokens first", generator=generator) for shape in shapes)
+    dlse = torch.randn(batch, heads, q_len, generator=generator).to(DEVICE)
+    kept = selection.to_dense().repeat_interleave(heads // selection.heads, 1)
+    with poisoned_memory():
+        errors = measure(backend, (q, k, v), dout, dlse, selection, kept, 0.3)
+    for what, (error, allowed) in errors.items():
+        assert error <= allowed, f"{what} is off by {error:.3g}; {allowed:.3g} is allowed"
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_dtype_is_right(dtype):
+    (batch, heads, kv_heads, q_len, kv_len), selection = case("an always part on top")
+    generator = torch.Generator().manual_seed(2)
+    shapes = (batch, heads, q_len, 16), (batch, kv_heads, kv_len, 16), (batch, kv_heads, kv_len, 16), (batch, heads, q_len, 16)
+    q, k, v, dout = (tensor(shape, dtype=dtype, generator=generator) for shape in shapes)
+    errors = measure("torch", (q, k, v), dout, None, selection, selection.to_dense(), None)
+    assert all(error <= allowed for error, allowed in errors.values()), errors
+
+
+def masses(q, k, kept, picks, scale, block_size, every):
+    """The picked blocks' lse by definition, differentiable, 0 in place of -inf; and where it is -inf."""
+    group = q.shape[1] // k.shape[1]
+    scores = scale * q @ k.repeat_interleave(group, 1).mT
+    block = torch.arange(k.shape[2], device=q.device) // block_size
+    picks = picks[:, :, torch.arange(q.shape[2], device=q.device) // every].repeat_interleave(q.shape[1] // picks.shape[1], 1)
+    inside = (picks[..., None] == block) & kept[:, :, :, None]
+    some = inside.any(-1)
+    return torch.where(some, scores[:, :, :, None].masked_fill(~inside & some[..., None], -torch.inf).logsumexp(-1), 0.0), ~some
+
+
+@parametrize("backend", BACKENDS)
+@parametrize("name", ["an always part on top", "groups of 3, more keys", "groups of 16, more queries", "each head picks"])
+def test_the_masses_of_picked_blocks_are_right_and_differentiable(name, backend):
+    (batch, heads, kv_heads, q_len, kv_len), selection = case(name)
+    generator = torch.Generator().manual_seed(3)
+    q, k = (tensor((batch, h, n, 16), generator=generator) for h, n in ((heads, q_len), (kv_heads, kv_len)))
+    kept = selection.to_dense().repeat_interleave(heads // selection.heads, 1)
+    weights = torch.randn(batch, heads, q_len, selection.picks.shape[3], generator=generator).to(DEVICE)
+    exact = [t.double().requires_grad_() for t in (q, k)]
+    wanted, none = masses(*exact, kept, selection.picks, 0.3, selection.block_size, selection.every)
+    leaves = [t.clone().requires_grad_() for t in (q, k)]
+    with poisoned_memory():
+        out, found = sf.attention(*leaves, k, selection, scale=0.3, return_block_lse=True, backend=backend)
+        assert torch.equal(found.isneginf(), none)
+        grads = torch.autograd.grad((found.masked_fill(none, 0.0) * weights).sum(), leaves)
+    torch.testing.assert_close(found.masked_fill(none, 0.0).double(), wanted, rtol=1e-5, atol=1e-5)
+    for got, gradient in zip(grads, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-5)
+    assert out.shape == (batch, heads, q_len, 16)
+
+
+def test_masses_relative_to_lse_sum_to_one_where_nothing_is_kept_besides():
+    _, selection = case("each query, groups of 4, odd lengths")
+    q, k = (tensor((1, h, 75, 16)) for h in (8, 2))
+    _, lse, block_lse = sf.attention(q, k, k, selection, return_lse=True, return_block_lse=True)
+    torch.testing.assert_close((block_lse - lse[..., None]).exp().sum(-1), torch.ones_like(lse))
+
+
+def test_sinks_join_the_softmax():
+    _, selection = case("each query, groups of 4, odd lengths")
+    q, k, sinks = tensor((1, 8, 75, 16)), tensor((1, 2, 75, 16)), torch.randn(8, device=DEVICE)
+    plain, lse = sf.attention(q, k, k, selection, return_lse=True)
+    out, with_sinks = sf.attention(q, k, k, selection, sinks=sinks, return_lse=True)
+    torch.testing.assert_close(with_sinks, torch.logaddexp(lse, sinks[:, None].expand_as(lse)))
+    torch.testing.assert_close(out, plain * (lse - with_sinks).exp()[..., None])
+
+
+def test_a_selection_of_all_blocks_is_causal_attention():
+    picks = torch.arange(5, device=DEVICE).expand(1, 2, 75, 5)
+    selection = sf.BlockSelection.from_picks(picks, 16, check=False)  # the later ones are dropped
+    q, k = tensor((1, 4, 75, 16)), tensor((1, 2, 75, 16))
+    causal = torch.ones(75, 75, dtype=torch.bool, device=DEVICE).tril()
+    dout = tensor((1, 4, 75, 16))
+    ours = gradients(lambda *t: sf.attention(*t, selection, return_lse=True), (q, k, k), dout, None)
+    wanted = gradients(lambda *t: dense_attention(*t, causal, 0.25), (q, k, k), dout, None)
+    for got, exact in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_operators_pass_opcheck():
+    (_, heads, kv_heads, q_len, kv_len), selection = case("groups of 3, more keys")
+    q, k = (tensor((1, h, n, 8)).requires_grad_() for h, n in ((heads, q_len), (kv_heads, kv_len)))
+    options = *operators._packed(selection), 0.25, "torch"
+    torch.library.opcheck(operators._forward, (q, k, k, *options))
+    torch.library.opcheck(operators._block_lse, (q, k, *options))
+    q, k = q.detach(), k.detach()
+    out, lse = operators._forward(q, k, k, *options)
+    masses = operators._block_lse(q, k, *options)
+    for backward, arguments in (
+        (operators._backward, (torch.randn_like(out), None, q, k, k, out, lse)),
+        (operators._block_lse_backward, (torch.randn_like(masses), q, k, masses)),
+    ):
+        torch.library.opcheck(backward, (*arguments, *options), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_gradients_are_not_differentiable_again():
+    _, selection = case("each head picks")
+    q, k = tensor((1, 4, 64, 16)).requires_grad_(), tensor((1, 2, 64, 16))
+    (grad,) = torch.autograd.grad(sf.attention(q, k, k, selection).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
+PICKS = torch.zeros(1, 2, 64, 2, dtype=torch.int32)
+
+
+def changed(*place_and_value):
+    picks = PICKS.clone()
+    picks[place_and_value[:-1]] = place_and_value[-1]
+    return picks
+
+
+@parametrize(
+    "changes, error, message",
+    [
+        ({"picks": [[0]]}, TypeError, "picks must be an int32 tensor; got list"),
+        ({"picks": PICKS.float()}, ValueError, r"int32 or int64, numbers of blocks; got torch.float32; use .to\(torch.int32\)"),
+        ({"picks": PICKS[0]}, ValueError, r"picks must have shape \(batch, kv_heads or heads.*got \(2, 64, 2\)"),
+        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none of it 0; got \(1, 2, 64, 0\)"),
+        ({"picks": changed(0, 1, 40, 1, 4)}, ValueError, r"got 4 at \(0, 1, 40, 1\), which is beyond the 4 blocks of keys"),
+        ({"picks": changed(0, 1, 40, 1, 3)}, ValueError, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
+        ({"picks": changed(0, 0, 0, 0, -2)}, ValueError, "got -2 .* below -1.*pass -1 where there is nothing to pick"),
+        ({"block_size": 100}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 100; try 64"),
+        ({"every": 0}, ValueError, "every must be 1 to 128 queries that share a choice; got 0"),
+        ({"every": 129}, ValueError, "got 129"),
+        ({"every": 1.0}, TypeError, "every must be an int, .*; got float"),
+        ({"every": 2, "q_len": 64}, ValueError, r"64 queries are 32 groups of 2; got picks of 64 groups.*pass every= and q_len="),
+        ({"q_len": 0}, ValueError, "q_len must be a positive integer"),
+        ({"always": "casual"}, ValueError, "did you mean 'causal'"),
+        (
+            {"always": sf.compile_mask("causal", 32)},
+            ValueError,
+            r"always must have the lengths.*\(64, 64, 128\).*got \(32, 32, 128\)",
+        ),
+        ({"always": ["causal"]}, TypeError, "must be a Pattern, its spec text or a BlockMask; got list"),
+    ],
+)
+def test_picks_that_do_not_fit_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        sf.BlockSelection.from_picks(**{"picks": PICKS, "block_size": 16, **changes})
+
+
+def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
+    bad = changed(0, 1, 40, 1, 9)
+    assert torch.equal(sf.BlockSelection.from_picks(bad, 16, check=False).picks[0, 1, 40].unique(), torch.tensor([-1, 0, 2]).int())
+    with pytest.raises(RuntimeError, match="beyond the keys or after its query"):
+        torch.compile(lambda picks: sf.BlockSelection.from_picks(picks, 16, check=True).picks, backend="aot_eager")(bad)
+
+
+@parametrize(
+    "changes, error, message",
+    [
+        ({"dropout_p": 0.1}, ValueError, "a BlockSelection does not take dropout_p; leave it out, or pass a BlockMask"),
+        ({"softcap": 3.0, "kv_lens": torch.tensor([3])}, ValueError, "does not take kv_lens and softcap"),
+        ({"alibi_slopes": torch.ones(4)}, ValueError, "does not take alibi_slopes"),
+        ({"rel_bias": torch.ones(4, 3)}, ValueError, "does not take rel_bias"),
+        ({"score_mod": sf.ScoreFunction(lambda s, *_: s)}, ValueError, "does not take score_mod"),
+        ({"sinks": torch.zeros(2)}, ValueError, r"shape \(heads,\), here \(4,\)"),
+        ({"q": torch.zeros(1, 4, 60, 8)}, ValueError, "the selection is of q_len=64, kv_len=64; q and k have 60 and 64"),
+        ({"q": torch.zeros(1, 3, 64, 8)}, ValueError, "key heads must divide that of query heads; got 3 query heads and 2"),
+        (
+            {"q": torch.zeros(2, 4, 64, 8), "k": torch.zeros(2, 2, 64, 8)},
+            ValueError,
+            "picks must be of batch 2 and of 2 key heads or 4",
+        ),
+        (
+            {"q": torch.zeros(1, 8, 64, 8), "k": torch.zeros(1, 4, 64, 8)},
+            ValueError,
+            r"of 4 key heads or 8 query heads; got \(1, 2, 64",
+        ),
+        ({"backend": "hopper"}, ValueError, "backend 'hopper' cannot run this call: it does not take a BlockSelection"),
+        ({"backend": "flash"}, ValueError, "backend must be 'auto' or one of"),
+        ({"scale": -1.0}, ValueError, "scale must be positive"),
+        ({"mask": None, "return_block_lse": True}, ValueError, "return_block_lse is of the blocks that a BlockSelection picked"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(changes, error, message):
+    arguments = {"q": torch.zeros(1, 4, 64, 8), "k": torch.zeros(1, 2, 64, 8), "mask": sf.BlockSelection.from_picks(PICKS, 16)}
+    arguments |= changes
+    with pytest.raises(error, match=message):
+        sf.attention(v=arguments["k"], **arguments)

@@ -1,0 +1,156 @@
+"""The portable kernels of key blocks chosen by query, against dense attention in float64."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from accepted import DEVICE
+from oracle import gradients, measure
+from picked import drawn_picks, kept_by_picks, sorted_picks
+
+pytest.importorskip("triton")
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.selection import operators, portable
+
+parametrize = pytest.mark.parametrize
+pytestmark = [
+    pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter"),
+    pytest.mark.usefixtures("poison"),
+]
+
+
+def tensors(batch, heads, kv_heads, q_len, kv_len, dim, dtype=torch.float32, v_dim=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim or dim), (heads, q_len, v_dim or dim)
+    return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def check(heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None, always_block=32, picks=None, batch=1, **options):
+    """Compares with the oracle by its rule. picks: drawn by default."""
+    q, k, v, dout = tensors(batch, heads, kv_heads, q_len, kv_len, options.pop("dim", 16), **options)
+    if picks is None:
+        picks = drawn_picks((batch, pickers, -(-q_len // every), n), every, block, q_len, kv_len)
+    mask = always and sf.compile_mask(always, q_len, kv_len, always_block, device=DEVICE)
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1)
+    if mask:
+        causal = torch.arange(kv_len) <= (torch.arange(q_len) + kv_len - q_len)[:, None]
+        kept = kept | (mask.to_dense().cpu() & causal)
+
+    selection = sf.BlockSelection(picks, q_len, kv_len, block, every, always=mask)
+
+    def attend(q, k, v, _, scale, return_lse, backend):
+        return sf.attention(q, k, v, selection, scale=scale, return_lse=return_lse, backend=backend)
+
+    dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for name, (error, allowed) in measure("triton", (q, k, v), dout, dlse, None, kept.to(DEVICE), None, attend).items():
+        assert error <= allowed, f"{name} is off by {error:.3g}; {allowed:.3g} is allowed"
+
+
+CASES = {
+    # heads, key heads, pickers, q_len, kv_len, every, block, n
+    "a group of 4": (4, 1, 1, 40, 130, 1, 64, 2),
+    "a group of 3, an odd number of keys": (3, 1, 1, 26, 131, 1, 64, 2),
+    "a group of 16, more queries than keys": (16, 1, 1, 26, 20, 1, 64, 2),
+    "heads that pick for themselves": (4, 2, 4, 30, 100, 1, 64, 2),
+    "a choice for 4 queries of small blocks": (4, 1, 1, 36, 36, 4, 16, 3),
+    "a choice for 16 queries": (4, 1, 1, 50, 90, 16, 64, 2),
+    "a choice for 50 queries, of long blocks": (2, 1, 1, 120, 300, 50, 256, 2),
+    "long blocks, a choice for each query": (2, 1, 1, 12, 550, 1, 512, 2),
+}
+
+
+@parametrize("case", CASES.values(), ids=CASES)
+def test_results_and_gradients_are_those_of_dense_attention(case):
+    check(*case)
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_and_gradients_are_as_accurate_as_those_of_pytorch(dtype):
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter computes bfloat16 products wrongly")
+    check(4, 1, 1, 100, 100, 1, 64, 2, dtype=dtype, dim=24, v_dim=40)
+
+
+@parametrize("case", ["a group of 4", "a choice for 16 queries"])
+def test_what_is_always_kept_counts_once_beside_picks(case):
+    check(*CASES[case], always="sinks(4) | local(20)", always_block=32)
+
+
+@parametrize("workspace, of_lines", [(60_000, True), (12_000, False)], ids=["turns of lines", "several turns of a line"])
+def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
+    made, turns_of = [], portable.turns_of
+    monkeypatch.setattr(portable, "turns_of", lambda *sizes: made.append(turns_of(*sizes)) or made[-1])
+    monkeypatch.setattr(portable, "WORKSPACE", workspace)
+    check(8, 2, 2, 60, 80, 2, 64, 2, always="sinks(4)")
+    assert len(made) == 2 and all(len(turns.all) > 1 and (turns.choices == 30) == of_lines for turns in made)
+
+
+def test_a_block_that_all_queries_pick_is_divided_and_right():
+    first = torch.zeros(1, 1, 200, 1, dtype=torch.int32)
+    check(1, 1, 1, 200, 300, 1, 64, 1, picks=first)
+
+
+def test_picks_that_keep_nothing_change_nothing():
+    picks = drawn_picks((1, 1, 40, 2), 1, 64, 40, 140)
+    more = sorted_picks(torch.cat([picks, torch.full_like(picks[..., :1], 2), torch.full_like(picks[..., :1], 90)], 3))
+    wanted, got = (_attend(p) for p in (picks, more))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def _attend(picks):
+    q, k, v, dout = tensors(1, 8, 1, 40, 140, 16)
+    selection = sf.BlockSelection(picks, 40, 140, 64)
+    return gradients(lambda *t: operators.attention(*t, selection, 0.3, "triton"), (q, k, v), dout, None)
+
+
+def test_gradients_repeat_bit_for_bit():
+    picks = drawn_picks((1, 1, 40, 2), 1, 64, 40, 140)
+    assert all(torch.equal(a, b) for a, b in zip(_attend(picks), _attend(picks), strict=True))
+
+
+@parametrize("every, block", [(1, 64), (7, 32)])
+def test_masses_of_picked_blocks_and_their_gradients_are_right(every, block):
+    q, k, *_ = tensors(1, 4, 2, 60, 90, 16)
+    picks = drawn_picks((1, 4, -(-60 // every), 2), every, block, 60, 90)
+    kept = kept_by_picks(picks, every, block, 60, 90).to(DEVICE)
+    some = kept.any(-1)
+
+    def by_definition(q, k):
+        scores = (0.3 * q @ k.repeat_interleave(2, 1).mT)[:, :, :, None].masked_fill(~kept & some[..., None], float("-inf"))
+        return scores.logsumexp(-1).masked_fill(~some, float("-inf"))
+
+    of_some = torch.randn(some.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * some
+    results = []
+    selection = sf.BlockSelection(picks, 60, 90, block, every)
+    kernels = partial(operators.block_lse, selection=selection, scale=0.3, backend="triton")
+    for masses, dtype in ((by_definition, torch.float64), (kernels, torch.float32)):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k)]
+        found = masses(*leaves)
+        grads = torch.autograd.grad((found.masked_fill(~some, 0.0) * of_some).sum(), leaves)
+        results.append([found.detach(), *grads])
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@parametrize(
+    "heads, every, n, reason",
+    [
+        (96, 1, 4, "it runs up to 64 query heads that share a choice; got 96"),
+        (1, 1, 256, "it runs up to 8,192 picks of the queries of a tile; got 16,384"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused_by_name(heads, every, n, reason):
+    q, k, v, _ = tensors(1, heads, 1, 64, 64, 16)
+    picks = torch.zeros(1, 1, 64 // every, n, dtype=torch.int32)
+    selection = sf.BlockSelection(picks, 64, 64, 64, every)
+    assert portable.supports(backends.Call.of(q, k, v, 64), selection) == reason
+
+
+def test_what_a_call_does_besides_its_selection_is_refused_by_name():
+    q, k, v, _ = tensors(1, 2, 1, 64, 64, 16)
+    call = replace(backends.Call.of(q, k, v, 64), features=("dropout_p", "softcap"))
+    selection = sf.BlockSelection(torch.zeros(1, 1, 64, 2, dtype=torch.int32), 64, 64, 64)
+    assert portable.supports(call, selection) == "it takes no dropout_p, softcap beside a selection"

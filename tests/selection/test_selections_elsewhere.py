@@ -1,0 +1,140 @@
+"""A selection in the layer, in explain, draw and check."""
+
+import copy
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from oracle import tensor
+
+import sparse_flash as sf
+from sparse_flash.tools.draw import cells
+from sparse_flash.tools.explain_selection import SelectionExplanation
+
+SELECT = partial(sf.topk_blocks, keep=3, every=1, block_size=16, always="sinks(2)", share_group=True)
+
+
+def layer(**options) -> sf.SparseAttention:
+    torch.manual_seed(0)
+    return sf.SparseAttention(48, 4, **{"kv_heads": 2, "select": SELECT} | options)
+
+
+def inputs(tokens=100) -> torch.Tensor:
+    return torch.randn(2, tokens, 48, generator=torch.Generator().manual_seed(1))
+
+
+def by_head(projection, x):
+    return projection(x).unflatten(2, (-1, 12)).transpose(1, 2)
+
+
+def test_a_layer_attends_to_the_blocks_that_its_queries_choose():
+    attn, x = layer(rotary_base=None), inputs()
+    q, k, v = (by_head(projection, x) for projection in (attn.q_proj, attn.k_proj, attn.v_proj))
+    wanted = attn.out_proj(sf.attention(q, k, v, SELECT(q, k)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attn(x), wanted)
+    torch.testing.assert_close(torch.compile(attn, backend="aot_eager", fullgraph=True)(x), wanted)
+    assert "select=functools.partial" in repr(attn) and "mask" not in repr(attn)
+    attn(x).sum().backward()
+    assert all(p.grad is not None for p in attn.parameters())
+    torch.testing.assert_close(copy.deepcopy(attn)(x), wanted)
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_gives_the_rows_of_training():
+    attn, x = layer(), inputs()
+    cache = attn.new_cache(2, 100)
+    pieces = [attn(part, cache) for part in x.split([60, 1, 1, 38], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), attn(x))
+
+
+def test_what_a_layer_cannot_select_by_is_refused():
+    with pytest.raises(TypeError, match=r"select must be a function .* got int"):
+        layer(select=16)
+    with pytest.raises(ValueError, match="select takes the place of mask; leave mask out"):
+        layer(mask="causal & local(20)")
+    with pytest.raises(TypeError, match="select must return a BlockSelection; got BlockMask; pass every=1"):
+        layer(select=partial(sf.topk_blocks, keep=3))(inputs())
+    attn = layer(select=partial(sf.topk_blocks, keep=3, every=4))
+    with pytest.raises(ValueError, match="must choose for each query; got every=4"):
+        attn(inputs(), attn.new_cache(2, 100))
+
+
+@pytest.mark.parametrize("call", ["attention_decode", "BlockMask.per_head", "SparseAttention"])
+def test_calls_that_take_masks_alone_say_where_a_selection_goes(call):
+    chosen, q, k = selection(), torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 150, 8)
+    with pytest.raises(TypeError, match="got BlockSelection; a selection by query goes to attention, or as select="):
+        match call:
+            case "attention_decode":
+                sf.attention_decode(q, k, k, chosen)
+            case "BlockMask.per_head":
+                sf.BlockMask.per_head([chosen], 150)
+            case "SparseAttention":
+                sf.SparseAttention(48, 4, chosen)
+
+
+def selection(every=1, always=None):
+    generator = torch.Generator().manual_seed(2)
+    q, k = tensor((2, 4, 150, 8), generator=generator), tensor((2, 2, 150, 8), generator=generator)
+    return sf.topk_blocks(q, k, 4, every=every, block_size=16, always=always, share_group=True)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_numbers_of_explain_are_those_of_the_picks(every):
+    chosen = selection(every, "sinks(2) | local(20)")
+    e = sf.explain(chosen, heads=8, head_dim=8)
+    assert isinstance(e, SelectionExplanation)
+    dense = chosen.to_dense()
+    causal = 150 * 151 / 2
+    assert e.density == pytest.approx(dense.float().mean().item())
+    assert e.causal_density == pytest.approx(dense.sum().item() / 4 / causal)
+    assert e.flops == pytest.approx(4 * 2 * 8 * 8 * dense.sum().item() / 4) and e.dense_flops == 4 * 2 * 8 * 8 * causal
+    rows = [[set(row[row >= 0].tolist()) for row in line] for line in chosen.picks.flatten(0, 1)]
+    count = sum(len(row) for line in rows for row in line)
+    assert e.picks == pytest.approx(count / (4 * chosen.groups))
+    alike = sum(len(a & b) for line in rows for a, b in pairwise(line))
+    assert e.alike == pytest.approx(alike / sum(len(row) for line in rows for row in line[1:]))
+    for tile, width in e.unions.items():
+        together = tile // every
+        unions = [
+            set().union(*line[i : i + together]) for line in rows for i in range(0, len(line) // together * together, together)
+        ]
+        assert width == pytest.approx(sum(map(len, unions)) / len(unions))
+    assert list(e.unions) == [tile for tile in (4, 16, 64) if tile // every > 1]
+    assert e.most_picked == max(sum(block in row for row in line) for line in rows for block in range(10))
+    assert "a choice on average" in str(e) and e.table_bytes == chosen.nbytes
+
+
+def test_picks_that_are_alike_are_told():
+    alike = sf.BlockSelection.from_picks(torch.zeros(1, 1, 400, 1, dtype=torch.int32), 16)
+    assert "every=" in str(sf.explain(alike)) and not sf.explain(selection(), heads=2).hints
+    with pytest.raises(ValueError, match="heads must be a multiple of the 2 heads that pick; got 3"):
+        sf.explain(selection(), heads=3)
+
+
+@pytest.mark.parametrize("level", ["tokens", "blocks"])
+def test_a_picture_shows_the_share_of_kept_pairs(level, tmp_path):
+    one = selection(always="sinks(2) | local(20)").select(1, 1)
+    picture = cells(one, 5, 5, level)
+    kept = torch.nn.functional.pad(one.to_dense()[0, 0].double().cpu(), (0, -150 % picture.unit, 0, -150 % picture.unit))
+    totals = kept.unfold(0, picture.unit, picture.unit).unfold(1, picture.unit, picture.unit).sum((2, 3)).numpy()
+    rows, cols = picture.shares.shape
+    sizes = [min(picture.unit, 150 - i * picture.unit) for i in range(rows)]
+    assert (rows, cols) == totals.shape and picture.level == level
+    np.testing.assert_allclose(picture.shares, totals / np.outer(sizes, sizes))
+    drawing = sf.draw(one, tmp_path / "one.png")
+    assert "blocks of 16 picked by query" in str(drawing) and (tmp_path / "one.png").exists()
+    with pytest.raises(ValueError, match=r"one mask; got 4; .* mask.select"):
+        sf.draw(selection())
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_check_recomputes_rows_from_the_picks_and_finds_what_is_wrong(heads, monkeypatch):
+    chosen, q, k = selection(always="sinks(2)"), *(tensor((2, h, 150, 8)).requires_grad_() for h in (heads, 2))
+    step = sf.check(lambda: sf.attention(q, k, k, chosen).square().sum().backward(), every=1, rows=6)
+    step()
+    assert len(step.reports) == 2 and all(report.worst < 1e-3 for report in step.reports)
+    monkeypatch.setattr(type(chosen), "kept_keys", lambda self, *place: torch.ones(150, dtype=torch.bool))
+    with pytest.raises(sf.CheckError, match="further from its definition"):
+        step()

@@ -1,0 +1,78 @@
+"""Compiles the kernels of key blocks chosen by query for sm_90, as their launchers ask for them, without a GPU and without running
+them. Prints the outcome of each, like ``sm90.py``.
+
+    python tests/sm90_selection.py          those that the tests compile
+    python tests/sm90_selection.py --all    other groups of heads, block sizes and head dims too
+"""
+
+import contextlib
+import json
+import sys
+from functools import partial
+from unittest import mock
+
+import torch
+import triton
+from sm90 import TARGET, resources
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+import sparse_flash as sf
+from sparse_flash.kernels.launch.launch import FUSED
+from sparse_flash.kernels.portable import selection_backward, selection_forward, selection_tables
+from sparse_flash.selection import portable
+
+BACKEND = make_backend(TARGET)
+MODULES = selection_backward, selection_forward, selection_tables
+# heads, key heads, head_dim, block, every, always
+CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
+CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+OTHERS = [(64, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
+OTHERS += [(16, 4, 128, 32, 1, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
+
+
+def compiled(kernel, arguments, constants, options):
+    """The result of Triton's compiler for the arguments of a launch."""
+    binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    bound, specialization, left = binder(*arguments, **constants, **options, **FUSED, debug=False)
+    options, signature, constants, attributes = kernel._pack_args(BACKEND, left, bound, specialization, left)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=options.__dict__)
+
+
+def report(case: tuple, known: set, kernel, grid, arguments, constants, options, specialized=()) -> None:
+    name = kernel.fn.__name__.removesuffix("_kernel")
+    key = name, *constants.values(), *options.values()
+    if key in known:
+        return
+    known.add(key)
+    result = compiled(kernel, arguments, constants, options)
+    ptx = result.asm["ptx"]
+    row = {"kernel": name, "case": case, "tile_n": constants.get("TILE_N"), **options, "shared": result.metadata.shared}
+    row |= {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "async": ptx.count("cp.async.cg.shared.global")}
+    row |= {"tma": ptx.count("cp.async.bulk.tensor")}
+    print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+
+
+def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
+    heads, kv_heads, dim, block, every, always = case
+    q_len, slots = 1024, 16
+    q = torch.zeros(1, heads, q_len, dim, dtype=dtype)
+    k = torch.zeros(1, kv_heads, q_len, dim, dtype=dtype)
+    lse = torch.zeros(1, heads, q_len)
+    picks = torch.zeros(1, kv_heads, -(-q_len // every), slots, dtype=torch.int32)
+    mask = always and sf.compile_mask(always, q_len, block_size=min(block, 256))
+    selection = sf.BlockSelection(picks, q_len, q_len, block, every, always=mask)
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(mock.patch.object(module, "launch", partial(report, case, known)))
+        portable.forward(q, k, k, selection, 1.0)
+        portable.backward(q, None, q, k, k, q, lse, selection, 1.0)
+        if always is None:
+            masses = portable.block_lse(q, k, selection, 1.0)
+            portable.block_lse_backward(masses, q, k, masses, selection, 1.0)
+
+
+if __name__ == "__main__":
+    known: set = set()
+    for case in [*CASES, *OTHERS] if "--all" in sys.argv else CASES:
+        compile_case(case, known)
