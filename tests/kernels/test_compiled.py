@@ -14,6 +14,8 @@ pytestmark = pytest.mark.compiles
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest despite them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+# Both in one launch, for short calls; not measured yet.
+STACK_LIMIT |= {("grad_qkv", 64): 8, ("grad_qkv", 128): 256}
 STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 16}
 
 
@@ -23,7 +25,7 @@ def kernels():
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 65
+    assert len(kernels) == 72
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
@@ -81,7 +83,8 @@ def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout
 
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
     checked = [k for k in kernels if k["kernel"].startswith("hopper")]
-    assert len(checked) == 2 * (2 * 5 + 1 + 3 + 4)  # head dimensions; dense and sparse, ragged keys, blocks of 64, dropout
+    # Head dimensions; dense and sparse, ragged keys, split columns, blocks of 64, dropout; 192 queries.
+    assert len(checked) == 2 * (2 * 5 + 2 + 4 + 4) + 1
     for k in checked:
         footprint = FOOTPRINT[k["kernel"].removeprefix("hopper_"), k["dim"]]
         assert k["stack"] <= footprint.stack and k["shared"] <= footprint.shared, k

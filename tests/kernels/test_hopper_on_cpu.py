@@ -34,6 +34,18 @@ def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic
         check("hopper", spec, q_len, kv_len, **options)
 
 
+def test_a_large_dense_call_is_right_in_tiles_of_192_queries(monkeypatch):
+    from sparse_flash.kernels.hopper import forward
+
+    sizes = []
+    chosen = forward.fewest_rounds
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(forward, "fewest_rounds", lambda *sides: sizes.append(chosen(*sides)) or sizes[-1])
+    with emulated.gluon_on_cpu(seed=5):
+        check("hopper", None, 700, 300, block_size=128, dtype=torch.float16, head_dim=40, heads=2, kv_heads=1)
+    assert {config.queries for config in sizes} == {192}
+
+
 def test_splits_of_heavy_rows_are_combined():
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)

@@ -51,6 +51,7 @@ NOT_SPECIALIZED = [
     "padded_q_len",
     "padded_kv_len",
     "kv_lines",
+    "splits",
     "items",
     "tiles",
     "heads_together",
@@ -70,7 +71,8 @@ class BackwardInputs:
 
 @record
 class Gradients:
-    """Where gradients go. Rows of dQ, and with ADDED of dK and dV, hold sums in register order."""
+    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV: with ADDED of all tiles, with SPLIT of
+    each split of a column, until ``combine_columns_kernel``."""
 
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
@@ -79,7 +81,9 @@ class Gradients:
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
     kv_lines: gl.tensor
-    ADDED: gl.constexpr  # whether several tiles contribute to one dK and dV
+    splits: gl.tensor  # tiles of splits per head
+    ADDED: gl.constexpr  # whether query heads share dK and dV
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
     FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
 
@@ -235,7 +239,6 @@ def _send(p):
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
     """Stores dK and dV of a tile, or adds them, from the buffers of its keys and of dQ."""
-    HALF: gl.constexpr = p.KEYS * p.DIM // 512
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -244,25 +247,54 @@ def _send_keys(p, tile, turn, sent):
         # With FIXED, finish_kernel sums them later over query heads.
         head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
         line = head_line * grads.padded_kv_len + tile.first
-        low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-        high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-        for grad in range(2):
-            row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
-            p.dq.wait(sent)
-            if grads.FIXED:
-                async_store(grads.dkv_rows, [row, 0], low)
-                async_store(grads.dkv_rows, [row + HALF, 0], high)
-            else:
-                async_add(grads.dkv_rows, [row, 0], low)
-                async_add(grads.dkv_rows, [row + HALF, 0], high)
-            store_wait(0)
-            p.dq.release(sent)
-            sent += 1
+        if p.scheduler.SPLIT:
+            # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
+            line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
+        sent = _send_sums(p, line, place, sent, grads.FIXED)
+    elif grads.SPLIT:
+        if tile.split > 0:
+            sent = _send_sums(p, (tile.line * grads.splits + tile.split - 1) * p.KEYS, place, sent, True)
+        else:
+            sent = _send_results(p, batch, kv_head, tile.first, place, sent)
     else:
+        sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+    return sent
+
+
+@gluon.jit
+def _send_results(p, batch, kv_head, first_key, place, sent):
+    """Stores dK and dV of a tile in their tensors."""
+    grads = p.grads
+    p.dq.wait(sent)
+    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(place, grads.dk))
+    if grads.SPLIT:
+        # As many turns as for a split; this one did not use the buffer.
+        p.dq.release(sent)
+        sent += 1
         p.dq.wait(sent)
-        async_store(grads.dk, [batch, kv_head, tile.first, 0], of_tensor(place, grads.dk))
-        values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
-        async_store(grads.dv, [batch, kv_head, tile.first, 0], values)
+    values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
+    async_store(grads.dv, [batch, kv_head, first_key, 0], values)
+    store_wait(0)
+    p.dq.release(sent)
+    return sent + 1
+
+
+@gluon.jit
+def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
+    """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
+    HALF: gl.constexpr = p.KEYS * p.DIM // 512
+    grads = p.grads
+    low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    for grad in range(2):
+        row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
+        p.dq.wait(sent)
+        if ALONE:
+            async_store(grads.dkv_rows, [row, 0], low)
+            async_store(grads.dkv_rows, [row + HALF, 0], high)
+        else:
+            async_add(grads.dkv_rows, [row, 0], low)
+            async_add(grads.dkv_rows, [row + HALF, 0], high)
         store_wait(0)
         p.dq.release(sent)
         sent += 1
@@ -323,7 +355,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    SENT: gl.constexpr = 2 if p.grads.ADDED else 1  # how often a tile's end goes through the buffer of dQ
+    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     for entry in range(begin, end):
@@ -448,7 +480,7 @@ def _compute(p):
             state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, zeros, dq_zeros, BITS)
         state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, zeros, dq_zeros, FULL)
         dk, dv, scores = state
-        _hand_over(p, turn, step, dk, dv)
+        _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)
 
@@ -463,23 +495,44 @@ def _first_scores(p, turn, step, zeros):
 
 
 @gluon.jit
-def _hand_over(p, turn, step, dk, dv):
+def _hand_over(p, tile, turn, step, dk, dv):
     """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once its last tile has left."""
-    dtype: gl.constexpr = p.k.data.dtype
     place = p.k.stage(turn)
     step *= p.PIECES
     if p.grads.ADDED:
-        _hand_over_halves(p, dk, step + 2 * turn, place)
-        _hand_over_halves(p, dv, step + 2 * turn + 1, place)
+        _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+    elif p.grads.SPLIT:
+        if tile.split > 0:
+            _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+        else:
+            _hand_over_results(p, dk, dv, step + 2 * turn, place)
     else:
-        sent = step + turn
-        place.store((dk * p.scale).to(dtype))
-        if p.dropout.ENABLED:
-            dv = dv * (1.0 / (1.0 - p.dropout.p))
-        p.dq.acquire(sent)
-        view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout).store(dv.to(dtype))
+        _hand_over_results(p, dk, dv, step + turn, place)
+
+
+@gluon.jit
+def _hand_over_results(p, dk, dv, sent, place):
+    """Hands over dK and dV in their dtype: dK through ``place``, dV through dQ's buffer."""
+    dtype: gl.constexpr = p.k.data.dtype
+    place.store((dk * p.scale).to(dtype))
+    if p.dropout.ENABLED:
+        dv = dv * (1.0 / (1.0 - p.dropout.p))
+    p.dq.acquire(sent)
+    if p.grads.SPLIT:
         fence_async_shared()
         p.dq.commit(sent)
+        sent += 1
+        p.dq.acquire(sent)
+    view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout).store(dv.to(dtype))
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
+def _hand_over_sums(p, dk, dv, sent, place):
+    """Hands over dK and dV in fp32."""
+    _hand_over_halves(p, dk, sent, place)
+    _hand_over_halves(p, dv, sent + 1, place)
 
 
 @gluon.jit
@@ -521,6 +574,7 @@ def attention_backward_kernel(
     padded_q_len,
     padded_kv_len,
     kv_lines,
+    splits,
     items,
     tiles,
     heads_together,
@@ -537,6 +591,7 @@ def attention_backward_kernel(
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
+    SPLIT: gl.constexpr,
     FIXED: gl.constexpr,
     DROPOUT: gl.constexpr,
     RAGGED: gl.constexpr,
@@ -569,7 +624,9 @@ def attention_backward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
-    scheduler = new_scheduler(k, table, heads_of, heads_together, items, tiles, queue, q_len, KEYS, STEP=QUERIES, BY_KEY=True)
+    scheduler = new_scheduler(
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+    )
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = BackwardArguments(
@@ -582,7 +639,9 @@ def attention_backward_kernel(
             padded_q_len=padded_q_len,
             padded_kv_len=padded_kv_len,
             kv_lines=kv_lines,
+            splits=splits,
             ADDED=ADDED,
+            SPLIT=SPLIT and not ADDED,
             FIXED=FIXED,
         ),
         table=table,
@@ -684,6 +743,17 @@ def prepare_kernel(
     )
 
 
+@triton.jit
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr):
+    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. WARPS: that computed the tile. PIECES: of
+    its columns, one after the other."""
+    DOWN: tl.constexpr = TILE // 16
+    ACROSS: tl.constexpr = WARPS // DOWN
+    ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, DOWN, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
+    return parts.reshape(TILE, DIM)
+
+
 @triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
 def finish_kernel(
     grad_tensor,
@@ -702,25 +772,62 @@ def finish_kernel(
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
     rows of the added tiles. WARPS: that computed a tile. PIECES: of its columns, one after the other. group: how many consecutive
     sums make one gradient. FIXED: sums are integers, in units of a power of two per row."""
-    DOWN: tl.constexpr = TILE // 16
-    ACROSS: tl.constexpr = WARPS // DOWN
-    ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
     first = tl.program_id(0) * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
         line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
-    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, DOWN, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
-    grad = parts.reshape(TILE, DIM) * factor
+    grad = _from_register_order(sums, TILE, DIM, WARPS, PIECES) * factor
     if FIXED:
         unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
     store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
+@triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
+def combine_columns_kernel(
+    dk_tensor,
+    dv_tensor,
+    sums_ptr,
+    split_columns,
+    mask_index,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    listed,
+    dk_factor,
+    dv_factor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """dK and dV of split columns: the sum over their splits, in order. A program computes a tile of one of the two, of a head and
+    of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
+    TILES: tl.constexpr = TABLE_BLOCK // TILE
+    is_dv = tl.program_id(0) % 2
+    part = tl.program_id(0) // 2 % TILES
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
+    entry = split_columns + (mask * listed + tl.program_id(0) // (2 * TILES)) * 4
+    column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if count > 0:
+        line = (tl.num_programs(1) * is_dv + tl.program_id(1)).to(tl.int64) * listed * TILES + first * TILES + part
+        sums = tl.zeros([TILE * DIM], tl.float32)
+        for _ in range(count):
+            sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
+            line += TILES
+        grad = _from_register_order(sums, TILE, DIM, TILE // 16, 1)
+        first_key = column * TABLE_BLOCK + part * TILE
+        if is_dv == 1:
+            store_tile(dv_tensor, grad * dv_factor, batch, head, first_key, TILE, DIM)
+        else:
+            store_tile(dk_tensor, grad * dk_factor, batch, head, first_key, TILE, DIM)
+
+
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
-    does that of dK and dV if query heads share them or heavy columns are split.
+    does that of dK and dV if query heads share them.
 
     Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     variant: dropout only, or None.
@@ -760,7 +867,7 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
     workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
     kv_sums = workspace
     if room.kv_sums:
-        fill = torch.empty if deterministic else torch.zeros
+        fill = torch.zeros if room.added and not deterministic else torch.empty
         kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
     bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
     dlse = lse if dlse is None else dlse
@@ -771,13 +878,16 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
 class _Room(NamedTuple):
     """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks: no block extends into the next head's
     rows. dq_sums: element count. rows: of lse, delta and, if sums are integers, units. kv_sums: of dK and dV, if several tiles
-    contribute to one; otherwise 0."""
+    contribute to one; otherwise 0. added: whether they are those of all tiles, as query heads share them, or of ``splits`` tiles of
+    splits per head."""
 
     padded_q: int
     padded_kv: int
     dq_sums: int
     rows: int
     kv_sums: int
+    added: bool
+    splits: int
 
 
 def _room(q, k, mask, deterministic: bool) -> _Room:
@@ -787,10 +897,14 @@ def _room(q, k, mask, deterministic: bool) -> _Room:
     block_size = mask.block_size if mask else TILE.value
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     lines = batch * heads * padded_q
-    # If several tiles contribute to one dK and dV, these are also summed in fp32: in order of arrival, or one after the other.
-    added = heads > kv_heads or (mask is not None and mask.by_key.is_split and not deterministic)
-    kv_lines = batch * (heads if deterministic else kv_heads) * padded_kv
-    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim if added else 0)
+    # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
+    # are then added like other tiles.
+    added = heads > kv_heads
+    split = mask is not None and mask.by_key.is_split and not deterministic
+    keys = min(block_size, TILE.value)
+    splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
+    kv_lines = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
+    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim, added, splits)
 
 
 def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, dropout_p, config) -> None:
@@ -859,6 +973,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.padded_kv,
         # As many as key heads, or as query heads if each has its own sums.
         room.kv_sums // (2 * dim) or batch * kv_heads * room.padded_kv,
+        room.splits,
         items,
         tiles,
         min(heads_together(4 * dim, q_len), batch * heads),
@@ -870,13 +985,13 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     ]
     constants = {"DIM": dim, "KEYS": config.keys, "QUERIES": config.queries}
     constants |= {"DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.kv_sums > 0, "FIXED": deterministic}
-    constants |= {"DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
+    constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
     recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options))
 
     finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, config.pieces)]
-    if room.kv_sums:
+    if room.added:
         dk_sums, dv_sums = kv_sums.chunk(2)
         members = group if deterministic else 1
         finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, 1)]
@@ -886,3 +1001,18 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         arguments = [described_for_triton(grad, tile, dim), added, row_unit, heads, members, length, factor]
         constants = {"DIM": dim, "TILE": tile, "WARPS": config.keys // 16, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
         recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, {"num_warps": 4}))
+    if room.splits and not room.added:
+        prepared = combine_columns_launch(dk, dv, kv_sums, mask, config.keys, (scale / share, 1.0 / share))
+        recording.launch(combine_columns_kernel, prepared)
+
+
+def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[float, float]):
+    """(grid, arguments, constants, options). keys: of the tiles that were summed. factors: of dK and dV."""
+    batch, heads, _, head_dim = dk.shape
+    dim, table = padded_head_dim(head_dim), mask.by_key.splits
+    index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_key, kv_sums)
+    arguments = [described_for_triton(grad, keys, dim) for grad in (dk, dv)]
+    arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
+    # A split column has two splits or more, so the second half of the lines is never in use.
+    grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys), batch * heads)
+    return grid, arguments, {"DIM": dim, "TILE": keys, "TABLE_BLOCK": mask.block_size}, {"num_warps": 8}

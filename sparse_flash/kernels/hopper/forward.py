@@ -28,7 +28,7 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import forward_config
+from .configs import FORWARD, fewest_rounds, forward_config
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
@@ -394,7 +394,9 @@ def attention_forward_kernel(
     )
     heads_of = Heads(heads, group)
     QUERIES: gl.constexpr = HALF * GROUPS
-    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, QUERIES, STEP=KEYS, BY_KEY=False)
+    scheduler = new_scheduler(
+        q, table, heads_of, heads_together, items, tiles, queue, kv_len, QUERIES, STEP=KEYS, BY_KEY=False, SPLIT=SPLIT
+    )
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -451,7 +453,7 @@ def combine_kernel(
     TABLE_BLOCK: tl.constexpr,
 ):
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
-    queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
+    queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
     STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -459,7 +461,6 @@ def combine_kernel(
     entry = split_rows + (mask * listed + tl.program_id(0) // STEPS) * 4
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     start = tl.program_id(0) % STEPS * COMBINED
-    # There are as many lines as splits; the last ones are unused.
     if count > 0:
         rows = tl.arange(0, COMBINED)
         line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_BLOCK + start + rows
@@ -536,7 +537,11 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+    if config is None:
+        config = forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+        # Dropout's draws need the registers that a third warp group would take.
+        config = FORWARD[dim] if dropout_p is not None and config.queries == 192 else config
+        config = fewest_rounds(config, dim, q_len, batch * heads, multiprocessors(q.device))
     block_size = mask.block_size if mask else config.queries
     items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, config.queries)
     tiles = items * (block_size // config.queries) * batch * heads
@@ -584,5 +589,6 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
-    grid = (table.shape[1] * (mask.block_size // COMBINED.value), batch * heads)
+    # A split row has two splits or more, so the second half of the lines is never in use.
+    grid = (table.shape[1] // 2 * (mask.block_size // COMBINED.value), batch * heads)
     return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}
