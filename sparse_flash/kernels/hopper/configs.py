@@ -53,6 +53,11 @@ BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
 # less than 1 %.
 DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
+# Without a table, where tiles of 64 queries are not more than multiprocessors. 8 heads of 1,024 tokens in a CUDA graph, the same H200,
+# head_dim 64 and 128, in us: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN 13.9 and 17.6. 4 heads of 512 tokens, 128: 10.0,
+# 12.9, 11.5. With twice as many tiles as multiprocessors, 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8; but 16 heads, 128: 61.9, 56.5,
+# 59.2.
+SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 # Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
 # the portable kernels 1.55 and 6.73.
@@ -82,15 +87,20 @@ def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device:
     return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
 
 
-def fewest_rounds(config: ForwardConfig, dim: int, q_len: int, lines: int, multiprocessors: int) -> ForwardConfig:
-    """``config``, or that of two warp groups where larger tiles fill the last round of a grid worse than they save. lines: heads of
-    all sequences."""
-    smaller = FORWARD[dim]
+def dense_forward(dtype: torch.dtype, dim: int, q_len: int, lines: int, device: torch.device, multiprocessors: int) -> ForwardConfig:
+    """The config for a call without a table. lines: heads of all sequences. A short call takes smaller tiles; others take what
+    ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
+
+    def tiles(queries: int) -> int:
+        return -(-q_len // queries) * lines
 
     def rounds(queries: int) -> int:
-        return -(-(-(-q_len // queries) * lines) // multiprocessors)
+        return -(-tiles(queries) // multiprocessors)
 
-    return smaller if config.queries == 192 and rounds(smaller.queries) < TIME_OF_192 * rounds(192) else config
+    if tiles(64) <= multiprocessors:
+        return SHORT_FORWARD[dim]
+    config = forward_config(dtype, dim, None, device)
+    return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
 
 
 @remembered
@@ -113,12 +123,15 @@ FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
-    ("backward", 128): Footprint(232156, 40),
+    ("backward", 128): Footprint(232156, 48),
+    ("forward_of_192", 64): Footprint(147980, 0),
     # Two of these share a multiprocessor's 227 KiB.
-    ("forward_of_64", 64): Footprint(83000, 0),
-    ("forward_of_64", 128): Footprint(99000, 0),
-    ("backward_of_64", 64): Footprint(85000, 0),
-    ("backward_of_64", 128): Footprint(109000, 248),
+    ("forward_of_short", 64): Footprint(49564, 0),
+    ("forward_of_short", 128): Footprint(98740, 0),
+    ("forward_of_64", 64): Footprint(82436, 0),
+    ("forward_of_64", 128): Footprint(98756, 0),
+    ("backward_of_64", 64): Footprint(84700, 0),
+    ("backward_of_64", 128): Footprint(108524, 184),
     ("forward_of_dropout", 64): Footprint(131704, 0),
     ("forward_of_dropout", 128): Footprint(197176, 0),
     ("backward_of_dropout", 64): Footprint(142828, 0),

@@ -28,7 +28,7 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import FORWARD, fewest_rounds, forward_config
+from .configs import FORWARD, dense_forward, forward_config
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
@@ -537,11 +537,12 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    if config is None:
-        config = forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
-        # Dropout's draws need the registers that a third warp group would take.
-        config = FORWARD[dim] if dropout_p is not None and config.queries == 192 else config
-        config = fewest_rounds(config, dim, q_len, batch * heads, multiprocessors(q.device))
+    if config is None and mask:
+        config = forward_config(q.dtype, dim, mask.block_size, q.device)
+    elif config is None:
+        # Dropout's draws need the registers that a third warp group, or a second program, would take.
+        whole = q.dtype, dim, q_len, batch * heads, q.device, multiprocessors(q.device)
+        config = dense_forward(*whole) if dropout_p is None else FORWARD[dim]
     block_size = mask.block_size if mask else config.queries
     items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, config.queries)
     tiles = items * (block_size // config.queries) * batch * heads
