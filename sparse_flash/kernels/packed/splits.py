@@ -17,7 +17,7 @@ LINE_FIELDS = tl.constexpr(4)
 _ITEMS_TOGETHER, _MASKS_TOGETHER = 128, 16
 
 
-class _Rows(NamedTuple):
+class _TableRows(NamedTuple):
     """What a table says of its rows; ``masks.table.Table`` says how. rows: of a mask."""
 
     row_ptr: Any
@@ -138,12 +138,12 @@ def split_rows_kernel(
     those of the table by key."""
     line, chunk = tl.program_id(0), tl.program_id(1)
     if line < masks:
-        table = _Rows(row_ptr, row_split, row_order, rows)
+        table = _TableRows(row_ptr, row_split, row_order, rows)
         if chunk == 0:
             _write_lines(table, listed, line, least, SPLITS, ROOM)
         _write_items(table, work, masks, line, chunk, least, SPLITS, ROOM, ITEMS, MASKS)
     else:
-        table = _Rows(k_row_ptr, k_row_split, k_row_order, k_rows)
+        table = _TableRows(k_row_ptr, k_row_split, k_row_order, k_rows)
         if chunk == 0:
             _write_lines(table, k_listed, line - masks, least, SPLITS, K_ROOM)
         _write_items(table, k_work, masks, line - masks, chunk, least, SPLITS, K_ROOM, ITEMS, MASKS)
