@@ -45,6 +45,7 @@ SOURCES = {
     "forward": ("portable/forward", *COMMON),
     "grad_q": ("portable/backward", *COMMON),
     "grad_kv": ("portable/backward", *COMMON),
+    "grad_qkv": ("portable/backward", *COMMON),
     "decode": ("portable/decode", "common/tiles"),
     "packed": ("packed/repack", "packed/spans"),
 }
@@ -90,7 +91,7 @@ class Row(NamedTuple):
 
 
 REPRESENTATIVES = [Case(kernel, dim=128, block=0) for kernel in configs.KERNELS]
-REPRESENTATIVES += [Case("decode", dim=128, page=128), Case("packed", variant="fill_rows_kernel")]
+REPRESENTATIVES += [Case("grad_qkv", dim=128, block=0), Case("decode", dim=128, page=128), Case("packed", variant="fill_rows_kernel")]
 
 
 def cases() -> list[Case]:
@@ -111,7 +112,8 @@ def config_of(case: Case, chip: str) -> configs.Config:
         return configs.decode_config(dtype, case.dim, case.block or None, 32, None, family, True)
     if case.kernel == "packed":
         return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
-    config = configs.fitted(family, case.kernel, dtype, case.dim, case.block or None)
+    name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
+    config = configs.fitted(family, name, dtype, case.dim, case.block or None)
     return within_memory(config, *_variant(case), case.dim) if case.kernel == "grad_q" else config
 
 
@@ -175,7 +177,7 @@ def write(rows: list[Row]) -> None:
 def compiled(case: Case, chip: str) -> Row:
     """Runs in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled."""
     import triton
-    from sm90 import KERNELS, compiled, compiled_for_decoding
+    from sm90 import KERNELS, backward, compiled, compiled_for_decoding
     from triton.backends.compiler import GPUTarget
 
     (backend, arch, threads), _, _, descriptors = CHIPS[chip]
@@ -187,7 +189,7 @@ def compiled(case: Case, chip: str) -> Row:
         details = config, dim, block > 0, 32, 16, case.page
         result = compiled_for_decoding(*details, dtype=case.dtype, target=target)
     else:
-        kernel = KERNELS[case.kernel][0]
+        kernel = backward.grad_qkv_kernel if case.kernel == "grad_qkv" else KERNELS[case.kernel][0]
         variant, switches = _variant(case)
         if chip == "gfx942":
             variant = variant._replace(seed=None, dropout_p=None)

@@ -38,6 +38,20 @@ def unsettled():
     arguments._selected.clear()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def two_launches():
+    """Portable backward passes take the two launches of long calls, however short the calls of tests are. The single one has its own
+    tests, and the fuzzer draws it."""
+    try:
+        from sparse_flash.kernels.portable import configs
+    except ImportError:  # without Triton
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configs, "ONE_LAUNCH_TOKENS", 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def poison():
     """Fills what torch.empty and its relatives return with NaN."""

@@ -32,6 +32,8 @@ def cases():
     with heavy_rows_split():
         mask = sf.compile_mask("local(90) | global_tokens(5)", 300, 400, block_size=128, device=DEVICE)
         yield "split rows", 300, 400, 2, 1, mask
+        blocks = torch.ones(1, 2, 3, 4, dtype=torch.bool, device=DEVICE)
+        yield "split rows of a block map", 300, 400, 2, 2, sf.BlockMask.from_blocks(blocks, 128, 300, 400)
     for name, rows in (("empty rows", ("111", "000", "010")), ("nothing kept", ("000",) * 3)):
         blocks = torch.tensor([[char == "1" for char in row] for row in rows], device=DEVICE)
         yield f"block map, {name}", 384, 300, 4, 2, sf.BlockMask.from_blocks(blocks, 128, 384, 300)

@@ -47,7 +47,7 @@ OF_VALUES = {"v_tensor", "out_tensor", "dout_tensor", "dv_tensor"}
 FLOATS = {"scale", "score_scale", "dropout_p"}
 FLOAT_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr", "split_out", "split_lse", "split_results"}
 INT_POINTERS = {"mask_index", "row_ptr", "row_split", "row_order", "col_ptr", "col_split", "col_order", "col_idx", "row_idx"}
-INT_POINTERS |= {"tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
+INT_POINTERS |= {"tile_idx", "col_tile_idx", "tile_runs", "tile_bits", "work", "queue", "arrived", "kv_lens", "block_table"}
 HALF_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -105,8 +105,8 @@ def compiled(
     }
     signature, constants, attributes = arguments(kernel, {**tensors, "variant": variant}, constants)
     source = ASTSource(kernel, signature, constants, attributes)
-    rows = config.tile_n if kernel is backward.grad_kv_kernel else config.tile_m
-    options = launch_options(config, variant, switches, rows)
+    rows = {backward.grad_kv_kernel: config.tile_n, backward.grad_qkv_kernel: max(config.tile_m, config.tile_n)}
+    options = launch_options(config, variant, switches, rows.get(kernel, config.tile_m))
     return triton.compile(source, target=target, options=options | FUSED)
 
 
@@ -117,23 +117,27 @@ def compiled_for_hopper(
     sparse: bool,
     block: int = 128,
     split: bool = False,
+    added: bool = False,
     fixed: bool = False,
     dropout: bool = False,
     ragged: bool = False,
     dtype: str = "bf16",
 ):
     if kernel is hopper_forward.attention_forward_kernel:
-        queries, constants = 64, {"STAGES": config.stages, "REGISTERS": config.registers, "SPLIT": split}
+        queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
+        constants |= {"GROUPS": config.queries // 64}
     else:
-        queries, constants = config.queries, {"QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": split, "FIXED": fixed, "RAGGED": ragged}
-    constants |= {"DIM": dim, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // 256},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{128 * dim // 512},256],{FLOAT_LAYOUT!r}>"
+        queries, pieces = config.queries, config.pieces
+        constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
+    constants |= {"KEYS": config.keys}
+    constants |= {"DIM": dim, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else 128},{dim}],{TILE_LAYOUT!r}>"
+            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
@@ -229,18 +233,31 @@ def of_the_tests():
                 details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, sparse, 128, split
                 yield partial(report, "hopper_forward", dim, sparse, compiled_for_hopper, *details)
             details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
-            for split, fixed in ((False, False), (True, False), (False, True)):
-                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, split, fixed)
-            if not sparse:
-                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, False, False, True)
+            for added, fixed in ((False, False), (True, False), (False, True)):
+                yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, added, fixed)
+            # Splits of heavy columns; a last tile with fewer keys.
+            more = {"split": True} if sparse else {"ragged": True}
+            yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, **more)
     for dim in (64, 128):
-        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, True
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, False, 128, False, False, False, True
         yield partial(report, "hopper_forward_of_dropout", dim, False, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_DROPOUT[dim], dim, False, 128
         for fixed, ragged in ((False, False), (True, False), (False, True)):
             yield partial(
-                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, fixed, True, ragged
+                report, "hopper_backward_of_dropout", dim, False, compiled_for_hopper, *details, False, False, fixed, True, ragged
             )
+        details = backward.grad_qkv_kernel, configs._GRAD_KV[dim], dim, True
+        yield partial(report, "grad_qkv", dim, True, compiled, *details)
+    for dim in (64, 128):
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
+        yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
+        for name, table in (("192", hopper_configs.DENSE_FORWARD), ("short", hopper_configs.SHORT_FORWARD)):
+            if dim in table:
+                details = hopper_forward.attention_forward_kernel, table[dim], dim, False
+                yield partial(report, f"hopper_forward_of_{name}", dim, False, compiled_for_hopper, *details)
+        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
+        for option in ("split", "added", "fixed"):
+            yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield partial(
             report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128

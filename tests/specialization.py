@@ -26,7 +26,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import repack, spans
+from sparse_flash.kernels.packed import repack, spans, splits
 from sparse_flash.kernels.portable import (
     backward,
     choose_blocks,
@@ -40,7 +40,7 @@ from sparse_flash.selection import portable
 from sparse_flash.variant.variant import Variant
 
 SELECTION = (choose_blocks, selection_tables, selection_forward, selection_backward)
-MODULES = (forward, backward, decode, repack, spans, hopper_forward, hopper_backward, *SELECTION)
+MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -102,7 +102,8 @@ def portable_calls() -> None:
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.float32)
         for mask, variant in product(masks_of(heads, q_len, kv_len, 64), checked_variant(batch, heads)):
             forward.attention_forward(q, k, v, mask, 1.0, variant)
-            backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant)
+            for one_launch in (False, True):
+                backward.attention_backward(q, lse, q, k, v, q, lse, mask, 1.0, variant, one_launch=one_launch)
         for kv_lens in (None, torch.ones(batch, dtype=torch.int32)):
             decode.attention_decode(q, k, v, None, 1.0, kv_lens=kv_lens, causal=True, splits=2)
         for mask in masks_of(heads, q_len, kv_len, 64)[1:]:
@@ -114,7 +115,7 @@ def portable_calls() -> None:
 
 
 def hopper_calls() -> None:
-    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2), HEADS, (1, 16, 385), (1, 16, 385)):
+    for batch, (heads, kv_heads), q_len, kv_len in product((1, 2, 3), HEADS, (1, 16, 385), (1, 16, 385)):
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
         for mask in masks_of(heads, q_len, kv_len, 128):
             hopper_forward.attention_forward(q, k, v, mask, 1.0)
@@ -134,6 +135,7 @@ def packed_calls() -> None:
         for dim in LENGTHS:
             source = torch.zeros(rows, heads, dim)
             repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))
+        splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
         spans.fill_spans(layout, torch.zeros(2, tokens, dtype=torch.int32), rows, tokens, tokens, 64, 64, 128)
 
 

@@ -14,7 +14,7 @@ from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # padded to 64 or 128
-BLOCK_SIZES = (None, 128, 256)
+BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p",)
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
@@ -65,7 +65,9 @@ def supports(call: Call) -> str | None:
     if call.v_head_dim != call.head_dim:
         return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
     if call.block_size not in BLOCK_SIZES:
-        return f"it runs masks of block_size {BLOCK_SIZES[1]} and {BLOCK_SIZES[2]}; got {call.block_size}"
+        return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
+    if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
+        return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

@@ -70,6 +70,19 @@ def in_forward_mode() -> bool:
     return _forward_ad._current_level >= 0
 
 
+def is_plain_eager(*tensors: torch.Tensor) -> bool:
+    """Whether this is a plain eager call: no compiler, exporter, dispatch mode, function transform, forward mode, tensor subclass
+    or meta tensor has to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and not tensors[0].is_meta
+        and active_modes() == 0
+        and not in_function_transform()
+        and not in_forward_mode()
+        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
 def has_forward_derivative(*tensors: torch.Tensor) -> bool:
     """Whether forward mode is active and one of these tensors carries a tangent."""
     return in_forward_mode() and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -15,8 +15,7 @@ from ..compat.pytorch import (
     apply_directly,
     has_forward_derivative,
     in_differentiating_transform,
-    in_forward_mode,
-    in_function_transform,
+    is_plain_eager,
 )
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once
@@ -91,19 +90,6 @@ def refuse_transforms(*tensors) -> None:
 def is_seen() -> bool:
     """Whether a compiler, an exporter or a dispatch mode has to see the operator."""
     return torch.compiler.is_compiling() or active_modes() > 0
-
-
-def is_plain_eager(*tensors) -> bool:
-    """Whether this is a plain eager call: no compiler, exporter, dispatch mode, function transform, forward mode, tensor subclass
-    or meta tensor has to see the operator."""
-    return (
-        not torch.compiler.is_compiling()
-        and not tensors[0].is_meta
-        and active_modes() == 0
-        and not in_function_transform()
-        and not in_forward_mode()
-        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-    )
 
 
 class _Direct(torch.autograd.Function):

@@ -17,7 +17,7 @@ from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid
 from .pattern import Pattern
 from .select_blocks import counted
-from .table import Table, work_of_whole_rows
+from .table import Table, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
 
 Device: TypeAlias = torch.device | str
@@ -234,8 +234,7 @@ class BlockMask:
     def whole_columns(self) -> torch.Tensor:
         """``by_key.work`` with no column split."""
         t = self.by_key
-        bounds = torch.cat([t.row_ptr[:, :-1, None], t.row_split, t.row_ptr[:, 1:, None]], -1)
-        return work_of_whole_rows(t.row_order, bounds.take_along_dim(t.row_order[..., None].long(), 1))
+        return work_of_whole_rows(t.row_order, ordered_bounds(t.row_ptr, t.row_split, t.row_order))
 
     @property
     def nbytes(self) -> int:

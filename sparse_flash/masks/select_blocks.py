@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .table import SPLIT_FIELDS, Table, work_of_whole_rows
+from ..compat.pytorch import is_plain_eager
+from ..kernels.common.streams import current_gpu
+from .table import SPLIT_FIELDS, Table, most_splits, split_limits, with_splits, work_of_whole_rows
 
 
 class Listing(NamedTuple):
@@ -16,8 +20,8 @@ class Listing(NamedTuple):
     past the last entry.
     exists: (2, 1, n) bool, whether it is an entry rather than padding.
     col_tile: (2, 2, 1, n) int32, col_idx and tile_idx of both tables.
-    ptr, split, bounds: int64, with the row count of the longer table: (2, 1, rows + 1) row_ptr, (2, 1, rows * 2) row_split, (2, 1,
-    rows * 4) the start, start of run tiles, start of bit tiles and end of each row.
+    ptr, split: int64, with the row count of the longer table: (2, 1, rows + 1 and up to 3 more) row_ptr, (2, 1, rows * 2)
+    row_split.
     rows: the row count of each table.
     """
 
@@ -26,7 +30,6 @@ class Listing(NamedTuple):
     col_tile: torch.Tensor
     ptr: torch.Tensor
     split: torch.Tensor
-    bounds: torch.Tensor
     rows: tuple[int, int]
 
 
@@ -36,13 +39,13 @@ def listing_of(by_query: Table, by_key: Table) -> Listing:
     room = max(len(by_query.col_idx), len(by_key.col_idx)), max(rows)
     sides = _side(by_query, rows[1], 1, *room), _side(by_key, 1, rows[1], *room)
     block, exists, col_tile, *lines = (torch.stack(tensors) for tensors in zip(*sides, strict=True))
-    ptr, split, bounds = (line[:, None].long() for line in lines)
+    ptr, split = (line[:, None].long() for line in lines)
     col_tile = col_tile.transpose(0, 1)[:, :, None].contiguous()
-    return Listing(block[:, None].long(), exists[:, None], col_tile, ptr, split, bounds, rows)
+    return Listing(block[:, None].long(), exists[:, None], col_tile, ptr, split, rows)
 
 
 def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """(block, exists, col_tile, ptr, split, bounds) of one table, padded to this many entries and rows. Its (row, col) is block
+    """(block, exists, col_tile, ptr, split) of one table, padded to this many entries and rows. Its (row, col) is block
     row * row_stride + col * col_stride of the grid."""
     ptr, split = table.row_ptr[0], table.row_split[0]
     # Padded so that what follows col_idx in memory is 16-byte aligned, as kernels are compiled for.
@@ -52,11 +55,11 @@ def _side(table: Table, row_stride: int, col_stride: int, entries: int, rows: in
     row = torch.searchsorted(ptr[1:], entry, right=True, out_int32=True)
     exists = (entry >= 0) & (row < len(ptr) - 1)
     block = torch.where(exists, row * row_stride + cols * col_stride, 0)
-    bounds = torch.cat([ptr[:-1, None], split, ptr[1:, None]], 1)
-    # Padding rows begin and end before all entries.
+    # Padding rows begin and end before all entries. row_ptr is as long as keeps that of the next table 16-byte aligned.
     past = rows - len(split)
-    ptr, split, bounds = (torch.nn.functional.pad(t.flatten(), (0, past * n)) for t, n in ((ptr, 1), (split, 2), (bounds, 4)))
-    return block, exists, torch.stack([cols, tiles]), ptr, split, bounds
+    ptr = torch.nn.functional.pad(ptr, (0, past + -(rows + 1) % 4))
+    split = torch.nn.functional.pad(split.flatten(), (0, past * 2))
+    return block, exists, torch.stack([cols, tiles]), ptr, split
 
 
 def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
@@ -80,22 +83,46 @@ def chosen(maps: torch.Tensor, listing: Listing) -> list[Table]:
     col_tile = col_tile.view(2, 2, -1)
     # The count before an entry is the count at the previous one; the first entry of each mask is padding.
     count = count.view(2, masks, listed)
-    ptr, split, bounds = (count.gather(2, of_masks(line)) for line in (listing.ptr, listing.split, listing.bounds))
-    bounds = bounds.view(2, masks, -1, 4)
-    order = torch.argsort(bounds[..., 3] - bounds[..., 0], dim=-1, descending=True, stable=True)
-    by_weight = bounds.gather(2, order[..., None].expand(bounds.shape))
-    order = order.to(torch.int32)
-    work = work_of_whole_rows(order, by_weight)
-    splits = torch.zeros((masks, 2, SPLIT_FIELDS), dtype=torch.int32, device=maps.device)
+    # With several masks, padding would make copies of the slices below.
+    ends = max(listing.rows) + 1
+    ptr, split = (count.gather(2, of_masks(t)) for t in (listing.ptr if masks == 1 else listing.ptr[..., :ends], listing.split))
+    order = torch.argsort(ptr[..., :ends].diff(dim=-1), dim=-1, descending=True, stable=True).to(torch.int32)
     split = split.view(2, masks, -1, 2)
-    tables = []
+    lines = []
     for side, rows in enumerate(listing.rows):
-        # Padding rows are the lightest, so they come last in order.
+        # Padding rows have no entries, or fewer by the difference of row_ptr, so they come last in order.
         own_split, own_order = (t[side, :, :rows].contiguous() for t in (split, order))
-        cols, tiles = col_tile[:, 1 - side]
-        of_work = work[side, :, :rows].contiguous()
-        tables.append(Table(ptr[side, :, : rows + 1].contiguous(), own_split, own_order, cols, tiles, of_work, splits))
-    return tables
+        lines.append((ptr[side, :, : rows + 1].contiguous(), own_split, own_order))
+    work = work_of(lines[0], lines[1], listing.rows[1], listing.rows[0])
+    return [Table(*lines[side], col_tile[0, 1 - side], col_tile[1, 1 - side], *work[side]) for side in range(2)]
+
+
+Lines: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def work_of(by_query: Lines, by_key: Lines, longest: int, k_longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(work, splits) of the two tables of a mask made on their device, without synchronization.
+
+    by_query, by_key: (row_ptr, row_split, row_order). longest, k_longest: the most blocks that a row of each may have.
+    """
+    if not _by_kernel(by_query[0]):
+        return [with_splits(*by_query, longest), with_splits(*by_key, k_longest)]
+    from ..kernels.packed.splits import split_rows
+
+    return split_rows(by_query, by_key, most_splits(longest), most_splits(k_longest), *split_limits())
+
+
+def _by_kernel(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may be launched on this tensor: on the current GPU, with nothing that has to see operations."""
+    device = tensor.device
+    if device.type != "cuda" or not is_plain_eager(tensor):
+        return False
+    return device.index == current_gpu() and _has_triton()  # type: ignore[misc]  # None only in builds without GPUs
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def table_of_all(tile: torch.Tensor, cut_row: bool, cut_col: bool) -> Table:

@@ -15,6 +15,8 @@ SPLIT_FIELDS = 4
 # split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
+# A table made on a device has room for this many splits, as the host does not know its rows: see ``with_splits``.
+_SPLITS = 64
 
 
 class Entries(NamedTuple):
@@ -36,10 +38,13 @@ class Table(NamedTuple):
     work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, heaviest first: the row, then row_ptr[r],
                                   row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0. A much heavier row has several
                                   splits instead: the same fields within the split, then its number from 1. Masks with fewer
-                                  items are padded with items that name a row past the last.
-    splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many; then rows of zeros
+                                  items are padded with empty items that name the row past the last. If there is room for splits,
+                                  field 6 of the very first item is the number of items that some mask uses.
+    splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many; then rows of zeros. A row has at least
+                                  two splits, so no more than half of the lines are in use.
 
-    ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates.
+    ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device has room for splits that it may not
+    use; its splits come first, row by row, then the other rows, heaviest first.
     """
 
     row_ptr: torch.Tensor
@@ -52,7 +57,7 @@ class Table(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether some rows are split."""
+        """Whether rows may be split: whether there is room for splits."""
         return self.work.shape[1] > self.row_order.shape[1]
 
 
@@ -86,6 +91,61 @@ def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tenso
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
 
 
+def most_splits(longest: int) -> int:
+    """How many splits a table made on a device has room for. longest: the most blocks that a row may have."""
+    return _SPLITS if longest >= 2 * _SPLIT_BLOCKS else 0
+
+
+def split_limits() -> tuple[int, int]:
+    """(splits, blocks) of tables made on a device.
+
+    A row is heavy if it has 2 / splits of max(n, blocks) or more, n being the blocks in its mask's table. A heavy row of c blocks
+    has c * splits // max(h, n // 4, blocks) splits, h being the blocks of all heavy rows: two or more, and no more than ``splits``
+    in total. With 64 and 2,048 a split has 32 blocks or more, and 1 / 256 of n or more. Shorter ones would balance no better, and
+    each costs a pass over its results.
+    """
+    return _SPLITS, _SPLITS * _SPLIT_BLOCKS
+
+
+def ordered_bounds(row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor) -> torch.Tensor:
+    """(masks, rows, 4) int32, in the order of the rows: the start, start of run tiles, start of bit tiles and end of each."""
+    bounds = torch.cat([row_ptr[:, :-1, None], row_split, row_ptr[:, 1:, None]], -1)
+    return bounds.take_along_dim(row_order[..., None].long(), 1)
+
+
+def with_splits(
+    row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(work, splits) of a table made on a device, in operations whose shapes do not depend on its contents: see ``Table`` and
+    ``split_limits``. longest: the most blocks that a row may have. ``kernels/packed/splits.py`` does the same in one launch."""
+    bounds, room = ordered_bounds(row_ptr, row_split, row_order), most_splits(longest)
+    masks, rows = row_order.shape
+    if not room:
+        return work_of_whole_rows(row_order, bounds), row_order.new_zeros((masks, 2, SPLIT_FIELDS))
+    pad = torch.nn.functional.pad
+    # The row past the last is empty and stays whole.
+    row, bounds = pad(row_order, (0, 1), value=rows), pad(bounds, (0, 0, 0, 1))
+    count = bounds[..., 3] - bounds[..., 0]
+    splits, least = split_limits()
+    total = count.sum(-1, keepdim=True, dtype=torch.int32)
+    heavy = count * splits >= 2 * total.clamp(min=least)
+    in_heavy = (count * heavy).sum(-1, keepdim=True, dtype=torch.int32)
+    divisor = torch.where(heavy, count * splits // torch.maximum(in_heavy, total // 4).clamp(min=least), 1)
+    end = divisor.cumsum(-1, dtype=torch.int32)
+    number = torch.arange(rows + room, dtype=torch.int32, device=row.device).expand(masks, -1).contiguous()
+    place = torch.searchsorted(end, number, right=True).clamp(max=rows)
+    fields = torch.cat([torch.stack([row, end - divisor, divisor, count], -1), bounds], -1)
+    row_of, first, parts, length, begin, *inner, _ = fields.take_along_dim(place[..., None], 1).unbind(-1)
+    low, high = (begin + length * n // parts for n in (number - first, number - first + 1))
+    inner = [torch.minimum(torch.maximum(bound, low), high) for bound in inner]
+    # The splits are the first items, in order, so their numbers are those of the items.
+    which = torch.where(parts > 1, number + 1, 0)
+    work = torch.stack([row_of, low, *inner, high, which, *[torch.zeros_like(row_of)] * 2], -1)
+    work[0, 0, 6] = end[:, rows - 1].amax()
+    lines = torch.stack([row, end - divisor, divisor, torch.zeros_like(row)], -1) * (divisor > 1)[..., None]
+    return work, pad(lines[:, :room], (0, 0, 0, max(0, room - rows - 1)))
+
+
 def with_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
 ) -> Table:
@@ -96,6 +156,8 @@ def with_work(
     listed = np.zeros((len(splits), max(2, *map(_count_of_splits, splits)), SPLIT_FIELDS), np.int32)
     for mask, (rows, heavy) in enumerate(zip(items, splits, strict=True)):
         work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
+    if listed.any():
+        work[0, 0, 6] = work.shape[1]
     return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
 
 

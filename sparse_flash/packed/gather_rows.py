@@ -6,7 +6,7 @@ import torch
 
 from ..backends import triton as portable
 from ..backends.triton import by_kernels as by_kernels
-from ..dispatch.operators import is_plain_eager
+from ..compat.pytorch import is_plain_eager
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor, reverse: torch.Tensor, fill: float, heads_first: bool) -> torch.Tensor:

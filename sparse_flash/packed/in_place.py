@@ -18,16 +18,17 @@ import torch
 
 from ..backends import triton as portable
 from ..compat.dynamo import constant_in_graphs
-from ..dispatch.operators import is_plain_eager
+from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import keep_if_captured
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
+from ..masks.select_blocks import work_of
 from ..masks.table import Entries
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 from . import gather_rows
-from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, no_splits, own_tensors, power_of_two
+from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, own_tensors, power_of_two
 
 
 class InPlacePlan(NamedTuple):
@@ -81,8 +82,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) ->
 class _LongRuns:
     """The runs of a document of ``k_blocks`` key blocks, with ``before`` blocks of queries before the first key.
 
-    constants: first and stop of each query, (2, queries) int32; mask_index, tile_bits and splits of a mask without bit tiles or
-    splits.
+    constants: first and stop of each query, (2, queries) int32; mask_index and tile_bits of a mask without bit tiles.
     """
 
     def __init__(self, first: np.ndarray, stop: np.ndarray, k_blocks: int, before: int, device):
@@ -95,7 +95,7 @@ class _LongRuns:
         self._blocks = -(-reach // BLOCK) + 1
         zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
-        self.constants = [t.to(device) for t in (runs, *zeros, no_splits("cpu"))]
+        self.constants = [t.to(device) for t in (runs, *zeros)]
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries of all documents of up to ``longest`` key blocks together.
@@ -175,8 +175,8 @@ def _assemble_operator(
 def _(constants, q_starts, k_starts, plan):
     plan, by_kernels = InPlacePlan(*plan), gather_rows.by_kernels(q_starts.device)
     shapes = [(1, 1)]
-    for tokens in (plan.q_tokens, plan.k_tokens):
-        shapes += fake_table(-(-tokens // BLOCK), plan.entries, by_kernels)
+    rows, k_rows = (-(-tokens // BLOCK) for tokens in (plan.q_tokens, plan.k_tokens))
+    shapes += fake_table(rows, plan.entries, k_rows, by_kernels) + fake_table(k_rows, plan.entries, rows, by_kernels)
     shapes += [(fake_size(plan.tiles, by_kernels), BLOCK), (2, BLOCK, BLOCK // 32)]
     return [constants[0].new_empty(shape) for shape in shapes]
 
@@ -186,12 +186,13 @@ def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.T
     from ..kernels.packed.repack import lay_out
     from ..kernels.packed.spans import fill_spans
 
-    runs, mask_index, tile_bits, splits = constants
+    runs, mask_index, tile_bits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
     with portable.current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
         by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
-    return [mask_index, *by_query, splits, *by_key, splits, tile_runs, tile_bits]
+        work = work_of(by_query[:3], by_key[:3], k_rows, rows)
+    return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:

@@ -20,13 +20,14 @@ import torch
 
 from ..backends import triton as portable
 from ..compat.dynamo import constant_in_graphs
-from ..dispatch.operators import is_plain_eager
+from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_block_mask, keep_if_captured
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
-from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table
+from ..masks.select_blocks import work_of
+from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
 from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches
 from . import gather_rows
 
@@ -104,7 +105,7 @@ def _split(tensors: list[torch.Tensor]):
 
 @constant_in_graphs
 def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of a RepackPlan, the tensors of the long document's mask and the splits of an unsplit table)."""
+    """(the fields of a RepackPlan, the tensors of the long document's mask)."""
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
@@ -153,8 +154,8 @@ class LongDocument:
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """The mask's tensors on the device, and the splits of an unsplit table."""
-        return [*self.mask.to(self._device).tensors(), no_splits(self._device)]
+        """The mask's tensors on the device."""
+        return self.mask.to(self._device).tensors()
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries in this many blocks of documents of up to ``longest`` key blocks."""
@@ -166,11 +167,6 @@ class LongDocument:
 @remembered(maxsize=64)
 def long_document(pattern, k_blocks, before, device) -> LongDocument:
     return LongDocument(pattern, k_blocks, before, device)
-
-
-def no_splits(device) -> torch.Tensor:
-    """``splits`` of a table without split rows."""
-    return torch.zeros((1, 2, SPLIT_FIELDS), dtype=torch.int32, device=device)
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
@@ -204,7 +200,8 @@ def _(tables, q_starts, k_starts, plan):
 
     # All sizes are the plan's: a length that is known as that of an argument alone is no number in a backward graph.
     shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
-    shapes += fake_table(plan.q_blocks, plan.entries, by_kernels) + fake_table(plan.k_blocks, plan.entries, by_kernels)
+    shapes += fake_table(plan.q_blocks, plan.entries, plan.k_blocks, by_kernels)
+    shapes += fake_table(plan.k_blocks, plan.entries, plan.q_blocks, by_kernels)
     shapes.append((size(plan.run_tiles + plan.q_blocks), BLOCK))
     shapes.append((size(plan.bit_tiles + plan.q_blocks * plan.has_bits), BLOCK, BLOCK // 32))
     return [tables[0].new_empty(shape) for shape in shapes]
@@ -215,9 +212,10 @@ def fake_size(known: int, by_kernels: bool) -> int | torch.SymInt:
     return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
 
 
-def fake_table(rows: int, entries: int, by_kernels: bool) -> list[tuple]:
-    """The shapes of a ``Table`` of one mask."""
-    col_idx, tile_idx, items, splits = (fake_size(known, by_kernels) for known in (entries, entries, rows, 2))
+def fake_table(rows: int, entries: int, longest: int, by_kernels: bool) -> list[tuple]:
+    """The shapes of a ``Table`` of one mask. longest: the most blocks that a row may have."""
+    room = most_splits(longest)
+    col_idx, tile_idx, items, splits = (fake_size(known, by_kernels) for known in (entries, entries, rows + room, max(2, room)))
     work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
@@ -226,26 +224,26 @@ def _on_device(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tenso
     """``_pack`` using kernels."""
     from ..kernels.packed.repack import fill_rows, find_rows, lay_out
 
-    mask_index, by_query, by_key, tiles, splits = _long_tables(tables)
+    mask_index, by_query, by_key, tiles = _long_tables(tables)
     roomy = [_with_room(tiles[0], plan.q_blocks), _with_room(tiles[1], plan.q_blocks) if plan.has_bits else tiles[1]]
     before, same = plan.before, bool(plan.same)
     with portable.current_device(q_starts.device):
         layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, same)
         axes: list[Axis] = []
-        filled: list[torch.Tensor] = []
+        filled = []
         sides = (True, by_query, plan.q_blocks, plan.q_tokens), (False, by_key, plan.k_blocks, plan.k_tokens)
         for is_query, table, blocks, tokens in sides:
             axes.append(axes[0] if same and axes else _empty_axis(tokens, blocks, q_starts.device))
             records = find_rows(layout, table, blocks, before, BLOCK, axes[-1], is_query, same)
-            filled += fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query)
-            filled.append(splits)
-    return [*axes[0], *axes[1], mask_index, *filled, *roomy]
+            filled.append(fill_rows(layout, records, table, tiles, roomy, plan.entries, before, BLOCK, is_query))
+        work = work_of(filled[0][:3], filled[1][:3], plan.k_blocks, plan.q_blocks)
+    return [*axes[0], *axes[1], mask_index, *filled[0], *work[0], *filled[1], *work[1], *roomy]
 
 
 def _long_tables(tables: list[torch.Tensor]):
-    """(mask_index, by_query, by_key, tiles, the splits of an unsplit table)."""
+    """(mask_index, by_query, by_key, tiles)."""
     size = len(Table._fields)
-    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size : -1], tables[-1]
+    return tables[0], Table(*tables[1 : 1 + size]), Table(*tables[1 + size : 1 + 2 * size]), tables[1 + 2 * size :]
 
 
 def _empty_axis(tokens: int, blocks: int, device) -> Axis:
@@ -269,7 +267,7 @@ def _on_host(tables, q_starts, k_starts, plan: RepackPlan) -> list[torch.Tensor]
     device = q_starts.device
 
     k_height = _long_tables(tables)[2].row_order.shape[1]
-    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables[:-1])
+    long = BlockMask.from_tensors((plan.before + k_height) * BLOCK, k_height * BLOCK, BLOCK, tables)
     grid = BlockGrid(plan.q_blocks * BLOCK, plan.k_blocks * BLOCK, BLOCK)
     entries, pool = _documents_entries(long, plan.before, q_first, q_blocks, k_first, k_blocks, k_len)
     mask = from_entries(grid, entries, pool).to(device)

@@ -322,19 +322,20 @@ def memory(
 def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
     """dim: head_dim as padded by the kernels."""
     block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
-    # The results and lse of the splits of heavy rows.
-    split_rows = 0 if dense or not mask.by_query.is_split else mask.by_query.splits.shape[1] * block
+    # The results and lse of the splits of heavy rows, and dK and dV of those of heavy columns.
+    split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))
     forward = 4 * batch * heads * split_rows * (dim + 1)
     # dQ is summed in global memory; next to it are lse, delta and, if deterministic, the integer unit of each query.
     queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
     backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
-    # So are dK and dV, if query heads share them or columns are split.
+    # So are dK and dV, if query heads share them.
+    shared = kv_heads != heads
     if deterministic:
         backward += 4 * 2 * batch * kv_heads
-        summed_heads = heads if kv_heads != heads else 0
+        rows = heads * keys if shared else 0
     else:
-        summed_heads = kv_heads if kv_heads != heads or (not dense and mask.by_key.is_split) else 0
-    return forward, backward + 4 * 2 * batch * summed_heads * keys * dim
+        rows = kv_heads * (keys if shared else split_columns)
+    return forward, backward + 4 * 2 * batch * rows * dim
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:

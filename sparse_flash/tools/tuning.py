@@ -197,7 +197,7 @@ def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
         "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
         "backward": backward,
     }
-    return {name: (candidates(name, dim), run) for name, run in runs.items()}
+    return {name: (candidates(name, dim, block_size), run) for name, run in runs.items()}
 
 
 _RUNS = {"triton": _portable_runs, "hopper": _hopper_runs}

@@ -372,7 +372,7 @@ def assert_well_formed(mask):
         assert sorted(order) == list(range(len(order)))
         work = table.work[0].cpu().numpy()
         row_bounds = np.stack([ptr[:-1], split[:, 0], split[:, 1], ptr[1:]], 1)
-        assert (np.diff(row_bounds) >= 0).all() and (table.splits == 0).all()
+        assert (np.diff(row_bounds) >= 0).all() and not table.is_split and (table.splits == 0).all()
         assert (work[:, 0] == order).all() and (work[:, 1:5] == row_bounds[order]).all() and (work[:, 5:] == 0).all()
         assert (np.diff(work[:, 4] - work[:, 1]) <= 0).all()
         entries = set()

@@ -1,5 +1,7 @@
 """On a GPU, for every pattern, head dimension and dtype: right by the rule of ``oracle.check``. Skipped without one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from oracle import LAYOUTS, check, heavy_rows_split
@@ -106,18 +108,23 @@ def test_every_table_block_is_right(backend, name, head_dim, block_size):
 @parametrize("density", [0.0, 0.02, 0.5, 1.0])
 @parametrize("tokens", [1024, 1000])
 @parametrize("within", [None, "causal", "complement"])
+@parametrize("split", [False, True])
 @parametrize("backend", BACKENDS)
-def test_block_maps_made_on_the_gpu_are_right_with_empty_and_full_rows(backend, within, density, tokens):
+def test_block_maps_made_on_the_gpu_are_right_with_empty_full_and_split_rows(backend, split, within, density, tokens):
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = torch.rand(2, 4, 8, 8, device="cuda", generator=generator) < density
     blocks[:, :, 3] = True
-    mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens, within=PATTERNS.get(within))
+    with heavy_rows_split() if split else nullcontext():
+        mask = sf.BlockMask.from_blocks(blocks, 128, q_len=tokens, kv_len=tokens, within=PATTERNS.get(within))
+    assert mask.by_query.is_split == mask.by_key.is_split == split
     check(backend, mask, tokens, dtype=torch.bfloat16, head_dim=64, batch=2, heads=4)
 
 
 def test_block_maps_are_built_without_a_host_synchronization_and_under_a_graph():
-    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    blocks = torch.rand(1, 2, 4, 4, device="cuda") < 0.5
+    tokens = 64 * 128  # from here on there is room for splits
+    q, k, v = (torch.randn(1, 2, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    blocks = torch.rand(1, 2, 64, 64, device="cuda") < 0.1
+    blocks[:, :, 5] = True
     sf.attention(q, k, v, sf.BlockMask.from_blocks(blocks, 128))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

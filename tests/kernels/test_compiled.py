@@ -14,6 +14,8 @@ pytestmark = pytest.mark.compiles
 SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 # Bytes of stack (spilled registers) of the kernels that were measured to be fastest despite them.
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
+# Both in one launch, for short calls; not measured yet.
+STACK_LIMIT |= {("grad_qkv", 64): 8, ("grad_qkv", 128): 256}
 STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 16}
 
 
@@ -23,7 +25,7 @@ def kernels():
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 59
+    assert len(kernels) == 74
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
@@ -81,7 +83,8 @@ def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout
 
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
     checked = [k for k in kernels if k["kernel"].startswith("hopper")]
-    assert len(checked) == 2 * (2 * 5 + 1 + 4)  # head dimensions; dense and sparse, keys that end within a tile, dropout
+    # Head dimensions; dense and sparse, ragged keys, split columns, blocks of 64, dropout, short calls; 192 queries.
+    assert len(checked) == 2 * (2 * 5 + 2 + 4 + 4 + 1) + 1
     for k in checked:
         footprint = FOOTPRINT[k["kernel"].removeprefix("hopper_"), k["dim"]]
         assert k["stack"] <= footprint.stack and k["shared"] <= footprint.shared, k
@@ -97,4 +100,5 @@ def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
     of_four = [k for k in kernels if k["kernel"] in ("forward", "decode") and k["warps"] == 4]
     assert {k["kernel"] for k in of_four} == {"forward", "decode"}
+    of_four += [k for k in kernels if k["kernel"].endswith(("of_64", "of_short")) and k["kernel"].startswith("hopper")]
     assert [k for k in of_four if 2 * (k["shared"] + 1024) > 228 * 1024 or 2 * 128 * k["reg"] > 65536] == []

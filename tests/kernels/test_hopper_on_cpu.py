@@ -34,6 +34,17 @@ def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic
         check("hopper", spec, q_len, kv_len, **options)
 
 
+@pytest.mark.parametrize("q_len, head_dim, queries", [(700, 40, 192), (100, 40, 64), (100, 80, 64), (700, 80, 128)])
+def test_dense_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, q_len, head_dim, queries):
+    from sparse_flash.kernels.hopper import forward
+
+    chosen, choose = [], forward.dense_forward
+    monkeypatch.setattr(forward, "dense_forward", lambda *call: chosen.append(choose(*call)) or chosen[-1])
+    with emulated.gluon_on_cpu(seed=5):
+        check("hopper", None, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
+    assert {config.queries for config in chosen} == {queries}
+
+
 def test_splits_of_heavy_rows_are_combined():
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)

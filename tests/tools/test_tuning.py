@@ -172,11 +172,11 @@ def test_the_launchers_use_the_choices(monkeypatch):
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_the_hopper_kernels_have_choices_of_their_own(kernel):
     ask = {"forward": hopper_configs.forward_config, "backward": hopper_configs.backward_config}[kernel]
-    candidates = hopper_configs.candidates(kernel, 64)
+    candidates = hopper_configs.candidates(kernel, 64, 128)
     assert ask(torch.bfloat16, 64, 128, CPU) == candidates[0]
     tuned.store(tuned.key_of("hopper", kernel, torch.bfloat16, 64, 128, CPU), candidates[-1], candidates[0], {})
     assert ask(torch.bfloat16, 64, 128, CPU) == candidates[-1] != candidates[0]
-    assert ask(torch.bfloat16, 64, None, CPU) == candidates[0]
+    assert ask(torch.bfloat16, 64, None, CPU) == hopper_configs.candidates(kernel, 64, None)[0]
 
 
 @pytest.mark.parametrize("block_size", [None, 16, 32, 64, 128, 256])
@@ -194,11 +194,14 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
         assert config.num_warps in (1, 2, 4, 8) and 2 <= config.num_stages <= 4
 
 
+@pytest.mark.parametrize("block_size", [None, 64, 128, 256])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kernel, dim):
-    found = hopper_configs.candidates(kernel, dim)
-    assert found[0] == {"forward": hopper_configs.FORWARD, "backward": hopper_configs.BACKWARD}[kernel][dim]
+def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kernel, dim, block_size):
+    found = hopper_configs.candidates(kernel, dim, block_size)
+    of = f"{kernel.upper()}_OF_64" if block_size == 64 else kernel.upper()
+    of_192 = hopper_configs.DENSE_FORWARD if (kernel, block_size) == ("forward", None) else {}
+    assert found[0] == of_192.get(dim, getattr(hopper_configs, of)[dim])
     assert len(set(found)) == len(found) <= configs.MOST_CANDIDATES
 
 

@@ -37,8 +37,7 @@ from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, ti
 from .dropout import Dropout, kept_operand, score_gradients
 from .masks import ZERO, column_bits, where_column_bits, where_run
 from .ring import Ring, ring_beside, ring_of
-from .scheduler import TILE as KEYS
-from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
 
@@ -52,6 +51,7 @@ NOT_SPECIALIZED = [
     "padded_q_len",
     "padded_kv_len",
     "kv_lines",
+    "splits",
     "items",
     "tiles",
     "heads_together",
@@ -71,7 +71,8 @@ class BackwardInputs:
 
 @record
 class Gradients:
-    """Where gradients go. Rows of dQ, and with ADDED of dK and dV, hold sums in register order."""
+    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV: with ADDED of all tiles, with SPLIT of
+    each split of a column, until ``combine_columns_kernel``."""
 
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
@@ -80,7 +81,9 @@ class Gradients:
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
     kv_lines: gl.tensor
-    ADDED: gl.constexpr  # whether several tiles contribute to one dK and dV
+    splits: gl.tensor  # tiles of splits per head
+    ADDED: gl.constexpr  # whether query heads share dK and dV
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
     FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
 
@@ -104,9 +107,11 @@ class BackwardArguments:
     unit: gl.shared_memory_descriptor  # loaded with q
     delta: gl.shared_memory_descriptor  # loaded with dout
     dscores: gl.shared_memory_descriptor
-    dq: Ring  # one stage, through which every step sends dQ, and every tile dK and dV
+    dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
     DIM: gl.constexpr
+    KEYS: gl.constexpr  # per tile
     QUERIES: gl.constexpr  # per step
+    PIECES: gl.constexpr  # of dQ: as many of its columns as there is room for at a time
     RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
 
 
@@ -129,7 +134,7 @@ def _first_query(p, tile, step, stop, exists):
 def _load_keys(ring, turn, tensor, batch, kv_head, first_key):
     """Loads keys or values of a tile."""
     ring.acquire(turn)
-    ring.expect(turn, KEYS * ring.data.shape[2] * 2)
+    ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
     ring.load(turn, tensor, [batch, kv_head, first_key, 0])
 
 
@@ -158,11 +163,14 @@ def _load(p):
     """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
     turn = 0
+    # With room for the keys of one tile, they are requested after its first queries, which need not wait for room.
+    AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         batch, head = p.heads.of_line(tile.line)
         kv_head = head // p.heads.group
-        _load_keys(p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+        if AHEAD:
+            _load_keys(p.k, turn, p.inputs.k, batch, kv_head, tile.first)
         first = step
         position = tile.position
         line = tile.line * p.grads.padded_q_len
@@ -174,22 +182,27 @@ def _load(p):
             upcoming = p.table.position(entry, tile.end, p.QUERIES)
             _load_queries(p, step, batch, head, line, position)
             if step == first:
+                if not AHEAD:
+                    _load_keys(p.k, turn, p.inputs.k, batch, kv_head, tile.first)
                 _load_keys(p.v, turn, p.inputs.v, batch, kv_head, tile.first)
             _load_dout(p, step, batch, head, line, position)
             position = upcoming
             step += 1
         turn += 1
         tile = p.scheduler.tile(turn)
-    # After its last tile a program computes the first scores of one more, and discards them.
-    _load_keys(p.k, turn, p.inputs.k, 0, 0, 0)
-    _load_queries(p, step, 0, 0, 0, 0)
+    if AHEAD:
+        # After its last tile a program computes the first scores of one more, and discards them.
+        _load_keys(p.k, turn, p.inputs.k, 0, 0, 0)
+        _load_queries(p, step, 0, 0, 0, 0)
 
 
 @gluon.jit
 def _send(p):
     """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
     releases what the step has used, as the computing warps would have to wait for each other to do so."""
-    ROWS: gl.constexpr = p.QUERIES * p.DIM // 256
+    ROWS: gl.constexpr = p.QUERIES * p.DIM // (256 * p.PIECES)
+    # Units of integer sums, which lie beside q, are read with every piece.
+    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 0
     grads = p.grads
     step = 0
     sent = 0
@@ -202,19 +215,23 @@ def _send(p):
         last = step + steps - 1
         for _ in range(steps):
             position = p.table.position(entry, tile.end, p.QUERIES)
-            p.dq.wait(sent)
-            # The warps that hand over dQ have finished all products of the step.
-            p.q.release(step)
-            p.v.release(turn, pred=step == last)
             rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
-            async_add(grads.dq_rows, [(line + position) // p.QUERIES * ROWS, 0], rows)
-            store_wait(0)
-            p.dq.release(sent)
+            for piece in gl.static_range(p.PIECES):
+                p.dq.wait(sent)
+                if piece == RELEASED:
+                    # The warps that hand over dQ have finished all products with what is released.
+                    p.q.release(step)
+                    p.v.release(turn, pred=step == last)
+                async_add(grads.dq_rows, [((line + position) // p.QUERIES * p.PIECES + piece) * ROWS, 0], rows)
+                store_wait(0)
+                p.dq.release(sent)
+                sent += 1
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
             step += 1
-            sent += 1
         sent = _send_keys(p, tile, turn, sent)
         p.k.release(turn)
+        if p.k.STAGES == 1:
+            p.scheduler.slots.release(turn)
         turn += 1
         tile = p.scheduler.tile(turn)
 
@@ -222,7 +239,6 @@ def _send(p):
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
     """Stores dK and dV of a tile, or adds them, from the buffers of its keys and of dQ."""
-    HALF: gl.constexpr = KEYS * p.DIM // 512
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -231,25 +247,54 @@ def _send_keys(p, tile, turn, sent):
         # With FIXED, finish_kernel sums them later over query heads.
         head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
         line = head_line * grads.padded_kv_len + tile.first
-        low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-        high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-        for grad in range(2):
-            row = (line + grad * grads.kv_lines) // KEYS * (2 * HALF)
-            p.dq.wait(sent)
-            if grads.FIXED:
-                async_store(grads.dkv_rows, [row, 0], low)
-                async_store(grads.dkv_rows, [row + HALF, 0], high)
-            else:
-                async_add(grads.dkv_rows, [row, 0], low)
-                async_add(grads.dkv_rows, [row + HALF, 0], high)
-            store_wait(0)
-            p.dq.release(sent)
-            sent += 1
+        if p.scheduler.SPLIT:
+            # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
+            line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
+        sent = _send_sums(p, line, place, sent, grads.FIXED)
+    elif grads.SPLIT:
+        if tile.split > 0:
+            sent = _send_sums(p, (tile.line * grads.splits + tile.split - 1) * p.KEYS, place, sent, True)
+        else:
+            sent = _send_results(p, batch, kv_head, tile.first, place, sent)
     else:
+        sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+    return sent
+
+
+@gluon.jit
+def _send_results(p, batch, kv_head, first_key, place, sent):
+    """Stores dK and dV of a tile in their tensors."""
+    grads = p.grads
+    p.dq.wait(sent)
+    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(place, grads.dk))
+    if grads.SPLIT:
+        # As many turns as for a split; this one did not use the buffer.
+        p.dq.release(sent)
+        sent += 1
         p.dq.wait(sent)
-        async_store(grads.dk, [batch, kv_head, tile.first, 0], of_tensor(place, grads.dk))
-        values = view(p.dq.data, grads.dv.dtype, [1, 1, KEYS, p.DIM], grads.dv.layout)
-        async_store(grads.dv, [batch, kv_head, tile.first, 0], values)
+    values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
+    async_store(grads.dv, [batch, kv_head, first_key, 0], values)
+    store_wait(0)
+    p.dq.release(sent)
+    return sent + 1
+
+
+@gluon.jit
+def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
+    """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
+    HALF: gl.constexpr = p.KEYS * p.DIM // 512
+    grads = p.grads
+    low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    for grad in range(2):
+        row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
+        p.dq.wait(sent)
+        if ALONE:
+            async_store(grads.dkv_rows, [row, 0], low)
+            async_store(grads.dkv_rows, [row + HALF, 0], high)
+        else:
+            async_add(grads.dkv_rows, [row, 0], low)
+            async_add(grads.dkv_rows, [row + HALF, 0], high)
         store_wait(0)
         p.dq.release(sent)
         sent += 1
@@ -269,7 +314,7 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
         first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + tile.first % table.BLOCK // 32
-        words = column_bits(first, KEYS, p.QUERIES, WORDS, layout)
+        words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
     return words
 
 
@@ -277,7 +322,7 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + tile.first % p.table.BLOCK
+        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + tile.first % p.table.BLOCK
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -290,7 +335,7 @@ def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
     adjacent to its neighbours'. ``finish_kernel`` restores the order."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
-    ACROSS: gl.constexpr = 8 // WARPS_DOWN
+    ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
     pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
 
@@ -305,13 +350,12 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
     state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, during which the scores of the next
-    tile's first step are computed.
+    tile's first step are computed; or, with room for the keys of one tile only, scores that nobody reads.
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    WARPS_DOWN: gl.constexpr = p.QUERIES // 16
-    SENT: gl.constexpr = 2 if p.grads.ADDED else 1  # how often a tile's end goes through the buffer of dQ
+    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     for entry in range(begin, end):
@@ -336,14 +380,13 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
             weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
-        delta = p.delta.index(p.dout.place(step)).load(column)
         if p.dropout.ENABLED:
             operand = gl.convert_layout(kept_operand(weights, dtype), operand_layout)
         else:
             operand = gl.convert_layout(weights.to(dtype), operand_layout)
         started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
-        # Returns at once: it keeps what follows after the product's start; the compiler would move it before.
-        p.dout.wait(step)
+        # Read only now: what follows needs it, and the compiler would move that before the product's start.
+        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
         if p.dropout.ENABLED:
             dscores = score_gradients(weights, dweights, delta[None, :])
         else:
@@ -355,25 +398,31 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
         barrier()
         keys = p.k.stage(turn, fresh_zero(step))
         stored = p.dscores.index(fresh_zero(step))
-        started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
-        upcoming_turn = turn + (step == last).to(gl.int32)
-        p.q.wait(step + 1)
-        p.k.wait(upcoming_turn)
+        sent = step * p.PIECES + turn * SENT
+        if p.PIECES == 1:
+            started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
+            dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
+        else:
+            # dQ takes twice the registers here, which hold one piece beside the next one's product.
+            left = keys.slice(0, p.DIM // 2, dim=1)
+            started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
+            dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
+            dq_left = warpgroup_mma_wait(0, deps=(started_left,))
+            right = keys.slice(p.DIM // 2, p.DIM // 2, dim=1)
+            started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
+            _hand_over_queries(p, dq_left, step, sent)
+        upcoming_turn = turn
+        if p.k.STAGES > 1:
+            upcoming_turn = turn + (step == last).to(gl.int32)
+            p.q.wait(step + 1)
+            p.k.wait(upcoming_turn)
+        else:
+            p.q.wait(step + 1, pred=step != last)
         upcoming_q = p.q.stage(step + 1)
         upcoming_keys = p.k.stage(upcoming_turn)
         started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(started_dq,))
-        sent = step + turn * SENT
-        p.dq.acquire(sent)
-        if p.grads.FIXED:
-            unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-            rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN)
-            view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
-        else:
-            p.dq.data.store(_in_register_order(dq, WARPS_DOWN))
-        fence_async_shared()
-        p.dq.commit(sent)
+        _hand_over_queries(p, dq, step, sent + p.PIECES - 1)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
@@ -381,27 +430,45 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
 
 
 @gluon.jit
+def _hand_over_queries(p, dq, step, sent):
+    """Hands a piece of dQ of a step to the sending warp."""
+    WARPS_DOWN: gl.constexpr = p.QUERIES // 16
+    p.dq.acquire(sent)
+    if p.grads.FIXED:
+        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
+        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN)
+        view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
+    else:
+        p.dq.data.store(_in_register_order(dq, WARPS_DOWN))
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
 def _compute(p):
-    """The computing warps: each half holds 64 keys."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.QUERIES, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, p.DIM, 16])
+    """The computing warps: each group of four holds 64 keys."""
+    WARPS: gl.constexpr = gl.num_warps()
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
+    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.DIM, 16])
     # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, 8 // DOWN], [16, p.DIM * DOWN // 8, 16])
-    zeros = gl.zeros([KEYS, p.QUERIES], gl.float32, layout=score_layout)
-    dq_zeros = gl.zeros([p.QUERIES, p.DIM], gl.float32, layout=dq_layout)
+    COLUMNS: gl.constexpr = p.DIM // p.PIECES
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, COLUMNS * DOWN // WARPS, 16])
+    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    dq_zeros = gl.zeros([p.QUERIES, COLUMNS], gl.float32, layout=dq_layout)
 
-    p.k.wait(0)
-    p.q.wait(0)
-    started = warpgroup_mma(p.k.stage(0), p.q.stage(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(started,))
+    scores = zeros
+    if p.k.STAGES > 1:
+        scores = _first_scores(p, 0, 0, zeros)
     step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
-        dk = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
-        dv = gl.zeros([KEYS, p.DIM], gl.float32, layout=grad_layout)
+        if p.k.STAGES == 1:
+            scores = _first_scores(p, turn, step, zeros)
+        dk = gl.zeros([p.KEYS, p.DIM], gl.float32, layout=grad_layout)
+        dv = gl.zeros([p.KEYS, p.DIM], gl.float32, layout=grad_layout)
         state = (dk, dv, scores)
         stream = p.dropout.stream(tile.line)
         p.v.wait(turn)
@@ -413,35 +480,66 @@ def _compute(p):
             state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, zeros, dq_zeros, BITS)
         state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, zeros, dq_zeros, FULL)
         dk, dv, scores = state
-        _hand_over(p, turn, step, dk, dv)
+        _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)
 
 
 @gluon.jit
-def _hand_over(p, turn, step, dk, dv):
+def _first_scores(p, turn, step, zeros):
+    """The scores of a tile's first step, where no step before has computed them."""
+    p.k.wait(turn)
+    p.q.wait(step)
+    started = warpgroup_mma(p.k.stage(turn), p.q.stage(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(started,))
+
+
+@gluon.jit
+def _hand_over(p, tile, turn, step, dk, dv):
     """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once its last tile has left."""
-    dtype: gl.constexpr = p.k.data.dtype
     place = p.k.stage(turn)
+    step *= p.PIECES
     if p.grads.ADDED:
-        _hand_over_halves(p, dk, step + 2 * turn, place)
-        _hand_over_halves(p, dv, step + 2 * turn + 1, place)
+        _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+    elif p.grads.SPLIT:
+        if tile.split > 0:
+            _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+        else:
+            _hand_over_results(p, dk, dv, step + 2 * turn, place)
     else:
-        sent = step + turn
-        place.store((dk * p.scale).to(dtype))
-        if p.dropout.ENABLED:
-            dv = dv * (1.0 / (1.0 - p.dropout.p))
-        p.dq.acquire(sent)
-        view(p.dq.data, dtype, [KEYS, p.DIM], p.k.data.layout).store(dv.to(dtype))
+        _hand_over_results(p, dk, dv, step + turn, place)
+
+
+@gluon.jit
+def _hand_over_results(p, dk, dv, sent, place):
+    """Hands over dK and dV in their dtype: dK through ``place``, dV through dQ's buffer."""
+    dtype: gl.constexpr = p.k.data.dtype
+    place.store((dk * p.scale).to(dtype))
+    if p.dropout.ENABLED:
+        dv = dv * (1.0 / (1.0 - p.dropout.p))
+    p.dq.acquire(sent)
+    if p.grads.SPLIT:
         fence_async_shared()
         p.dq.commit(sent)
+        sent += 1
+        p.dq.acquire(sent)
+    view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout).store(dv.to(dtype))
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
+def _hand_over_sums(p, dk, dv, sent, place):
+    """Hands over dK and dV in fp32."""
+    _hand_over_halves(p, dk, sent, place)
+    _hand_over_halves(p, dv, sent + 1, place)
 
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
     """Hands over dK or dV in fp32, in register order: half through dQ's buffer and half through ``place``."""
-    HALF: gl.constexpr = KEYS * p.DIM // 512
-    low, high = _in_register_order(grad, 8).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    HALF: gl.constexpr = p.KEYS * p.DIM // 512
+    low, high = _in_register_order(grad, p.KEYS // 16).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
     p.dq.acquire(sent)
     view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout).store(low)
     view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout).store(high)
@@ -476,6 +574,7 @@ def attention_backward_kernel(
     padded_q_len,
     padded_kv_len,
     kv_lines,
+    splits,
     items,
     tiles,
     heads_together,
@@ -485,11 +584,14 @@ def attention_backward_kernel(
     seed,
     dropout_p,
     DIM: gl.constexpr,
+    KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
+    SPLIT: gl.constexpr,
     FIXED: gl.constexpr,
     DROPOUT: gl.constexpr,
     RAGGED: gl.constexpr,
@@ -497,7 +599,8 @@ def attention_backward_kernel(
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1  # scores are computed a step ahead
     dtype: gl.constexpr = q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k = ring_of(gl.allocate_shared_memory(dtype, [2, KEYS, DIM], flat), 2)
+    K_STAGES: gl.constexpr = KEYS // 64
+    k = ring_of(gl.allocate_shared_memory(dtype, [K_STAGES, KEYS, DIM], flat), K_STAGES)
     v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
     q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES)
     dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM], flat), DOUT_STAGES)
@@ -507,7 +610,7 @@ def attention_backward_kernel(
     if FIXED:
         unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
     dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
-    dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // 256, 256], dq_rows.layout), 1)
+    dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // (256 * PIECES), 256], dq_rows.layout), 1)
     table = TableArguments(
         mask_index=mask_index,
         mask_batch_stride=mask_batch_stride,
@@ -521,7 +624,9 @@ def attention_backward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
-    scheduler = new_scheduler(k, table, heads_of, heads_together, items, tiles, queue, q_len, STEP=QUERIES, BY_KEY=True)
+    scheduler = new_scheduler(
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+    )
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = BackwardArguments(
@@ -534,7 +639,9 @@ def attention_backward_kernel(
             padded_q_len=padded_q_len,
             padded_kv_len=padded_kv_len,
             kv_lines=kv_lines,
+            splits=splits,
             ADDED=ADDED,
+            SPLIT=SPLIT and not ADDED,
             FIXED=FIXED,
         ),
         table=table,
@@ -553,7 +660,9 @@ def attention_backward_kernel(
         dscores=dscores,
         dq=dq,
         DIM=DIM,
+        KEYS=KEYS,
         QUERIES=QUERIES,
+        PIECES=PIECES,
         RAGGED=RAGGED,
     )
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])
@@ -634,33 +743,93 @@ def prepare_kernel(
     )
 
 
+@triton.jit
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr):
+    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. WARPS: that computed the tile. PIECES: of
+    its columns, one after the other."""
+    DOWN: tl.constexpr = TILE // 16
+    ACROSS: tl.constexpr = WARPS // DOWN
+    ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, DOWN, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
+    return parts.reshape(TILE, DIM)
+
+
 @triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
 def finish_kernel(
-    grad_tensor, sums_ptr, unit_ptr, heads, group, padded_len, factor, DIM: tl.constexpr, TILE: tl.constexpr, FIXED: tl.constexpr
+    grad_tensor,
+    sums_ptr,
+    unit_ptr,
+    heads,
+    group,
+    padded_len,
+    factor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    WARPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
-    rows of the added tiles. group: how many consecutive sums make one gradient. FIXED: sums are integers, in units of a power of
-    two per row."""
-    DOWN: tl.constexpr = TILE // 16
-    ACROSS: tl.constexpr = 8 // DOWN
+    rows of the added tiles. WARPS: that computed a tile. PIECES: of its columns, one after the other. group: how many consecutive
+    sums make one gradient. FIXED: sums are integers, in units of a power of two per row."""
     first = tl.program_id(0) * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
         line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
-    pieces = sums.reshape(2, DIM // (16 * ACROSS), ACROSS, DOWN, 8, 4, 2, 2).permute(3, 0, 4, 2, 1, 6, 5, 7)
-    grad = pieces.reshape(TILE, DIM) * factor
+    grad = _from_register_order(sums, TILE, DIM, WARPS, PIECES) * factor
     if FIXED:
         unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
     store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
 
 
+@triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
+def combine_columns_kernel(
+    dk_tensor,
+    dv_tensor,
+    sums_ptr,
+    split_columns,
+    mask_index,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    listed,
+    dk_factor,
+    dv_factor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """dK and dV of split columns: the sum over their splits, in order. A program computes a tile of one of the two, of a head and
+    of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
+    TILES: tl.constexpr = TABLE_BLOCK // TILE
+    is_dv = tl.program_id(0) % 2
+    part = tl.program_id(0) // 2 % TILES
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
+    entry = split_columns + (mask * listed + tl.program_id(0) // (2 * TILES)) * 4
+    column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if count > 0:
+        line = (tl.num_programs(1) * is_dv + tl.program_id(1)).to(tl.int64) * listed * TILES + first * TILES + part
+        sums = tl.zeros([TILE * DIM], tl.float32)
+        for _ in range(count):
+            sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
+            line += TILES
+        grad = _from_register_order(sums, TILE, DIM, TILE // 16, 1)
+        first_key = column * TABLE_BLOCK + part * TILE
+        if is_dv == 1:
+            store_tile(dv_tensor, grad * dv_factor, batch, head, first_key, TILE, DIM)
+        else:
+            store_tile(dk_tensor, grad * dk_factor, batch, head, first_key, TILE, DIM)
+
+
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
-    does that of dK and dV if query heads share them or heavy columns are split.
+    does that of dK and dV if query heads share them.
 
-    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     variant: dropout only, or None.
     """
     room = _room(q, k, mask, deterministic)
@@ -698,7 +867,7 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
     workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
     kv_sums = workspace
     if room.kv_sums:
-        fill = torch.empty if deterministic else torch.zeros
+        fill = torch.zeros if room.added and not deterministic else torch.empty
         kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
     bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
     dlse = lse if dlse is None else dlse
@@ -709,26 +878,33 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
 class _Room(NamedTuple):
     """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks: no block extends into the next head's
     rows. dq_sums: element count. rows: of lse, delta and, if sums are integers, units. kv_sums: of dK and dV, if several tiles
-    contribute to one; otherwise 0."""
+    contribute to one; otherwise 0. added: whether they are those of all tiles, as query heads share them, or of ``splits`` tiles of
+    splits per head."""
 
     padded_q: int
     padded_kv: int
     dq_sums: int
     rows: int
     kv_sums: int
+    added: bool
+    splits: int
 
 
 def _room(q, k, mask, deterministic: bool) -> _Room:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim = padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else KEYS.value
+    block_size = mask.block_size if mask else TILE.value
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     lines = batch * heads * padded_q
-    # If several tiles contribute to one dK and dV, these are also summed in fp32: in order of arrival, or one after the other.
-    added = heads > kv_heads or (mask is not None and mask.by_key.is_split and not deterministic)
-    kv_lines = batch * (heads if deterministic else kv_heads) * padded_kv
-    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim if added else 0)
+    # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
+    # are then added like other tiles.
+    added = heads > kv_heads
+    split = mask is not None and mask.by_key.is_split and not deterministic
+    keys = min(block_size, TILE.value)
+    splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
+    kv_lines = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
+    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim, added, splits)
 
 
 def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, dropout_p, config) -> None:
@@ -736,8 +912,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else KEYS.value
-    if config is None and dropout_p is not None:
+    block_size = mask.block_size if mask else TILE.value
+    if config is None and dropout_p is not None and block_size > 64:
         config = BACKWARD_OF_DROPOUT[dim]
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
@@ -767,19 +943,19 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, {"num_warps": 4}))
 
     work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
-    items = work.shape[1] if mask else triton.cdiv(kv_len, KEYS.value)
-    tiles = items * (block_size // KEYS.value) * batch * heads
+    items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
+    tiles = items * (block_size // config.keys) * batch * heads
     index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
     kv_rows = kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
     arguments = [
         described(q, [1, 1, config.queries, dim]),
-        described(k, [1, 1, KEYS.value, dim]),
-        described(v, [1, 1, KEYS.value, dim]),
+        described(k, [1, 1, config.keys, dim]),
+        described(v, [1, 1, config.keys, dim]),
         described(dout, [1, 1, config.queries, dim]),
-        described(sums, [config.queries * dim // 256, 256], FLOAT_LAYOUT),
-        described(dk, [1, 1, KEYS.value, dim]),
-        described(dv, [1, 1, KEYS.value, dim]),
-        described(kv_rows, [KEYS.value * dim // 512, 256], FLOAT_LAYOUT),
+        described(sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT),
+        described(dk, [1, 1, config.keys, dim]),
+        described(dv, [1, 1, config.keys, dim]),
+        described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT),
         described(row_lse, [config.queries], ROW_LAYOUT),
         described(row_delta, [config.queries], ROW_LAYOUT),
         described(row_unit, [config.queries], ROW_LAYOUT),
@@ -797,6 +973,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.padded_kv,
         # As many as key heads, or as query heads if each has its own sums.
         room.kv_sums // (2 * dim) or batch * kv_heads * room.padded_kv,
+        room.splits,
         items,
         tiles,
         min(heads_together(4 * dim, q_len), batch * heads),
@@ -806,20 +983,36 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         seed,
         dropout_p or 0.0,
     ]
-    constants = {"DIM": dim, "QUERIES": config.queries, "DOUT_STAGES": config.dout_stages}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.kv_sums > 0, "FIXED": deterministic}
-    constants |= {"DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % KEYS.value > 0}
-    grid = (min(tiles, multiprocessors(q.device)), 1)
+    constants = {"DIM": dim, "KEYS": config.keys, "QUERIES": config.queries}
+    constants |= {"DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
+    constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
+    grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
     recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options))
 
-    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries)]
-    if room.kv_sums:
+    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, config.pieces)]
+    if room.added:
         dk_sums, dv_sums = kv_sums.chunk(2)
         members = group if deterministic else 1
-        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, KEYS.value)]
-        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, KEYS.value)]
-    for grad, added, members, length, factor, tile in finished:
+        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, 1)]
+        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, 1)]
+    for grad, added, members, length, factor, tile, pieces in finished:
         batch, heads = grad.shape[:2]
         arguments = [described_for_triton(grad, tile, dim), added, row_unit, heads, members, length, factor]
-        constants = {"DIM": dim, "TILE": tile, "FIXED": added.dtype == torch.int32}
+        constants = {"DIM": dim, "TILE": tile, "WARPS": config.keys // 16, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
         recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, {"num_warps": 4}))
+    if room.splits and not room.added:
+        prepared = combine_columns_launch(dk, dv, kv_sums, mask, config.keys, (scale / share, 1.0 / share))
+        recording.launch(combine_columns_kernel, prepared)
+
+
+def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[float, float]):
+    """(grid, arguments, constants, options). keys: of the tiles that were summed. factors: of dK and dV."""
+    batch, heads, _, head_dim = dk.shape
+    dim, table = padded_head_dim(head_dim), mask.by_key.splits
+    index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_key, kv_sums)
+    arguments = [described_for_triton(grad, keys, dim) for grad in (dk, dv)]
+    arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
+    # A split column has two splits or more, so the second half of the lines is never in use.
+    grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys), batch * heads)
+    return grid, arguments, {"DIM": dim, "TILE": keys, "TABLE_BLOCK": mask.block_size}, {"num_warps": 8}

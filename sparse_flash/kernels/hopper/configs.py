@@ -9,58 +9,104 @@ from ..launch.tuned import choose, key_of, remembered
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """stages: tiles of 128 keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
-    first gets the rest."""
+    """stages: tiles of keys, and of their values, in shared memory; 2 to 4. registers: per thread of the second warp group; the
+    first gets the rest. queries: of a tile, 64 for each warp group. keys: of a step. programs: that share a multiprocessor."""
 
     stages: int
     registers: int = 240
+    queries: int = 128
+    keys: int = 128
+    programs: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 4}  # of the first partition; Gluon adds those of the others
+        return {"num_warps": 4} | _registers(self.programs)  # of the first partition; Gluon adds those of the others
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 2 to 4; there is one more tile of
-    queries, as scores are computed a step ahead."""
+    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4; there is one more tile of
+    queries, as scores are computed a step ahead. keys: of a tile, 64 or 128. pieces: of the columns of a tile of dQ, 1 or 2.
+    programs: that share a multiprocessor."""
 
     queries: int
     dout_stages: int
+    keys: int = 128
+    pieces: int = 1
+    programs: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": 8}
+        return {"num_warps": self.keys // 16} | _registers(self.programs)
+
+
+def _registers(programs: int) -> dict[str, int]:
+    """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
+    return {"maxnreg": 65536 // (256 * programs)} if programs > 1 else {}
 
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
+# Without a table, three warp groups share each step's keys and values, at 64 only: their registers hold no more. 4 x 16 heads of
+# 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ by
+# less than 1 %.
+DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
+TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
+# Without a table, where tiles of 64 queries are not more than multiprocessors. 8 heads of 1,024 tokens in a CUDA graph, the same H200,
+# head_dim 64 and 128, in us: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN 13.9 and 17.6. 4 heads of 512 tokens, 128: 10.0,
+# 12.9, 11.5. With twice as many tiles as multiprocessors, 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8; but 16 heads, 128: 61.9, 56.5,
+# 59.2.
+SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
+# For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
+# Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
+# the portable kernels 1.55 and 6.73.
+FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
+BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
 # Dropout's draws need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 
-# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128 there are none.
+# Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
 _OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
 
 
-def candidates(kernel: str, dim: int) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
-    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded."""
+def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
+    """Configs worth measuring, all distinct, the built-in one first. kernel: "forward" or "backward". dim: padded. block_size: the
+    table's, or None for dense attention."""
+    if block_size == 64:
+        return ((FORWARD_OF_64 if kernel == "forward" else BACKWARD_OF_64)[dim],)
     builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
-    return tuple(dict.fromkeys((builtin[dim], *others.get(dim, ()))))
+    first = DENSE_FORWARD.get(dim) if kernel == "forward" and block_size is None else None
+    return tuple(dict.fromkeys((*filter(None, (first,)), builtin[dim], *others.get(dim, ()))))
 
 
 @remembered
 def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
-    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. dim: padded. block_size: the table's, or None
-    for dense attention."""
-    return choose(candidates("forward", dim), key_of("hopper", "forward", dtype, dim, block_size, device))
+    """The built-in config, or the one that ``sparse-flash tune`` chose for this GPU. Arguments as for ``candidates``."""
+    return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
+
+
+def dense_forward(dtype: torch.dtype, dim: int, q_len: int, lines: int, device: torch.device, multiprocessors: int) -> ForwardConfig:
+    """The config for a call without a table. lines: heads of all sequences. A short call takes smaller tiles; others take what
+    ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
+
+    def tiles(queries: int) -> int:
+        return -(-q_len // queries) * lines
+
+    def rounds(queries: int) -> int:
+        return -(-tiles(queries) // multiprocessors)
+
+    if tiles(64) <= multiprocessors:
+        return SHORT_FORWARD[dim]
+    config = forward_config(dtype, dim, None, device)
+    return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
 
 
 @remembered
 def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
     """For the backward pass."""
-    return choose(candidates("backward", dim), key_of("hopper", "backward", dtype, dim, block_size, device))
+    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
 
 
 @dataclass(frozen=True)
@@ -77,7 +123,15 @@ FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
-    ("backward", 128): Footprint(232156, 40),
+    ("backward", 128): Footprint(232156, 48),
+    ("forward_of_192", 64): Footprint(147980, 0),
+    # Two of these share a multiprocessor's 227 KiB.
+    ("forward_of_short", 64): Footprint(49564, 0),
+    ("forward_of_short", 128): Footprint(98740, 0),
+    ("forward_of_64", 64): Footprint(82436, 0),
+    ("forward_of_64", 128): Footprint(98756, 0),
+    ("backward_of_64", 64): Footprint(84700, 0),
+    ("backward_of_64", 128): Footprint(108524, 184),
     ("forward_of_dropout", 64): Footprint(131704, 0),
     ("forward_of_dropout", 128): Footprint(197176, 0),
     ("backward_of_dropout", 64): Footprint(142828, 0),

@@ -1,7 +1,8 @@
-"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and two computing warp groups.
+"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and one or two computing warp groups.
 
 The scheduler warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled by
-TMA. Each warp group holds 64 queries. Products of one step run on the tensor cores while the softmax of another runs on the
+TMA. Each warp group holds 64 queries. With blocks of 64 a program has one warp group, because rows of blocks share no keys, and two
+programs share a multiprocessor. Products of one step run on the tensor cores while the softmax of another runs on the
 ordinary units. Within a tile, the scores of the next step overlap with this step's weighted values; across tiles, the next tile's
 first scores overlap with this tile's last values, so a short row leaves no gap.
 
@@ -27,12 +28,12 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import forward_config
+from .configs import FORWARD, dense_forward, forward_config
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .ring import Ring, ring_of
-from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 
 HALF = gl.constexpr(64)  # queries per warp group
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
@@ -83,13 +84,15 @@ class ForwardArguments:
     k: Ring  # one stage per step
     v: Ring
     DIM: gl.constexpr
+    QUERIES: gl.constexpr  # per tile
+    KEYS: gl.constexpr  # per step
 
 
 @gluon.jit
 def _load_queries(p, turn, batch, head, first_query):
     p.q.acquire(turn)
-    p.q.expect(turn, TILE * p.DIM * 2)
-    for half in gl.static_range(2):
+    p.q.expect(turn, p.QUERIES * p.DIM * 2)
+    for half in gl.static_range(p.q.PIECES):
         p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, 0], half)
 
 
@@ -97,7 +100,7 @@ def _load_queries(p, turn, batch, head, first_query):
 def _load_step(ring, step, tensor, batch, kv_head, position):
     """Loads keys or values of a step."""
     ring.acquire(step)
-    ring.expect(step, TILE * ring.data.shape[2] * 2)
+    ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2)
     ring.load(step, tensor, [batch, kv_head, position, 0])
 
 
@@ -117,7 +120,7 @@ def _load(p):
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
-            upcoming = p.table.position(entry, tile.end, TILE)
+            upcoming = p.table.position(entry, tile.end, p.KEYS)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
             _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
             position = upcoming
@@ -133,18 +136,18 @@ def _load(p):
 def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     """The mask of a step, counted from the table's start, for this half's queries, as words for ``where_bits``."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // TILE
+    STEPS: gl.constexpr = table.BLOCK // p.KEYS
     if not table.SPARSE:
-        words = all_below(p.kv_len - step * TILE, HALF, TILE, layout)
+        words = all_below(p.kv_len - step * p.KEYS, HALF, p.KEYS, layout)
     else:
         mask_tile = gl.load(table.tile_idx + step // STEPS)
         row = tile.first % table.BLOCK + HALF_INDEX * HALF
         if step < tile.bits:
-            words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * TILE, HALF, TILE, layout)
+            words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
         else:
             WORDS: gl.constexpr = table.BLOCK // 32
-            first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (TILE // 32)
-            words = row_bits(first, HALF, TILE, WORDS, layout)
+            first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (p.KEYS // 32)
+            words = row_bits(first, HALF, p.KEYS, WORDS, layout)
     return words
 
 
@@ -202,7 +205,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
         if p.dropout.ENABLED:
-            position = p.table.position(entry, end, TILE)
+            position = p.table.position(entry, end, p.KEYS)
         p.k.wait(step)
         started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         p.v.wait(before)
@@ -223,12 +226,12 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
 
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
-    """A computing warp group: half the queries of each tile."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    """A computing warp group: 64 queries of each tile."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.KEYS, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    zeros = gl.zeros([HALF, TILE], gl.float32, layout=score_layout)
+    zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
 
     step = 0
     turn = 0
@@ -244,7 +247,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if tile.end > tile.runs:
             scores = where_bits(scores, _mask_words(p, tile, tile.runs, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
-            scores = gl.full([HALF, TILE], -float("inf"), gl.float32, layout=score_layout)
+            scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
         weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
         if p.dropout.ENABLED:
@@ -301,7 +304,7 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
     first_row = tile.first + HALF_INDEX * HALF
     if p.splits.ANY:
         # No branch: with a product in flight, it would make the compiler serialize all products. A split's rows go past the end.
-        line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * TILE + HALF_INDEX * HALF
+        line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * p.QUERIES + HALF_INDEX * HALF
         down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
         across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
         is_split = tile.split > 0
@@ -325,6 +328,11 @@ def _compute_first(p):
 @gluon.jit
 def _compute_second(p):
     _compute(p, 1)
+
+
+@gluon.jit
+def _compute_third(p):
+    _compute(p, 2)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -357,6 +365,8 @@ def attention_forward_kernel(
     seed,
     dropout_p,
     DIM: gl.constexpr,
+    GROUPS: gl.constexpr,
+    KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
@@ -367,9 +377,9 @@ def attention_forward_kernel(
     # Tiles have two dimensions, as products need them. Triton 3.9 tracks each byte of every view, and views inside the walks cost
     # seconds of compilation.
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q = ring_of(gl.allocate_shared_memory(q_tensor.dtype, [4, HALF, DIM], flat), 2, PIECES=2, CONSUMERS=2)
-    k = ring_of(gl.allocate_shared_memory(k_tensor.dtype, [STAGES, TILE, DIM], flat), STAGES, CONSUMERS=2)
-    v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, TILE, DIM], flat), STAGES, CONSUMERS=2)
+    q = ring_of(gl.allocate_shared_memory(q_tensor.dtype, [2 * GROUPS, HALF, DIM], flat), 2, PIECES=GROUPS, CONSUMERS=GROUPS)
+    k = ring_of(gl.allocate_shared_memory(k_tensor.dtype, [STAGES, KEYS, DIM], flat), STAGES, CONSUMERS=GROUPS)
+    v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, KEYS, DIM], flat), STAGES, CONSUMERS=GROUPS)
     table = TableArguments(
         mask_index=mask_index,
         mask_batch_stride=mask_batch_stride,
@@ -383,7 +393,10 @@ def attention_forward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
-    scheduler = new_scheduler(q, table, heads_of, heads_together, items, tiles, queue, kv_len, STEP=TILE, BY_KEY=False)
+    QUERIES: gl.constexpr = HALF * GROUPS
+    scheduler = new_scheduler(
+        q, table, heads_of, heads_together, items, tiles, queue, kv_len, QUERIES, STEP=KEYS, BY_KEY=False, SPLIT=SPLIT
+    )
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -404,12 +417,23 @@ def attention_forward_kernel(
         k=k,
         v=v,
         DIM=DIM,
+        QUERIES=QUERIES,
+        KEYS=KEYS,
     )
-    gl.warp_specialize(
-        [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (schedule, (scheduler,))],
-        [4, 1, 1],
-        [REGISTERS, 24, 24],
-    )
+    if GROUPS == 1:
+        gl.warp_specialize([(_compute_first, (p,)), (_load, (p,)), (schedule, (scheduler,))], [1, 1], [24, 24])
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [(_compute_first, (p,)), (_compute_second, (p,)), (_load, (p,)), (schedule, (scheduler,))],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(_compute_first, (p,)), (_compute_second, (p,)), (_compute_third, (p,)), (_load, (p,)), (schedule, (scheduler,))],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, 24, 24],
+        )
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "mask_batch_stride", "mask_head_stride", "listed"])
@@ -429,20 +453,17 @@ def combine_kernel(
     TABLE_BLOCK: tl.constexpr,
 ):
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
-    queries of a head and of one of the ``listed`` lines of ``Table.splits``."""
+    queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
     STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
-    TILES: tl.constexpr = TABLE_BLOCK // 128
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
     entry = split_rows + (mask * listed + tl.program_id(0) // STEPS) * 4
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     start = tl.program_id(0) % STEPS * COMBINED
-    # There are as many lines as splits; the last ones are unused.
     if count > 0:
         rows = tl.arange(0, COMBINED)
-        place = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + start // 128
-        line = place * 128 + start % 128 + rows
+        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_BLOCK + start + rows
         running_max = tl.full([COMBINED], FLOOR, tl.float32)
         running_sum = tl.zeros([COMBINED], tl.float32)
         accumulator = tl.zeros([COMBINED, DIM], tl.float32)
@@ -454,7 +475,7 @@ def combine_kernel(
             accumulator = accumulator * rescale[:, None] + out * weight[:, None]
             running_sum = running_sum * rescale + weight
             running_max = new_max
-            line += TILES * 128
+            line += TABLE_BLOCK
         keeps_nothing = running_sum == 0.0
         total = tl.where(keeps_nothing, 1.0, running_sum)
         first_query = row * TABLE_BLOCK + start
@@ -467,15 +488,15 @@ def combine_kernel(
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
     """out like q, lse (batch, heads, q_len) float32.
 
-    q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 128 or 256.
+    q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     variant: dropout only, or None. beside: see ``launch``.
     """
-    splits, dropout_p = _splits(mask), variant.dropout_p if variant else None
-    tensors = _tensors(q, k, v, variant, splits)
-    recording = Recording(mask, _key(q, k, v, scale, variant, config), tensors, facts=splits)
-    recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, splits, dropout_p, config), beside=beside)
+    split_rows, dropout_p = _split_rows(mask), variant.dropout_p if variant else None
+    tensors = _tensors(q, k, v, variant, split_rows)
+    recording = Recording(mask, _key(q, k, v, scale, variant, config), tensors, facts=split_rows)
+    recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, split_rows, dropout_p, config), beside=beside)
     _, _, _, out, lse, split_out, split_lse, *_ = tensors
-    if splits:
+    if split_rows:
         recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
     recording.finish()
     return out, lse
@@ -495,41 +516,46 @@ def _key(q, k, v, scale, variant, config=None) -> tuple:
     return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, variant.dropout_p if variant else None
 
 
-def _tensors(q, k, v, variant, splits: int) -> tuple[torch.Tensor, ...]:
+def _tensors(q, k, v, variant, split_rows: int) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     split_out = split_lse = lse
-    if splits:
-        split_lse = torch.empty((q.shape[0] * q.shape[1] * splits, TILE.value), dtype=torch.float32, device=q.device)
+    if split_rows:
+        split_lse = torch.empty(q.shape[0] * q.shape[1] * split_rows, dtype=torch.float32, device=q.device)
         split_out = torch.empty((*split_lse.shape, padded_head_dim(q.shape[3])), dtype=torch.float32, device=q.device)
     return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), variant.seed if variant else lse
 
 
-def _splits(mask) -> int:
-    """How many tiles of 128 queries per head are splits of rows."""
+def _split_rows(mask) -> int:
+    """How many rows of queries per head are splits of rows of the table."""
     split = mask is not None and mask.by_query.is_split
-    return mask.by_query.splits.shape[1] * (mask.block_size // TILE.value) if split else 0
+    return mask.by_query.splits.shape[1] * mask.block_size if split else 0
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, splits, dropout_p, config):
+def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, dropout_p, config):
     """(grid, arguments, constants, options)"""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else TILE.value
-    config = config or forward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
-    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, TILE.value)
-    tiles = items * (block_size // TILE.value) * batch * heads
+    if config is None and mask:
+        config = forward_config(q.dtype, dim, mask.block_size, q.device)
+    elif config is None:
+        # Dropout's draws need the registers that a third warp group, or a second program, would take.
+        whole = q.dtype, dim, q_len, batch * heads, q.device, multiprocessors(q.device)
+        config = dense_forward(*whole) if dropout_p is None else FORWARD[dim]
+    block_size = mask.block_size if mask else config.queries
+    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, config.queries)
+    tiles = items * (block_size // config.queries) * batch * heads
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
         described(q, [1, 1, HALF.value, dim]),
-        described(k, [1, 1, TILE.value, dim]),
-        described(v, [1, 1, TILE.value, dim]),
+        described(k, [1, 1, config.keys, dim]),
+        described(v, [1, 1, config.keys, dim]),
         described(out, [1, 1, HALF.value, dim]),
         lse,
         split_out,
         split_lse,
-        splits,
+        split_rows // config.queries,
         index,
         mask.by_query.work if mask else lse,
         col_idx,
@@ -549,10 +575,11 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         seed,
         dropout_p or 0.0,
     ]
-    constants = {"DIM": dim, "STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": splits > 0}
+    constants = {"DIM": dim, "GROUPS": config.queries // HALF.value, "KEYS": config.keys}
+    constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": split_rows > 0}
     constants |= {"DROPOUT": dropout_p is not None}
-    return (min(tiles, multiprocessors(q.device)), 1), arguments, constants, config.options
+    return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
 
 def _combine_launch(out, lse, split_out, split_lse, mask):
@@ -563,5 +590,6 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_query, lse)
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
-    grid = (table.shape[1] * (mask.block_size // COMBINED.value), batch * heads)
+    # A split row has two splits or more, so the second half of the lines is never in use.
+    grid = (table.shape[1] // 2 * (mask.block_size // COMBINED.value), batch * heads)
     return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}

@@ -46,9 +46,9 @@ class Ring:
         mbarrier.arrive(self.filled(n), count=1)
 
     @gluon.jit
-    def wait(self, n):
-        """Waits until n is full."""
-        mbarrier.wait(self.filled(n), (n // self.STAGES) & 1)
+    def wait(self, n, pred=True):
+        """Waits until n is full, if ``pred``."""
+        mbarrier.wait(self.filled(n), (n // self.STAGES) & 1, pred=pred)
 
     @gluon.jit
     def release(self, n, pred=True):

@@ -5,16 +5,17 @@ passes a ``TileInfo`` for each to the other warps through a ring in shared memor
 
 The ring has two slots, each released with the tile's queries (forward) or keys (backward). By then every warp has read the slot.
 The loading warp reads it before it requests the tile's data, which the computing warps wait for. The computing warps read it before
-they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward).
+they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward). Where there is
+room for the keys of one tile only, the slots have barriers of their own, and the sending warp releases both.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from .ring import Ring, ring_beside
+from .ring import Ring, ring_beside, ring_of
 
-TILE = gl.constexpr(128)  # queries (forward) or keys (backward) of a tile
+TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
 # Fields of a work item, int32: see ``Table.work``.
 WORK_FIELDS = gl.constexpr(8)
 
@@ -80,9 +81,9 @@ class TileInfo:
     split: gl.tensor  # its number from 1 if it is a split of a row, otherwise 0
 
 
-# Fields of a TileInfo in shared memory. Columns are never split into tiles that know their number.
-FORWARD_FIELDS = gl.constexpr(8)
-BACKWARD_FIELDS = gl.constexpr(7)
+# Fields of a TileInfo in shared memory: with splits, and without.
+SPLIT_FIELDS = gl.constexpr(8)
+WHOLE_FIELDS = gl.constexpr(7)
 
 
 @record
@@ -92,11 +93,13 @@ class Scheduler:
     heads: Heads
     heads_together: gl.tensor
     items: gl.tensor  # work items of a mask
-    tiles: gl.tensor
+    tiles: gl.tensor  # of all items
     queue: gl.tensor  # (2,) int32, both 0 at the start
     length: gl.tensor  # of the walked axis
-    STEP: gl.constexpr  # tokens along it
+    TILE: gl.constexpr  # tokens of a tile
+    STEP: gl.constexpr  # tokens of a step along the walked axis
     BY_KEY: gl.constexpr
+    SPLIT: gl.constexpr  # whether rows may be split
 
     @gluon.jit
     def tile(self, turn):
@@ -108,7 +111,7 @@ class Scheduler:
     def known_tile(self, turn):
         """``tile``, without waiting again."""
         split = turn * 0
-        if not self.BY_KEY:
+        if self.slots.PIECES == SPLIT_FIELDS:
             split = self._read(turn, 7)
         return TileInfo(
             first=self._read(turn, 0),
@@ -127,9 +130,9 @@ class Scheduler:
         return gl.max(self.slots.stage(turn, FIELD).load(layout), 0)
 
     @gluon.jit
-    def hand_over(self, turn, number):
-        """Hands a tile to the other warps. number: its index in the queue."""
-        tile = self.lookup(number)
+    def hand_over(self, turn, number, items, tiles):
+        """Hands a tile to the other warps. number: its index in the queue. items, tiles: from ``in_use``."""
+        tile = self.lookup(number, items, tiles)
         self._write(turn, (tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split))
 
     @gluon.jit
@@ -155,27 +158,37 @@ class Scheduler:
         return step
 
     @gluon.jit
-    def lookup(self, number):
+    def in_use(self):
+        """How many items and tiles there are to compute. A table made on the device has room for splits that it may not use, which
+        the host cannot know; they never enter the queue."""
+        items, tiles = self.items, self.tiles
+        if self.SPLIT:
+            items = gl.load(self.table.work + 6)
+            tiles = tiles // self.items * items
+        return items, tiles
+
+    @gluon.jit
+    def lookup(self, number, items, tiles):
         """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
         a group, items follow each other, each with all heads of the group."""
         table = self.table
-        TILES: gl.constexpr = table.BLOCK // TILE
+        TILES: gl.constexpr = table.BLOCK // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
-        slots = self.items * TILES
+        slots = items * TILES
         group = number // (slots * self.heads_together)
         rest = number - group * slots * self.heads_together
-        together = gl.minimum(self.heads_together, self.tiles // slots - group * self.heads_together)
+        together = gl.minimum(self.heads_together, tiles // slots - group * self.heads_together)
         slot, line = rest // together, group * self.heads_together + rest % together
         split = slot * 0
         if table.SPARSE:
             batch, head = self.heads.of_line(line)
             item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
-            first = gl.load(item) * table.BLOCK + slot % TILES * TILE
+            first = gl.load(item) * table.BLOCK + slot % TILES * self.TILE
             split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
         else:
-            first = slot * TILE
+            first = slot * self.TILE
             begin = slot * 0
             end = (self.length + self.STEP - 1) // self.STEP
             # By query, a ragged last step is masked like a run entry; by key, tokens past the end are zeros.
@@ -188,13 +201,28 @@ class Scheduler:
 
 @gluon.jit
 def new_scheduler(
-    released_with, table, heads, heads_together, items, tiles, queue, length, STEP: gl.constexpr, BY_KEY: gl.constexpr
+    released_with,
+    table,
+    heads,
+    heads_together,
+    items,
+    tiles,
+    queue,
+    length,
+    TILE: gl.constexpr,
+    STEP: gl.constexpr,
+    BY_KEY: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """released_with: the ring of the tiles' queries (forward) or keys (backward)."""
-    FIELDS: gl.constexpr = BACKWARD_FIELDS if BY_KEY else FORWARD_FIELDS
+    FIELDS: gl.constexpr = SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = ring_beside(released_with, gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout), 2, FIELDS)
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, STEP, BY_KEY)
+    data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
+    if released_with.STAGES > 1:
+        slots = ring_beside(released_with, data, 2, FIELDS)
+    else:
+        slots = ring_of(data, 2, FIELDS)
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, TILE, STEP, BY_KEY, SPLIT)
 
 
 @gluon.jit
@@ -202,8 +230,9 @@ def schedule(scheduler):
     """The scheduler warp."""
     turn = 0
     number = gl.program_id(0)
-    while number < scheduler.tiles:
-        scheduler.hand_over(turn, number)
+    items, tiles = scheduler.in_use()
+    while number < tiles:
+        scheduler.hand_over(turn, number, items, tiles)
         turn += 1
         # Only after the tile two turns back is released, so that no tile waits here while other programs are idle.
         scheduler.slots.acquire(turn)

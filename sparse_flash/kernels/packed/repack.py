@@ -40,12 +40,11 @@ ROWS_TOGETHER = 512  # more do not fit the registers of one warp
 
 
 class NewTable(NamedTuple):
-    """One mask's table, except its entries, for a kernel to write: see ``masks.table.Table``. rows: their number."""
+    """What one mask's table says of its rows, for a kernel to write: see ``masks.table.Table``. rows: their number."""
 
     row_ptr: Any
     row_split: Any
     row_order: Any
-    work: Any
     rows: Any
 
 
@@ -236,17 +235,12 @@ def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_row(table, row, rank, bounds):
-    """Writes everything that a table of one mask holds about a row, except its entries. table: ``NewTable``. rank: see
-    ``place_of``."""
+    """Writes what a table of one mask says of a row. table: ``NewTable``. rank: see ``place_of``."""
     tl.store(table.row_ptr + row, bounds.begin)
     tl.store(table.row_ptr + table.rows, bounds.end, mask=row == table.rows - 1)
     tl.store(table.row_split + row * 2, bounds.runs)
     tl.store(table.row_split + row * 2 + 1, bounds.bits)
     tl.store(table.row_order + rank, row)
-    lane = tl.arange(0, 8)
-    item = tl.where(lane == 0, row, tl.where(lane == 1, bounds.begin, tl.where(lane == 2, bounds.runs, 0)))
-    item = tl.where(lane == 3, bounds.bits, tl.where(lane == 4, bounds.end, item))
-    tl.store(table.work + rank * 8 + lane, item)
 
 
 @triton.jit
@@ -278,7 +272,6 @@ def fill_rows_kernel(
     row_ptr,
     row_split,
     row_order,
-    work,
     old_col_idx,
     old_tile_idx,
     col_idx,
@@ -312,7 +305,7 @@ def fill_rows_kernel(
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
     begin, rank = place_of(records + _TOTAL * rows, row, total, rows, ROWS)
     bits = begin + fulls + runs
-    table = NewTable(row_ptr, row_split, row_order, work, rows)
+    table = NewTable(row_ptr, row_split, row_order, rows)
     store_row(table, row, rank, RowBounds(begin, begin + whole, bits, begin + total))
 
     document = tl.load(records + _DOCUMENT * rows + row)
@@ -431,24 +424,24 @@ def find_rows(layout, table, rows: int, before: int, block: int, maps, queries: 
 
 
 def empty_table(rows: int, entries: int, device) -> list[torch.Tensor]:
-    """Allocates row_ptr, row_split, row_order, col_idx, tile_idx and work of one mask."""
-    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,), (1, rows, 8)
+    """Allocates row_ptr, row_split, row_order, col_idx and tile_idx of one mask."""
+    shapes = (1, rows + 1), (1, rows, 2), (1, rows), (entries,), (entries,)
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
 def fill_rows(layout, records, table, tiles, new_tiles, entries: int, before: int, block: int, queries: bool):
-    """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of one mask; ``queries`` also writes the cut tiles.
+    """(row_ptr, row_split, row_order, col_idx, tile_idx) of one mask; ``queries`` also writes the cut tiles.
 
     tiles: tile_runs and tile_bits of ``table``. new_tiles: with room for one more of each per block of queries. entries: the
     capacity.
     """
     rows, device = records.shape[1], layout.device
-    row_ptr, row_split, row_order, col_idx, tile_idx, work = empty_table(rows, entries, device)
-    arguments = [layout, records, row_ptr, row_split, row_order, work, table.col_idx, table.tile_idx, col_idx, tile_idx]
+    row_ptr, row_split, row_order, col_idx, tile_idx = empty_table(rows, entries, device)
+    arguments = [layout, records, row_ptr, row_split, row_order, table.col_idx, table.tile_idx, col_idx, tile_idx]
     arguments += [*tiles, *new_tiles, layout.shape[1] - 1, rows, before, *map(len, tiles)]
     constants = {"BLOCK": block, "CHUNK": 128, "ROWS": ROWS_TOGETHER, "QUERIES": queries}
     launch(fill_rows_kernel, (rows, 1), arguments, constants, {"num_warps": 1})
-    return row_ptr, row_split, row_order, col_idx, tile_idx, work
+    return row_ptr, row_split, row_order, col_idx, tile_idx
 
 
 def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: torch.Tensor) -> None:

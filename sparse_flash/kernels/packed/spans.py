@@ -109,13 +109,13 @@ def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
 @triton.jit
 def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
     """A query block's part of by_query, and its tiles."""
-    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
+    row_ptr, row_split, row_order, col_idx, tile_idx = table
     low, full_low, full_high, high = _spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
     begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, ROWS)
     end = begin + touched
-    store_row(NewTable(row_ptr, row_split, row_order, work, rows), row, rank, RowBounds(begin, begin + full, end, end))
+    store_row(NewTable(row_ptr, row_split, row_order, rows), row, rank, RowBounds(begin, begin + full, end, end))
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
         tl.store(col_idx + begin + e, full_low + e, mask=e < full)
@@ -142,12 +142,12 @@ def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TI
 @triton.jit
 def _fill_column(spans, counts, table, column, rows, k_rows, ROWS: tl.constexpr):
     """A key block's part of by_key."""
-    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
+    row_ptr, row_split, row_order, col_idx, tile_idx = table
     touched = tl.load(counts + column)
     begin, rank = place_of(counts, column, touched, k_rows, ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
-    store_row(NewTable(row_ptr, row_split, row_order, work, k_rows), column, rank, RowBounds(begin, partial, end, end))
+    store_row(NewTable(row_ptr, row_split, row_order, k_rows), column, rank, RowBounds(begin, partial, end, end))
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -179,13 +179,11 @@ def fill_spans_kernel(
     row_order,
     col_idx,
     tile_idx,
-    work,
     k_row_ptr,
     k_row_split,
     k_row_order,
     k_col_idx,
     k_tile_idx,
-    k_work,
     rows,
     k_rows,
     BLOCK: tl.constexpr,
@@ -194,15 +192,15 @@ def fill_spans_kernel(
 ):
     program = tl.program_id(0)
     if program < rows:
-        table = (row_ptr, row_split, row_order, col_idx, tile_idx, work)
+        table = (row_ptr, row_split, row_order, col_idx, tile_idx)
         _fill_row(spans, bounds, table, new_runs, program, rows, BLOCK, TILES, ROWS)
     else:
-        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx, k_work)
+        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx)
         _fill_column(spans, counts, table, program - rows, rows, k_rows, ROWS)
 
 
 def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
-    """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs.
+    """(row_ptr, row_split, row_order, col_idx, tile_idx) of by_query and of by_key, tile_runs.
 
     layout: from ``lay_out``. runs: (2, lines) int32, see ``find_spans_kernel``. rows, k_rows: blocks of the packed axes. before:
     lines above position 0. entries, tiles: capacities.

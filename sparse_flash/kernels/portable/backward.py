@@ -4,7 +4,10 @@ One pass walks the keys of each query tile and computes dQ; the other then walks
 transposed table, and computes dK and dV. Each output is written once by one program in a fixed order, so gradients repeat bit for
 bit. Only the gradient of a relative bias is accumulated with atomics, in the first pass.
 
-Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention.
+Both passes may share one launch. The second pass then cannot wait for the delta of the first, and computes it in each step.
+
+Source: arXiv:2307.08691, Alg. 2; two passes as in the Triton tutorial's fused attention; in one launch: Y. Zhao, From online safe
+softmax to FlashAttention-2 (2023), Alg. 7, which gives a program row and column of one number, where here each has its own.
 """
 
 from typing import Any, NamedTuple
@@ -32,9 +35,18 @@ from ..common.tiles import (
 )
 from ..common.variant import kernel_variant, launch_options, within_memory
 from ..launch import tuned
-from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
+from ..launch.launch import (
+    NOT_SPECIALIZED,
+    Recording,
+    described,
+    length_specialized,
+    multiprocessors,
+    row_count,
+    run_within_memory,
+    walk_arguments,
+)
 from ..launch.replay import known_call
-from .configs import grad_kv_config, grad_q_config
+from .configs import grad_kv_config, grad_q_config, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
@@ -42,7 +54,7 @@ from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, va
 
 
 class _Tensors(NamedTuple):
-    """Tensors of all heads, as the kernels take them; None where a pass does not use one."""
+    """Tensors of all heads, as the kernels take them; None where a pass does not use one. delta: None if both passes compute it."""
 
     q: Any
     k: Any
@@ -122,20 +134,28 @@ def _walk_keys(state, operands, tile, entries, table, sizes, scoring, KIND: tl.c
 
 
 @triton.jit
-def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
-    """dQ and delta of this program's tile of queries."""
+def _delta(out_tensor, dlse, dout, tile, query, first_query, sizes):
+    """delta = rowsum(dOut * Out) - dLse of queries. dlse: starts at the head's first query, or None."""
+    out = load_tile(out_tensor, tile.batch, tile.head, first_query, sizes.TILE_M, sizes.DIM_V)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + query, mask=query < sizes.q_len, other=0.0)
+    return delta
+
+
+@triton.jit
+def _compute_grad_q(slot, line, tensors, scale, rows, table, sizes, scoring):
+    """dQ and delta of a tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    tile, bounds = query_tile(rows, table, sizes)
+    tile, bounds = query_tile(slot, line, rows, table, sizes)
     q = load_tile(tensors.q, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
-    row_line = tile.line.to(tl.int64) * sizes.q_len + query
-    lse = tl.load(tensors.lse + row_line, mask=query < sizes.q_len, other=0.0) * LOG2_E
-    out = load_tile(tensors.out, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if tensors.dlse is not None:
-        delta -= tl.load(tensors.dlse + row_line, mask=query < sizes.q_len, other=0.0)
+    row_line = tile.line.to(tl.int64) * sizes.q_len
+    lse = tl.load(tensors.lse + row_line + query, mask=query < sizes.q_len, other=0.0) * LOG2_E
+    dlse = None if tensors.dlse is None else tensors.dlse + row_line
+    delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
     Q_CUT: tl.constexpr = is_cut(variant.q_starts, variant.q_lens)
     if Q_CUT:
@@ -143,7 +163,8 @@ def _compute_grad_q(tensors, scale, rows, table, sizes, scoring):
         delta = tl.where(exists, delta, 0.0)
     if Q_CUT or is_cut(variant.kv_starts, variant.kv_lens) or scoring.SCORED:
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # zero weights, not NaN, for a query that keeps nothing
-    tl.store(tensors.delta + row_line, delta, mask=query < sizes.q_len)
+    if tensors.delta is not None:
+        tl.store(tensors.delta + row_line + query, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
     operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile.line))
     beyond = ()
@@ -202,6 +223,7 @@ def grad_q_kernel(
     one program per query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
     # fmt: off
     _compute_grad_q(
+        tl.program_id(0), tl.program_id(1),
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, out=out_tensor, dlse=dlse_ptr if HAS_DLSE else None,
                  dq=dq_tensor),
         scale,
@@ -214,7 +236,8 @@ def grad_q_kernel(
 
 
 class _KeyOperands(NamedTuple):
-    """What a key tile brings to its walk, and the tensors of the walked axis; lse and delta start at the head's first query."""
+    """What a key tile brings to its walk, and the tensors of the walked axis; lse, delta and dlse start at the head's first query.
+    out_tensor, dlse: only used without delta."""
 
     k: Any
     v: Any
@@ -222,6 +245,8 @@ class _KeyOperands(NamedTuple):
     dout_tensor: Any
     lse: Any
     delta: Any
+    out_tensor: Any
+    dlse: Any
     stream: Any
 
 
@@ -248,6 +273,10 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
         upcoming = step_position(table, step + 1, last, TILE_M)
         place = place_of_step(tile, position, sizes)
         query = position + tl.arange(0, TILE_M)
+        if operands.delta is None:
+            # Before the products: next to their results, a tile of out would not fit in registers.
+            dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
+            delta = _delta(operands.out_tensor, operands.dlse, dout, tile, query, position, sizes)
         q = load_tile(operands.q_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM)
         lse = _of_queries(operands.lse, query, sizes.q_len, KIND)
         if KIND == CUT:
@@ -273,7 +302,8 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
                 weights = tl.where(kept_pairs(table, step // STEPS, block, KIND), weights, 0.0)
         if KIND == CUT:
             weights = tl.where(exists[None, :], weights, 0.0)
-        dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
+        if operands.delta is not None:
+            dout = load_tile(operands.dout_tensor, tile.batch, tile.head, position, TILE_M, sizes.DIM_V)
         if KIND == CUT:
             dout = tl.where(exists[:, None], dout, 0.0)
         if variant.seed is not None:
@@ -289,7 +319,10 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
             weights = times_derivative_of_cap(weights, scores, scoring)
         dweights = tl.dot(v, dout.T, input_precision="ieee")
         # Loaded only here: one delta per column costs sixteen registers per thread, and the products above need them all.
-        delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
+        if operands.delta is not None:
+            delta = _of_queries(operands.delta, query, sizes.q_len, KIND)
+        elif KIND == CUT:
+            delta = tl.where(exists, delta, 0.0)
         if variant.seed is not None:
             # Twice the kept weights as a sum. Twice the maximum above would stay in registers next to the weights.
             twice = (weights + tl.abs(weights)) * dweights
@@ -305,14 +338,13 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
 
 
 @triton.jit
-def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
-    """dK and dV of this program's key tile."""
+def _compute_grad_kv(slot, line, tensors, scale, rows, table, sizes, scoring):
+    """dK and dV of a key tile. line: key head, numbered across the batch."""
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
-    slot = tl.program_id(0)
     kv_heads = sizes.heads // sizes.group
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
+    batch = line // kv_heads
+    kv_head = line % kv_heads
     first = slot * TILE_N
     if table.SPARSE:
         # Masks of a group's heads may have different orders; any one order visits every key block once.
@@ -332,7 +364,9 @@ def _compute_grad_kv(tensors, scale, rows, table, sizes, scoring):
             bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)
         else:
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
-        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, tensors.delta + row_line, stream)
+        delta = None if tensors.delta is None else tensors.delta + row_line
+        dlse = None if tensors.dlse is None else tensors.dlse + row_line
+        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, delta, tensors.out, dlse, stream)
         dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
@@ -386,6 +420,7 @@ def grad_kv_kernel(
     ``grad_q_kernel``."""
     # fmt: off
     _compute_grad_kv(
+        tl.program_id(0), tl.program_id(1),
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, dk=dk_tensor, dv=dv_tensor),
         scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
@@ -396,22 +431,168 @@ def grad_kv_kernel(
     # fmt: on
 
 
-def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, q_config=None, kv_config=None):
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def grad_qkv_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    out_tensor,
+    dout_tensor,
+    dq_tensor,
+    dk_tensor,
+    dv_tensor,
+    lse_ptr,
+    dlse_ptr,
+    col_ptr,
+    col_split,
+    col_order,
+    row_idx,
+    col_tile_idx,
+    kv_blocks,
+    mask_index,
+    row_ptr,
+    row_split,
+    row_order,
+    col_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    scale,
+    score_scale,
+    variant,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    SPARSE: tl.constexpr,
+    SCORED: tl.constexpr,
+    REACH: tl.constexpr,
+    SCORE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid: for each key head the programs of its key tiles, which have more to do,
+    then those of the query tiles of each query head that shares it."""
+    tensors = _Tensors(
+        q_tensor,
+        k_tensor,
+        v_tensor,
+        dout_tensor,
+        lse_ptr,
+        None,
+        out=out_tensor,
+        dlse=dlse_ptr if HAS_DLSE else None,
+        dq=dq_tensor,
+        dk=dk_tensor,
+        dv=dv_tensor,
+    )
+    scoring = Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE)
+    slot, line = tl.program_id(0), tl.program_id(1)
+    if SPARSE:
+        key_tiles = kv_blocks * (TABLE_BLOCK // TILE_N)
+        query_tiles = q_blocks * (TABLE_BLOCK // TILE_M)
+    else:
+        key_tiles = tl.cdiv(kv_len, TILE_N)
+        query_tiles = tl.cdiv(q_len, TILE_M)
+    if slot < key_tiles:
+        _compute_grad_kv(
+            slot,
+            line,
+            tensors,
+            scale,
+            TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
+            WalkedTable(row_idx, col_tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
+            scoring,
+        )
+    else:
+        _compute_grad_q(
+            (slot - key_tiles) % query_tiles,
+            line * group + (slot - key_tiles) // query_tiles,
+            tensors,
+            scale,
+            TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
+            WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
+            Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
+            scoring,
+        )
+
+
+def attention_backward(
+    dout, dlse, q, k, v, out, lse, mask, scale, variant=None, q_config=None, kv_config=None, one_launch: bool | None = None
+):
     """dq, dk, dv like q, k, v, and the gradient of variant.rel_bias if that is learned. dlse may be None.
 
-    Other tensors: contiguous rows, base and strides multiples of 16 bytes.
+    Other tensors: contiguous rows, base and strides multiples of 16 bytes. one_launch: whether both passes share a launch, with
+    kv_config; None: if ``configs.takes_one_launch``. Raises ValueError if they shall and variant.rel_bias is learned.
     """
     drel_bias = torch.zeros_like(variant.rel_bias) if variant is not None and variant.learned else None
+    if one_launch and drel_bias is not None:
+        raise ValueError(
+            "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
+            "pass one_launch=None"
+        )
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_head_dim = v.shape[1:]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     block_size = mask.block_size if mask else None
+    own_configs = q_config is not None or kv_config is not None or one_launch is not None
+    if not own_configs and drel_bias is None:
+        one_launch = takes_one_launch(batch * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
 
     has_dlse = dlse is not None
-    tensors = _tensors(dout, dlse, q, k, v, out, lse)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, one_launch)
     *_, dlse, delta, dq, dk, dv = tensors
-    recording = Recording(mask, _key(dout, has_dlse, q, k, v, out, scale), tensors)
+    recording = Recording(mask, _key(dout, has_dlse, q, k, v, out, scale), tensors, facts=one_launch)
     given, switches, kinds = kernel_variant(variant, drel_bias)
+    shape = q.device, q.dtype, dim, dim_v, block_size
+
+    def run_both(config):
+        m, n = config.tile_m, config.tile_n
+        arguments = [
+            described(q, m, dim),
+            described(k, n, dim),
+            described(v, n, dim_v),
+            described(out, m, dim_v),
+            described(dout, m, dim_v),
+            described(dq, m, dim),
+            described(dk, n, dim),
+            described(dv, n, dim_v),
+            lse,
+            dlse,
+            *((lse,) * 5 if mask is None else mask.by_key[:5]),
+            0 if mask is None else mask.by_key.row_order.shape[1],
+            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
+            scale,
+            scale * LOG2_E.value,
+            given,
+        ]
+        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
+        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": has_dlse}
+        key_tiles = row_count(mask and mask.by_key, kv_len, n, block_size)
+        query_tiles = row_count(mask and mask.by_query, q_len, m, block_size)
+        grid = (key_tiles + heads // kv_heads * query_tiles, batch * kv_heads)
+        options = launch_options(config, given, switches, max(m, n))
+        recording.launch(grad_qkv_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kinds))
+
+    if one_launch:
+        if kv_config is not None:
+            run_both(kv_config)
+        else:
+            config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+            config = within_memory(config, given, switches, max(dim, dim_v))
+            run_within_memory(run_both, config, lambda: ("grad_qkv", *shape, kinds, *switches.values(), has_dlse))
+        if variant is None and not own_configs:
+            recording.finish()
+        return dq, dk, dv
 
     def run_grad_q(config):
         m, n = config.tile_m, config.tile_n
@@ -436,7 +617,6 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
         options = launch_options(config, given, switches, m)
         recording.launch(grad_q_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kinds))
 
-    shape = q.device, q.dtype, dim, dim_v, block_size
     if q_config is not None:
         run_grad_q(q_config)
     else:
@@ -474,7 +654,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     else:
         config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
         run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
-    if variant is None and q_config is None and kv_config is None:
+    if variant is None and not own_configs:
         recording.finish()
     return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)
 
@@ -484,7 +664,7 @@ def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
     known = known_call(mask, _key(dout, dlse is not None, q, k, v, out, scale))
     if known is None:
         return None
-    tensors = _tensors(dout, dlse, q, k, v, out, lse)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, known.facts)
     return tensors[-3:] if known.again(tensors) else None
 
 
@@ -493,6 +673,7 @@ def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
     return grad_q_kernel.fn, tuned.times_read(), *layout, has_dlse, scale
 
 
-def _tensors(dout, dlse, q, k, v, out, lse) -> tuple[torch.Tensor, ...]:
+def _tensors(dout, dlse, q, k, v, out, lse, one_launch: bool | None) -> tuple[torch.Tensor, ...]:
     dlse = lse if dlse is None else dlse.contiguous()
-    return q, k, v, out, dout, lse, dlse, torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta = lse if one_launch else torch.empty_like(lse)
+    return q, k, v, out, dout, lse, dlse, delta, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -102,7 +102,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    tile, bounds = query_tile(rows, table, sizes)
+    tile, bounds = query_tile(tl.program_id(0), tl.program_id(1), rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = (
         tl.zeros([TILE_M, sizes.DIM_V], tl.float32),

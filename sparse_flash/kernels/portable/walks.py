@@ -68,9 +68,8 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def query_tile(rows, table, sizes):
-    """(the ``Tile`` of queries that a program computes, the bounds of its row's entries)."""
-    slot, line = tl.program_id(0), tl.program_id(1)
+def query_tile(slot, line, rows, table, sizes):
+    """(the ``Tile`` of queries of a slot, counted in the order of rows, the bounds of its row's entries)."""
     batch = line // sizes.heads
     head = line % sizes.heads
     kv_head = head // sizes.group

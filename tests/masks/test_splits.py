@@ -1,0 +1,235 @@
+"""Splits of heavy rows in tables made on a device: by tensor operations, by the kernel, and how their results are combined."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, heavy_rows_split
+
+import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.masks.table import most_splits, split_limits, with_splits
+from sparse_flash.packed import gather_rows, in_place, repack
+
+
+def rows_of(counts):
+    """(row_ptr, row_split, row_order) of tables with this many entries in each row; a third of them of each kind."""
+    counts = np.asarray(counts)
+    end = counts.cumsum().reshape(counts.shape)
+    ptr = np.concatenate([np.concatenate([[0], end[:-1, -1]])[:, None], end], 1)
+    split = np.stack([ptr[:, :-1] + counts // 3, ptr[:, :-1] + counts * 2 // 3], -1)
+    order = np.argsort(-counts, axis=1, kind="stable")
+    return tuple(torch.from_numpy(t.astype(np.int32)).to(DEVICE) for t in (ptr, split, order))
+
+
+counts = st.tuples(st.integers(1, 3), st.integers(1, 90), st.sampled_from([1, 64, 100, 5000]), st.integers(0, 9999)).map(
+    lambda n: (np.random.default_rng(n[3]).random(n[:2]) ** 8 * (n[2] + 1)).astype(np.int64)
+)
+
+
+@settings(max_examples=60)
+@given(counts=counts)
+def test_items_cover_every_entry_once_and_lines_list_the_splits(counts):
+    ptr, split, order = rows_of(counts)
+    work, lines = (t.tolist() for t in with_splits(ptr, split, order, longest=10_000))
+    rows = counts.shape[1]
+    in_use = [sum(item[0] < rows for item in items) for items in work]
+    assert work[0][0][6] == max(in_use) and all(len(items) == rows + 64 for items in work)
+    for mask, items in enumerate(work):
+        used, unused = items[: in_use[mask]], items[in_use[mask] :]
+        assert all(item == [rows, 0, 0, 0, 0, 0, 0, 0] for item in unused)
+        for row in range(rows):
+            mine = [item for item in used if item[0] == row]
+            bounds = [ptr[mask, row].item(), *split[mask, row].tolist(), ptr[mask, row + 1].item()]
+            assert mine[0][1] == bounds[0] and mine[-1][4] == bounds[3]
+            assert all(one[4] == other[1] for one, other in pairwise(mine))
+            for begin, runs, bits, end in (item[1:5] for item in mine):
+                assert begin <= runs <= bits <= end
+                assert [runs, bits] == [min(max(bound, begin), end) for bound in bounds[1:3]]
+        listed = [(row, first, n) for row, first, n, _ in lines[mask] if n]
+        assert len(listed) <= 32 and sum(n for *_, n in listed) <= 64 and len(lines[mask]) == 64
+        expected = [row for row, first, n in listed for _ in range(n)]
+        assert [item[0] for item in used if item[5]] == expected
+        assert [item[5] for item in used[: len(expected)]] == list(range(1, len(expected) + 1))
+        assert [first for _, first, _ in listed] == [sum(n for *_, n in listed[:i]) for i in range(len(listed))]
+        whole = [item[4] - item[1] for item in used[len(expected) :]]
+        assert whole == sorted(whole, reverse=True)
+
+
+@settings(max_examples=60)
+@given(counts=counts)
+def test_no_item_is_much_heavier_than_its_share_and_no_split_is_small(counts):
+    work, _ = with_splits(*rows_of(counts), longest=10_000)
+    length = work[..., 4] - work[..., 1]
+    total = torch.from_numpy(counts.sum(1, keepdims=True)).to(DEVICE)
+    whole = work[..., 5] == 0
+    in_heavy = (length * ~whole).sum(1, keepdim=True)
+    mean = torch.stack([in_heavy / 64, total / 256, torch.full_like(total, 32)]).amax(0)
+    assert ((length - 1) * ~whole < 1.5 * mean).all()
+    assert (length * whole * 32 < torch.maximum(total, torch.tensor(64 * 32))).all()
+    assert (length[~whole] >= 32).all()
+
+
+def test_a_global_row_of_a_million_tokens_is_balanced():
+    counts = np.full((1, 8192), 10)
+    counts[0, 5000] = 8192
+    work, lines = with_splits(*rows_of(counts), longest=8192)
+    length = work[0, :, 4] - work[0, :, 1]
+    # Of 132 multiprocessors, none has more to do than its share, even if there is one head.
+    assert lines[0, 0].tolist() == [5000, 0, 23, 0] and length.max() * 132 < counts.sum()
+    assert work[0, 0, 6] == 8192 + 22
+
+
+@pytest.mark.parametrize("side", ["by_query", "by_key"])
+def test_a_block_map_splits_the_rows_that_the_compiled_mask_splits(side):
+    compiled = sf.compile_mask("local(128) | global_tokens(128)", 20000, 18000)
+    made = sf.BlockMask.from_blocks(compiled.kept_blocks(), 128, 20000, 18000, within=compiled)
+    ours, theirs = getattr(made, side), getattr(compiled, side)
+    split = [table.splits[0][table.splits[0, :, 2] > 0] for table in (ours, theirs)]
+    assert len(split[0]) > 0 and torch.equal(split[0][:, 0], split[1][:, 0])
+    heaviest = [(table.work[0, :, 4] - table.work[0, :, 1]).max().item() for table in (ours, theirs)]
+    assert heaviest[0] <= max(48, heaviest[1])
+
+
+@pytest.mark.parametrize("way", ["in place", "moved"])
+def test_packed_documents_are_split_by_query_and_by_key(way):
+    if reason := backends.backend("triton").available():
+        pytest.skip(reason)
+    documents = repack.Side(torch.tensor([0, 40, 700, 760], device=DEVICE), 760, 700)
+    with pytest.MonkeyPatch.context() as patch, heavy_rows_split():
+        patch.setattr(gather_rows, "by_kernels", lambda device: True)
+        make = in_place.mask_in_place if way == "in place" else lambda *call: repack.pack(*call).mask
+        mask = make("causal", documents, None)
+        for table in (mask.by_query, mask.by_key):
+            assert (table.splits[0, :, 2] > 1).any()
+            expected = with_splits(*table[:3], longest=mask.grid.q_blocks)
+            assert torch.equal(table.work, expected[0]) and torch.equal(table.splits, expected[1])
+
+
+def test_tables_of_one_map_begin_where_launches_need_them():
+    for shape in ((64, 64), (64, 128), (128, 64)):
+        mask = sf.BlockMask.from_blocks(torch.ones(shape, dtype=torch.bool, device=DEVICE), 16)
+        assert {t.data_ptr() % 16 for table in (mask.by_query, mask.by_key) for t in table} == {0}
+
+
+def test_each_head_has_splits_of_its_own_and_maps_too_short_for_them_have_none():
+    blocks = torch.zeros(1, 3, 70, 80, dtype=torch.bool)
+    blocks[0, 0, 5] = blocks[0, 1, :, 7] = True
+    mask = sf.BlockMask.from_blocks(blocks, 16)
+    listed = [[line[:3] for line in table.splits[:, 0].tolist()] for table in (mask.by_query, mask.by_key)]
+    assert listed == [[[5, 0, 2], [0, 0, 0], [0, 0, 0]], [[0, 0, 0], [7, 0, 2], [0, 0, 0]]]
+    assert mask.by_query.work[0, 0, 6] == 71 and mask.by_key.work[0, 0, 6] == 81
+    short = sf.BlockMask.from_blocks(blocks[:, :, :63, :63], 16)
+    assert not short.by_query.is_split and not short.by_key.is_split
+
+
+@settings(max_examples=15)
+@given(counts=counts, by_key=counts)
+def test_the_kernel_makes_what_tensor_operations_make(counts, by_key):
+    if reason := backends.backend("triton").available():
+        pytest.skip(reason)
+    from sparse_flash.kernels.packed import splits
+
+    def launch(kernel, grid, arguments, *rest):
+        for written in (*arguments[3:5], *arguments[8:10]):
+            written.fill_(-7)
+        launched(kernel, grid, arguments, *rest)
+
+    launched, by_key = splits.launch, np.resize(by_key, (len(counts), by_key.shape[1]))
+    tables, longest = (rows_of(counts), rows_of(by_key)), (10_000, 60 if by_key.max() < 60 else 10_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "launch", launch)
+        made = splits.split_rows(*tables, *map(most_splits, longest), *split_limits())
+    for table, most, (work, lines) in zip(tables, longest, made, strict=True):
+        expected = with_splits(*table, most)
+        assert torch.equal(work, expected[0]) and torch.equal(lines, expected[1])
+
+
+def attended(q, k, v, table):
+    """(out, lse) of attention in which each item of a table is computed alone, a block being one token; then splits are combined as
+    ``Table.splits`` says."""
+    rows, work = table.row_order.shape[1], table.work[0].tolist()
+    out, lse = torch.full_like(q, float("nan")), q.new_full((rows,), float("nan"))
+    splits = {}
+    for row, begin, _, _, end, number, *_ in work[: work[0][6]]:
+        cols = table.col_idx[begin:end].long()
+        scores = k[cols] @ q[row]
+        result = scores.softmax(0) @ v[cols], scores.logsumexp(0)
+        if number:
+            splits[number - 1] = result
+        else:
+            out[row], lse[row] = result
+    for row, first, count, _ in table.splits[0].tolist():
+        if count:
+            parts, logs = (torch.stack(x) for x in zip(*(splits[first + n] for n in range(count)), strict=True))
+            out[row], lse[row] = logs.softmax(0) @ parts, logs.logsumexp(0)
+    return out, lse
+
+
+def test_attention_by_items_and_lines_is_dense_attention_by_query_and_by_key():
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.rand(70, 90, generator=generator) < 0.1
+    blocks[3] = blocks[:, 8] = True
+    blocks[11] = blocks[:, 12] = False
+    with heavy_rows_split():
+        mask = sf.BlockMask.from_blocks(blocks, 16)
+    q, k, v = (torch.randn(n, 8, dtype=torch.float64, generator=generator) for n in (70, 90, 90))
+    for table, rows, cols, values, kept in ((mask.by_query, q, k, v, blocks), (mask.by_key, k, q, q, blocks.T)):
+        assert (table.splits[0, :, 2] > 0).any()
+        out, lse = attended(rows, cols, values, table)
+        scores = (rows @ cols.T).masked_fill(~kept, -float("inf"))
+        torch.testing.assert_close(out, scores.softmax(1).nan_to_num() @ values)
+        torch.testing.assert_close(lse, scores.logsumexp(1))
+
+
+@pytest.fixture
+def split_mask():
+    """Several splits for most rows and columns of the first of two heads, none for the second."""
+    if reason := backends.backend("triton").available():
+        pytest.skip(reason)
+    blocks = torch.zeros(1, 2, 3, 4, dtype=torch.bool, device=DEVICE)
+    blocks[0, 0, 1] = blocks[0, 0, :, 2] = True
+    with heavy_rows_split():
+        mask = sf.BlockMask.from_blocks(blocks, 128, 300, 500)
+    return mask
+
+
+def test_the_forward_results_of_splits_are_combined_by_their_softmax_sums(split_mask):
+    from sparse_flash.kernels.hopper import forward
+
+    table = split_mask.by_query.splits
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    splits = torch.randn(2, table.shape[1], 128, 64, device=DEVICE, generator=generator)
+    logs = torch.randn(2, table.shape[1], 128, device=DEVICE, generator=generator)
+    out, lse = torch.full((1, 2, 300, 64), 7.0, device=DEVICE, dtype=torch.float16), torch.full((1, 2, 300), 7.0, device=DEVICE)
+    launch = forward._combine_launch(out, lse, splits.view(-1, 128, 64), logs.view(-1, 128), split_mask)
+    forward.Recording(split_mask, (), ()).launch(forward.combine_kernel, launch)
+    row, first, count, _ = table[0, 0].tolist()
+    assert row == 1 and count > 1
+    chosen = slice(first, first + count)
+    expected = (logs[0, chosen].softmax(0)[..., None] * splits[0, chosen]).sum(0)
+    torch.testing.assert_close(out[0, 0, 128:256].float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse[0, 0, 128:256], logs[0, chosen].logsumexp(0))
+    assert (out[0, 1] == 7).all() and (out[0, 0, :128] == 7).all() and (lse[0, 1] == 7).all()
+
+
+def test_the_gradients_of_the_splits_of_a_column_are_added(split_mask):
+    from sparse_flash.kernels.hopper import backward
+
+    table = split_mask.by_key.splits
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    sums = torch.randn(2, 2, table.shape[1], 128, 64, device=DEVICE, generator=generator)  # dK and dV, heads, splits
+    # As the kernel's ``_in_register_order`` writes a tile: eight warps along its rows.
+    stored = sums.view(2, 2, -1, 8, 2, 8, 1, 4, 2, 4, 2).permute(0, 1, 2, 4, 7, 6, 3, 5, 9, 8, 10).contiguous()
+    grads = [torch.full((1, 2, 500, 64), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+    launch = backward.combine_columns_launch(*grads, stored.flatten(), split_mask, 128, (2.0, 0.5))
+    backward.Recording(split_mask, (), ()).launch(backward.combine_columns_kernel, launch)
+    column, first, count, _ = table[0, 0].tolist()
+    assert column == 2 and count > 1
+    for grad, each, factor in zip(grads, sums, (2.0, 0.5), strict=True):
+        expected = each[0, first : first + count].sum(0) * factor
+        torch.testing.assert_close(grad[0, 0, 256:384].float(), expected, atol=1e-2, rtol=1e-2)
+        assert (grad[0, 1] == 7).all() and (grad[0, 0, :256] == 7).all() and (grad[0, 0, 384:] == 7).all()
