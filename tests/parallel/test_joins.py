@@ -1,8 +1,8 @@
-"""What joins a rank's results over its own keys and over those of others: the kernels and the PyTorch operations that they replace."""
+"""What joins a rank's results over its own keys and over those of others: kernels, and the PyTorch operations that they replace."""
 
 import pytest
 import torch
-from oracle import DEVICE, LAYOUTS, tensor
+from oracle import DEVICE, tensor
 
 from sparse_flash.parallel import calls
 
