@@ -206,8 +206,8 @@ class _Estimates:
         visiting = np.minimum(own, far / sizes.heads)
         # The slowest rank is not always that with the most work, nor that which gets most.
         took = max(
-            min(call_times(*visited, own, received, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
-            for *visited, received, queries in zip(near, far, visiting, option.received, travelling, strict=True)
+            min(call_times(*of_rank, own, received, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
+            for of_rank, received, queries in zip(zip(near, far, visiting, strict=True), option.received, travelling, strict=True)
         )
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(near + far, (near + far).max(), fetched + travelling, self.own + fetched.max(), took)
