@@ -50,7 +50,7 @@ def listed(rows: list[int] | None) -> torch.Tensor | None:
 
 
 CASES = [("heads first", torch.float16, 32), ("tokens first", torch.float32, 20), ("sliced", torch.float16, 7)]
-CASES += [("head_dim first", torch.float32, 33), ("tokens first", torch.float64, 16)]
+CASES += [("head_dim first", torch.float32, 33), ("tokens first", torch.float64, 16), ("heads first", torch.bfloat16, 24)]
 
 
 @parametrize("layout, dtype, head_dim", CASES, ids=str)
@@ -66,7 +66,7 @@ def test_two_parts_join_to_what_softmax_over_both_gives(joiner, layout, dtype, h
     strides = out.stride()
     calls.join(out, lse, part, listed(rows), BLOCK)
     assert out.stride() == strides and out.dtype == dtype
-    rounding = {torch.float16: 2e-3, torch.float32: 2e-6, torch.float64: 1e-13}[dtype]
+    rounding = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6, torch.float64: 1e-13}[dtype]
     torch.testing.assert_close(out.double(), wanted, rtol=rounding, atol=rounding)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=min(rounding, 2e-6), atol=min(rounding, 2e-6))
 
@@ -92,7 +92,7 @@ def test_a_nan_in_either_part_stays_visible(joiner):
     assert out.isnan().all(-1).sum() == lse.isnan().sum() == 2
 
 
-@parametrize("layout, dtype, head_dim", CASES[:4], ids=str)
+@parametrize("layout, dtype, head_dim", CASES, ids=str)
 @parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
 def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layout, dtype, head_dim, rows):
     torch.manual_seed(2)
@@ -100,4 +100,5 @@ def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layou
     wanted = whole.double()
     wanted[:, :, tokens_of(rows)] += part.double()
     calls.add(whole, part, listed(rows), BLOCK)
-    assert torch.equal(whole, wanted.to(dtype))
+    # Triton's interpreter cuts float32 off to bfloat16.
+    torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)

@@ -102,7 +102,9 @@ def add_kernel(
     moved = exists[:, None] & (column < dim)
     place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
     part_place = part + batch * part_batch + head * part_head + of_part[:, None] * part_token + column * part_dim
-    tl.store(place, tl.load(place, mask=moved, other=0) + tl.load(part_place, mask=moved, other=0), mask=moved)
+    wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.load(place, mask=moved, other=0).to(wide) + tl.load(part_place, mask=moved, other=0).to(wide)
+    tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
 def join_rows(
@@ -122,8 +124,8 @@ def join_rows(
 
 
 def add_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
-    """Adds part to some block rows of whole, in place. whole: (batch, heads, tokens, head_dim). part: of the tokens of ``rows``.
-    rows: as for ``join_rows``."""
+    """Adds part to some block rows of whole, in place, and rounds once. whole: (batch, heads, tokens, head_dim). part: the same of
+    the tokens of ``rows``. rows: as for ``join_rows``."""
     _launch(add_kernel, [whole, part], rows, block_size)
 
 
