@@ -60,9 +60,9 @@ class OneCall:
 class TwoCalls:
     """A pass in two calls, so that one of them overlaps the exchange.
 
-    near: rows and columns: the rank's blocks. far: rows: the rank's blocks, or, where only few visit blocks of others in some head,
-    these; columns: the blocks that the rank gets; None where no row visits any. rows: (rows of far,) int64 among the rank's blocks;
-    None: all of them.
+    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head, where they are few, else
+    all of the rank's; columns: the blocks that the rank gets; None where no row visits any. rows: (rows of far,) int64 among the
+    rank's blocks; None: all of them.
     """
 
     near: BlockMask

@@ -132,7 +132,7 @@ def add_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None,
 def _launch(kernel, tensors: list[torch.Tensor], rows: torch.Tensor | None, block_size: int) -> None:
     batch, heads, tokens, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
-    tile = min(_MOST_TOKENS, _BYTES // (padded * tensors[0].element_size()))
+    tile = min(_MOST_TOKENS, max(1, _BYTES // (padded * tensors[0].element_size())))
     numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
     arguments = [*tensors, tensors[0] if rows is None else rows, tokens, batch * heads, heads, *numbers]
     constants = {"LISTED": rows is not None, "BLOCK": block_size, "TILE": tile, "DIM": padded}
