@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ..launch.launch import integers_specialized, launch
 
 _NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
 GIVEN = tl.constexpr(0)  # scores are read
@@ -190,10 +190,9 @@ def choose_blocks(
     }
     constants |= {"TILE": config.tile, "COLUMNS": config.columns, "KEYS": min(block_size, _KEYS)}
     constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
-    specialized = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in sizes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     grid = triton.cdiv(groups, config.tile), source.shape[0] * heads
-    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *specialized))
+    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *integers_specialized(sizes)))
     return picks
 
 
