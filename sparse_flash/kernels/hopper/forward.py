@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and one or two computing warp groups.
+"""The forward kernel for Hopper: persistent programs of a scheduler warp, a loading warp and one to three computing warp groups.
 
 The scheduler warp takes tiles from the queue. The loading warp walks the table and keeps rings of key and value tiles filled by
 TMA. Each warp group holds 64 queries. With blocks of 64 a program has one warp group, because rows of blocks share no keys, and two
