@@ -91,7 +91,11 @@ class Row(NamedTuple):
 
 
 REPRESENTATIVES = [Case(kernel, dim=128, block=0) for kernel in configs.KERNELS]
-REPRESENTATIVES += [Case("grad_qkv", dim=128, block=0), Case("decode", dim=128, page=128), Case("packed", variant="fill_rows_kernel")]
+REPRESENTATIVES += [
+    Case("grad_qkv", dim=128, block=0),
+    Case("decode", dim=128, page=128),
+    Case("packed", variant="fill_rows_kernel"),
+]
 
 
 def cases() -> list[Case]:

@@ -40,8 +40,8 @@ def unsettled():
 
 @pytest.fixture(scope="session", autouse=True)
 def two_launches():
-    """Portable backward passes take the two launches of long calls, however short the calls of tests are. The single one has its own
-    tests, and the fuzzer draws it."""
+    """Portable backward passes take the two launches of long calls, however short the calls of tests are. The single one has its
+    own tests, and the fuzzer draws it."""
     try:
         from sparse_flash.kernels.portable import configs
     except ImportError:  # without Triton

@@ -13,8 +13,8 @@ KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
 # Time per visited pair, relative to blocks of KERNEL_BLOCK: forward and backward, causal and causal & local(1024) of 16,384 tokens,
 # bf16, H200, torch 2.11, triton 3.6, 2026-11-21. Portable kernels at both sizes: 1.35 to 1.4, 2.0 to 2.6, 2.1 to 2.7. Where the
-# Hopper kernels can run instead, which do not support blocks of 32 and 16: 2.1 to 3.4, 2.8 to 3.6; of 64, which they support, random
-# blocks, 2026-11-22: 1.28.
+# Hopper kernels can run instead, which do not support blocks of 32 and 16: 2.1 to 3.4, 2.8 to 3.6; of 64, which they support,
+# random blocks, 2026-11-22: 1.28.
 _COST = {64: 1.3, 32: 2.4, 16: 2.6}
 SMALL_BLOCKS = tuple(_COST)
 

@@ -49,14 +49,14 @@ def _registers(programs: int) -> dict[str, int]:
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
 # Without a table, three warp groups share each step's keys and values, at 64 only: their registers hold no more. 4 x 16 heads of
-# 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ by
-# less than 1 %.
+# 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
+# by less than 1 %.
 DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
-# Without a table, where tiles of 64 queries are not more than multiprocessors. 8 heads of 1,024 tokens in a CUDA graph, the same H200,
-# head_dim 64 and 128, in us: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN 13.9 and 17.6. 4 heads of 512 tokens, 128: 10.0,
-# 12.9, 11.5. With twice as many tiles as multiprocessors, 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8; but 16 heads, 128: 61.9, 56.5,
-# 59.2.
+# Without a table, where tiles of 64 queries are not more than multiprocessors. 8 heads of 1,024 tokens in a CUDA graph, the same
+# H200, head_dim 64 and 128, in us: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN 13.9 and 17.6. 4 heads of 512 tokens, 128:
+# 10.0, 12.9, 11.5. With twice as many tiles as multiprocessors, 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8; with four times as
+# many, 16 heads, 128: 61.9, 56.5, 59.2.
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 # Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
@@ -87,7 +87,9 @@ def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device:
     return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
 
 
-def dense_forward(dtype: torch.dtype, dim: int, q_len: int, lines: int, device: torch.device, multiprocessors: int) -> ForwardConfig:
+def dense_forward(
+    dtype: torch.dtype, dim: int, q_len: int, lines: int, device: torch.device, multiprocessors: int
+) -> ForwardConfig:
     """The config for a call without a table. lines: heads of all sequences. A short call takes smaller tiles; others take what
     ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
 

@@ -292,7 +292,8 @@ def decode_config(
 
 # Tokens of queries and keys, counted for each head that has them, for each multiprocessor, up to which both backward passes share a
 # launch. A launch saves its own time and fills multiprocessors that either pass leaves idle; it costs another load of out for each
-# step over a key tile. In a CUDA graph, H200, bf16, 8 heads, 2026-11-22, two launches and one, us, full / causal / causal & local(256):
+# step over a key tile. In a CUDA graph, H200, bf16, 8 heads, 2026-11-22, two launches and one, us, for full / causal /
+# causal & local(256):
 #   tokens   head_dim 64                               head_dim 128
 #       62   21.7 12.7 / 25.8 14.6 / 23.6 13.2         29.5 18.0 / 32.2 21.0 / 29.0 17.7
 #      124   35.0 28.6 / 39.3 30.0 / 23.9 16.4         48.4 42.8 / 51.3 49.0 / 29.2 24.3
