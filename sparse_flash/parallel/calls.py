@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import backends
+from ..backends import triton as portable
 from ..masks.block_mask import BlockMask
 from .transfer import of_blocks
 
@@ -58,6 +59,12 @@ def join(
 ) -> None:
     """Joins the results of some blocks over other keys to out and lse, in place."""
     part_out, part_lse = part
+    if portable.by_kernels(out.device):
+        from ..kernels.portable.join import join_rows
+
+        with portable.current_device(out.device):
+            join_rows(out, lse, part_out, part_lse, rows, block_size)
+        return
     mine = of_blocks(lse, rows, block_size)
     total = torch.logaddexp(mine, part_lse)
     # A query that keeps nothing anywhere has -inf three times: weights of 0, not NaN.
@@ -72,7 +79,12 @@ def join(
 
 def add(dq: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Adds the gradients of some blocks, in place."""
-    if rows is None:
+    if portable.by_kernels(dq.device):
+        from ..kernels.portable.join import add_rows
+
+        with portable.current_device(dq.device):
+            add_rows(dq, part, rows, block_size)
+    elif rows is None:
         dq.add_(part)
     else:
         dq.unflatten(2, (-1, block_size)).index_add_(2, rows, part.unflatten(2, (-1, block_size)))

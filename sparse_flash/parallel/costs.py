@@ -10,20 +10,28 @@ HEAD_DIM = 128
 ELEMENT_BYTES = 2  # float16, bfloat16
 LSE_BYTES = 4  # float32
 
-# Two H200 on NVLink, torch 2.11, bf16, 2026-11-21: 786 MB of keys and values took 4.83 ms, packing included. (The link itself is
-# more than twice as fast.) Links between nodes are slower: link_rate= says how fast.
-LINK_RATE = 163e9  # bytes per second that a rank receives
+# Two H200 on NVLink, torch 2.11, bf16, 2026-11-22: 201 to 1,074 MB of keys and values took 1.2 to 4.5 ms, packing included: 168 to
+# 246e9. (NCCL alone reached 246 to 352e9.) Links between nodes are slower: link_rate= says how fast.
+LINK_RATE = 210e9  # bytes per second that a rank receives
 # One H200, bf16, head_dim 128, forward, over the pairs of visited blocks: docs/performance.md, windows and butterflies.
 FLOP_RATE = 500e12  # per second
 # Of one H200, in copies and sums of tensors: three quarters of its data sheet's 4.8e12.
 _MEMORY_RATE = 3.6e12  # bytes per second
+# Of rows gathered by index_select: on the H200s above 0.65e12 (8 heads) to 1.4e12 (32).
+_GATHER_RATE = 1e12  # bytes per second
 # A backward pass has five products where a forward pass has two.
 _BACKWARD = 2.5
-# What two backward calls take, relative to one on the same blocks. The prototype, on the H200s above: 3 to 8 % of forward and
-# backward together, of which the sums that are counted apart are the smaller part.
-_TWO_BACKWARD_CALLS = 1.05
-# Bytes moved to join an element of two results: two scaled in place and added. Of two gradients: one read and added to the other.
-_JOIN_BYTES, _ADD_BYTES = 10, 6
+# What the visited blocks of others take in a backward call of their own, relative to one call on all. On the H200s above, documents
+# and causal with 32 heads took some 8 % of them longer; windows, which visit few, took no longer.
+_FAR_BACKWARD = 1.08
+# Estimated, as nobody has measured calls that join by kernels yet. Bytes moved for an element of a row, with 16-bit numbers, by a
+# call on blocks of others and by what follows it: what the kernels read and write.
+_CALL, _CALL_BACK = 4, 10  # q is read and out written; q is read once, out and dout twice in all, and dq is written
+_JOIN = 6  # one is read and joined, or added, to the other
+_GATHER, _GATHER_BACK = 4, 12  # q is read and written; q, dout and out are
+# Rows are gathered for the call on blocks of others only where a smaller share of them visits such blocks. By the numbers above it
+# pays below 0.22 in a forward pass and 0.27 in a backward pass; both walk one table.
+_GATHERED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -73,24 +81,38 @@ class CallTimes(NamedTuple):
         return self.two < self.one
 
 
+def gathers_rows(visiting: float, own: float) -> bool:
+    """Whether a call on blocks of others gathers the rows that visit some, or walks all that the rank has."""
+    return visiting < _GATHERED_SHARE * own
+
+
 def call_times(
-    near: float, far: float, own: int, received: float, sizes: SequenceSizes, link_rate: float
+    near: float, far: float, visiting: float, own: int, received: float, sizes: SequenceSizes, link_rate: float
 ) -> tuple[CallTimes, CallTimes]:
     """(of the forward pass, of the backward pass) of one rank.
 
-    near, far: its visited blocks in its own columns and in those of others, summed over heads. own, received: blocks that it holds,
-    and that it gets.
+    near, far: its visited blocks in its own columns and in those of others, summed over heads. visiting: how many of its block rows
+    visit blocks of others. own, received: blocks that it holds, with padding, and that it gets.
     """
     on_near, on_far = seconds(near, 0, sizes, link_rate), seconds(far, 0, sizes, link_rate)
-    travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
-    # For one call the rank's own blocks and the others' are copied into one tensor: read and written.
-    gathered = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE if received else 0.0
-    # A row is joined where it visits a column of others, so no more rows are than such blocks.
-    joined = min(own * sizes.heads, far) * sizes.block_size * HEAD_DIM / _MEMORY_RATE
-    forward = CallTimes(on_near + on_far + travel + gathered, max(on_near, travel) + on_far + _JOIN_BYTES * joined)
     # Gradients return to the rank instead of blocks; it is taken to have sent as many as it gets.
-    near_back, far_back = (_BACKWARD * _TWO_BACKWARD_CALLS * t for t in (on_near, on_far))
+    travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
+    # For one call the rank's own blocks and the others' are copied into one tensor, and their gradients from one: read and written.
+    # For two calls, only the gradients of blocks of others are.
+    copied = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE if received else 0.0
+    sent_back = 2 * received * sizes.block_bytes / _MEMORY_RATE
+    gathers = gathers_rows(visiting, own)
+    walked = visiting if gathers else own
+    row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
+    joined = (_CALL * walked + _JOIN * visiting) * row / _MEMORY_RATE
+    added = (_CALL_BACK + _JOIN) * walked * row / _MEMORY_RATE
+    if gathers:
+        joined += _GATHER * walked * row / _GATHER_RATE
+        added += _GATHER_BACK * walked * row / _GATHER_RATE
+    forward = CallTimes(on_near + on_far + travel + copied, max(on_near, travel) + on_far + joined)
+    near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
-        _BACKWARD * (on_near + on_far) + travel + gathered, far_back + max(near_back, travel) + _ADD_BYTES * joined
+        near_back + far_back + travel + 2 * copied,
+        _FAR_BACKWARD * far_back + max(near_back, travel) + sent_back + added,
     )
     return forward, backward

@@ -197,15 +197,17 @@ class _Estimates:
 
     def of_blocks(self, option: Assignment) -> StrategyCosts:
         """Also where the queries of shared rows travel, which its visits leave out."""
-        sizes, present = self.sizes, (option.blocks >= 0).sum(1)
+        sizes, own = self.sizes, option.blocks.shape[1]
         far, near = (option.load - option.near) * sizes.heads, (option.near + option.shared_load) * sizes.heads
         travelling = (
             np.zeros(self.ranks) if option.visits.shared is None else self._of_queries(option.of_ranks(option.visits.shared))
         )
+        # No more rows visit blocks of others than such blocks are visited in all heads.
+        visiting = np.minimum(own, far / sizes.heads)
         # The slowest rank is not always that with the most work, nor that which gets most.
         took = max(
-            min(call_times(*of_rank, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
-            for of_rank, queries in zip(zip(near, far, present, option.received, strict=True), travelling, strict=True)
+            min(call_times(*of_rank, own, received, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
+            for of_rank, received, queries in zip(zip(near, far, visiting, strict=True), option.received, travelling, strict=True)
         )
         fetched = option.received * float(sizes.block_bytes)
         return StrategyCosts(near + far, (near + far).max(), fetched + travelling, self.own + fetched.max(), took)

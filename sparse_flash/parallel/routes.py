@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..masks.block_mask import BlockMask
 from ..masks.build import part_of
 from .assignment import Assignment
-from .costs import SequenceSizes, call_times
+from .costs import SequenceSizes, call_times, gathers_rows
 
 # Copies of more pieces than this cost more launches than one indexed copy costs time.
 _MOST_RUNS = 8
@@ -60,8 +60,9 @@ class OneCall:
 class TwoCalls:
     """A pass in two calls, so that one of them overlaps the exchange.
 
-    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head; columns: the blocks that
-    the rank gets; None where no row does. rows: (rows of far,) int64 among the rank's blocks; None: all of them.
+    near: rows and columns: the rank's blocks. far: rows: those that visit blocks of others, in some head, where they are few, else
+    all of the rank's; columns: the blocks that the rank gets; None where no row visits any. rows: (rows of far,) int64 among the
+    rank's blocks; None: all of them.
     """
 
     near: BlockMask
@@ -146,17 +147,22 @@ class BlockExchange:
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
         own, fetched = assignment.blocks[rank], np.concatenate(received)
+        shared = assignment.visits.shared
+        rows = own if shared is None else np.where(shared[own], -1, own)
+        visiting = _visits(mask, rows, fetched)
         if overlap is None:
             far = (assignment.load[rank] - assignment.near[rank]) * sizes.heads
             near = (assignment.near[rank] + assignment.shared_load[rank]) * sizes.heads
-            times = call_times(near, far, int((own >= 0).sum()), len(fetched), sizes, link_rate)
+            times = call_times(near, far, int(visiting.sum()), len(own), len(fetched), sizes, link_rate)
             chosen = Overlap(*(of_pass.overlaps for of_pass in times))
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.
-        shared = assignment.visits.shared
-        rows = own if shared is None else np.where(shared[own], -1, own)
-        calls = {overlaps: _calls(mask, rows, own, fetched, overlaps) for overlaps in set(chosen)}
+        calls: dict[bool, OneCall | TwoCalls] = {}
+        if False in chosen:
+            calls[False] = OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
+        if True in chosen:
+            calls[True] = _two_calls(mask, rows, own, fetched, visiting)
         place = np.full(mask.grid.kv_blocks, -1)
         place[own[own >= 0]] = np.flatnonzero(own >= 0)
         send = place[np.concatenate(sent)]
@@ -201,13 +207,13 @@ def _runs_of(blocks: np.ndarray) -> list[tuple[slice, slice]]:
     ]
 
 
-def _calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, overlaps: bool) -> OneCall | TwoCalls:
-    """rows: ``own``, with -1 for those that other calls attend."""
-    if not overlaps:
-        return OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
-    visiting = np.flatnonzero(_visits(mask, rows, fetched))
-    far = part_of(mask, rows[visiting], fetched) if len(visiting) else None
-    return TwoCalls(part_of(mask, rows, own), far, None if len(visiting) == len(own) else torch.from_numpy(visiting))
+def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, visiting: np.ndarray) -> TwoCalls:
+    """rows: ``own``, with -1 for those that other calls attend. visiting: (rows,) bool, which visit fetched blocks."""
+    near, some = part_of(mask, rows, own), visiting.any()
+    if not some or not gathers_rows(visiting.sum(), len(own)):
+        return TwoCalls(near, part_of(mask, rows, fetched) if some else None, None)
+    gathered = np.flatnonzero(visiting)
+    return TwoCalls(near, part_of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

@@ -229,6 +229,15 @@ def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
     torch.testing.assert_close(gradient, model.model.layers[0].self_attn.k_proj.weight.grad, atol=1e-6, rtol=1e-3)
 
 
+def test_sequences_given_by_cu_seq_lens_are_separated_with_a_cache_too():
+    model = use_sparse_flash(twins("llama")[0], PATTERN)
+    x, positions, ends, places = packed_words(STARTS["each its own"])
+    logits = model(x, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=True).logits
+    for row, place in places:
+        one = model(x[row : row + 1, place], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mask", [PATTERN, "causal & (local(9) | sinks(3))"])
 def test_packed_sequences_of_layers_with_soft_caps_are_what_each_is_alone(mask):
     model = use_sparse_flash(own_scores("gemma2")[0].eval(), mask)

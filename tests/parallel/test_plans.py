@@ -8,8 +8,11 @@ from on_ranks import CASES, mask_of
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
 from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.calls import PartialAttention, join
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
+from sparse_flash.parallel.routes import BlockExchange
+from sparse_flash.parallel.transfer import of_blocks
 
 
 def whole(name: str) -> sf.BlockMask:
@@ -152,10 +155,49 @@ def test_no_queries_travel_where_no_rows_or_many_visit_most_columns():
 
 def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_faster():
     sizes = SequenceSizes(1 << 19, 128, 32, 8)
-    forward, backward = call_times(2e6, 1e4, 2048, 32, sizes, LINK_RATE)
-    assert forward.overlaps and not backward.overlaps  # two backward calls take longer than the exchange of 32 blocks
-    assert call_times(1e6, 1e6, 2048, 2048, sizes, 1e10)[1].overlaps
-    assert not any(of_pass.overlaps for of_pass in call_times(2e6, 0, 2048, 0, sizes, LINK_RATE))  # nothing travels
+
+    def overlaps(near: float, far: float, visiting: int, received: int, link_rate: float = LINK_RATE) -> tuple[bool, bool]:
+        forward, backward = call_times(near, far, visiting, 2048, received, sizes, link_rate)
+        return forward.overlaps, backward.overlaps
+
+    assert overlaps(9e5, 7e4, 2048, 2048) == (True, True)  # a butterfly: most of the exchange's bytes serve few pairs
+    assert overlaps(4e6, 3e6, 2048, 1000) == (True, False)  # two backward calls take longer than the exchange
+    assert overlaps(4e6, 3e6, 2048, 1000, 1e10) == (True, True)  # not than one over slow links
+    assert overlaps(2e6, 0, 0, 0) == (False, False)  # nothing travels
+
+
+def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tuple[BlockExchange, int]:
+    """(what a rank of two exchanges, how many blocks it holds and gets)"""
+    mask = sf.compile_mask(text, tokens, block_size=64)
+    assignment = candidates([visits := Visits.of(mask, 1)], [1], 2)[0].under(visits)
+    exchange = BlockExchange.of(mask, assignment, rank, overlap, SequenceSizes(tokens, 64, 2, 2), LINK_RATE)
+    return exchange, assignment.blocks.shape[1] + exchange.received
+
+
+def test_rows_are_gathered_for_blocks_of_others_where_less_than_a_quarter_visits_any():
+    window = exchange_of("causal & local(100)", 2048, 1)[0].forward  # 2 of 16 rows
+    assert window.rows.tolist() == [0, 1] and window.far.q_len == 2 * 64
+    wide = exchange_of("causal & local(200)", 2048, 1)[0].forward  # 4 of 16, a quarter
+    assert wide.rows is None and wide.far.q_len == 16 * 64
+    nothing = exchange_of("causal & local(200)", 2048, 0)[0].forward
+    assert nothing.rows is None and nothing.far is None
+
+
+@pytest.mark.parametrize("reach", [100, 200])
+def test_rows_that_visit_no_blocks_of_others_keep_their_results_whether_they_are_walked_or_not(reach):
+    exchange, columns = exchange_of(f"causal & local({reach})", 2048, 1)
+    one, _ = exchange_of(f"causal & local({reach})", 2048, 1, overlap=False)
+    own, tokens, run = 1024, columns * 64, PartialAttention(0.2, True, "torch")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, own, 16), torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16)
+    calls, far_q = exchange.forward, of_blocks(q, exchange.forward.rows, 64)
+    out, lse = run.forward(q, k[:, :, :own], v[:, :, :own], calls.near)
+    before = out.clone(), lse.clone()
+    join(out, lse, run.forward(far_q, k[:, :, own:], v[:, :, own:], calls.far), calls.rows, 64)
+    wanted = run.forward(q, k, v, one.forward.mask)
+    for now, old, whole in zip((out, lse), before, wanted, strict=True):
+        torch.testing.assert_close(now, whole, rtol=1e-5, atol=1e-6)
+        assert torch.equal(now[:, :, reach:], old[:, :, reach:]) and not torch.equal(now, old)
 
 
 def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():

@@ -295,7 +295,7 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
 
 
 def test_back_ends_that_do_not_run_a_call_have_no_memory():
-    mask = sf.compile_mask("butterfly(block=64)", 1024, block_size=64)
+    mask = sf.compile_mask("butterfly(block=32)", 1024, block_size=32)
     assert mask.coarse is None and set(explain(mask).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float32).memory.work) == {"triton"}
     assert set(explain(sf.compile_mask("causal", 256), dtype=torch.float64).memory.work) == set()

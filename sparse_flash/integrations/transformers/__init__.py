@@ -8,11 +8,11 @@ The model keeps its projections, rotary positions, key-value cache and ``generat
 if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) and sink logits (gpt-oss) work.
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
-(Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by position_ids or cu_seq_lens_q,
-attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded positions, also for global tokens
-and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions) are kept pair
-by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are neither supported
-nor in ``_WITHOUT_EFFECT`` are refused.
+(Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by cu_seq_lens_q, or by position_ids
+in a call without a cache, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded
+positions, also for global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a
+model's own functions) are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and
+keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """

@@ -391,13 +391,19 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
             weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
+        if p.PIECES > 1:
+            delta = p.delta.index(p.dout.place(step)).load(column)
         if p.dropout.ENABLED:
             operand = gl.convert_layout(kept_operand(weights, dtype), operand_layout)
         else:
             operand = gl.convert_layout(weights.to(dtype), operand_layout)
         started_dv = times(operand, dout, dv)
-        # Read only now: what follows needs it, and the compiler would move that before the product's start.
-        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+        # What follows must stay behind the product's start; the compiler would move it before.
+        if p.PIECES == 1:
+            delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+        else:
+            # With dQ in pieces, the assembler serializes all products if delta is read here. This returns at once.
+            p.dout.wait(step)
         if p.dropout.ENABLED:
             dscores = score_gradients(weights, dweights, delta[None, :])
         else:

@@ -135,7 +135,7 @@ FOOTPRINT = {
     ("forward_of_64", 64): Footprint(82436, 0),
     ("forward_of_64", 128): Footprint(98756, 0),
     ("backward_of_64", 64): Footprint(84700, 0),
-    ("backward_of_64", 128): Footprint(108524, 184),
+    ("backward_of_64", 128): Footprint(108524, 248),
     ("forward_of_dropout", 64): Footprint(131704, 0),
     ("forward_of_dropout", 128): Footprint(197176, 0),
     ("backward_of_dropout", 64): Footprint(142828, 0),

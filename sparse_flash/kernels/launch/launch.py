@@ -1,6 +1,6 @@
 """What the launchers share: tensor descriptors, table arguments, and the launch itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -56,7 +56,12 @@ def rows_of(tensor: torch.Tensor, dim: int) -> Rows:
 
 def rows_specialized(rows: Rows) -> tuple:
     """What Triton specializes ``Rows`` on. It specializes a tuple's integers whatever the kernel declares."""
-    return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in rows[1:])
+    return integers_specialized(rows[1:])
+
+
+def integers_specialized(numbers: Iterable[int | None]) -> tuple:
+    """What Triton specializes integers on."""
+    return tuple(number and (number == 1, number % 16 == 0, number >= 2**31) for number in numbers)
 
 
 def table_arguments(mask, table, placeholder: torch.Tensor) -> tuple:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ..launch.launch import integers_specialized, launch
 
 # Fields of a document: first token and length of its queries and keys, and the first block of each. A last column holds the ends.
 Q_START = tl.constexpr(0)
@@ -453,5 +453,5 @@ def take_rows(source: torch.Tensor, index: torch.Tensor, fill: float, target: to
     padded = triton.next_power_of_2(dim)
     together = max(32, min(1024, 4096 // padded))
     constants = {"ROWS": together, "DIM": padded, "FILL": fill}
-    specialized = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in (dim, *strides))
-    launch(take_rows_kernel, (triton.cdiv(rows, together) * heads, 1), arguments, constants, {"num_warps": 4}, specialized)
+    grid = triton.cdiv(rows, together) * heads, 1
+    launch(take_rows_kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized((dim, *strides)))

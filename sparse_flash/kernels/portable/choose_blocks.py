@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch.launch import launch
+from ..launch.launch import integers_specialized, launch
 
 _NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
 GIVEN = tl.constexpr(0)  # scores are read
@@ -32,8 +32,18 @@ class ChoiceConfig:
     num_stages: int
 
 
-# Not measured yet: chosen by registers, spills and shared memory when compiled for sm_90 (triton 3.9, 2026-11-22; 16 slots,
-# head_dim 128, four heads that share a choice): 166 registers and 2 KiB, 155 and 64 KiB, 138 and 48 KiB, none spills.
+# Measured on an H200 (bf16, head_dim 128, 16 blocks kept; torch 2.11, triton 3.6, 2026-11-22), ms. "mean", by query: 65,536 tokens
+# of 32/8 heads in blocks of 128 and of 64, the same of 64/4 heads, 16,384 tokens of 32/8 heads in blocks of 128.
+#     (64, 64, 4, 1)   1.37  2.01  0.78  1.25  0.20
+#     (64, 64, 4, 2)   1.31  2.10  0.78  1.15  0.20
+#     (64, 32, 4, 1)   1.31  2.11  0.78  1.14  0.20
+#     (64, 32, 4, 2)   1.28  2.12  0.77  1.22  0.20
+#     (128, 64, 8, 1)  1.68  2.57  1.08  1.42  0.23
+# Tiles of 32 in 4 warps and of 64 in 8 took 1.5 to 2.3 times the first row, and none is more than 3 % faster in most columns.
+# "max", 32,768 tokens of 4 heads in blocks of 128: (64, 16, 4, 2) 1.94 (284 TFLOP/s), (64, 32, 4, 2) 2.00, 3 stages 2.08, 1 stage
+# 2.13, 8 warps 2.85. "given" was measured with this config alone: docs/internals/selection.md.
+# Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 166 registers
+# and 2 KiB of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
 _CONFIGS = {"given": ChoiceConfig(64, 64, 4, 1), "mean": ChoiceConfig(64, 64, 4, 1), "max": ChoiceConfig(64, 16, 4, 2)}
 
 
@@ -190,10 +200,9 @@ def choose_blocks(
     }
     constants |= {"TILE": config.tile, "COLUMNS": config.columns, "KEYS": min(block_size, _KEYS)}
     constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
-    specialized = tuple((number == 1, number % 16 == 0, number >= 2**31) for number in sizes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     grid = triton.cdiv(groups, config.tile), source.shape[0] * heads
-    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *specialized))
+    launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *integers_specialized(sizes)))
     return picks
 
 

@@ -1,0 +1,140 @@
+"""Results of the same queries over different keys: joined, or their gradients added, in place and in one pass."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.launch import integers_specialized, launch
+
+_BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way for each tensor
+_MOST_TOKENS = 1024
+
+
+@triton.jit
+def _places(rows, tokens, lines, heads, LISTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """(batch, head, tokens of the part, the same in the whole, which exist) of a program's tile. The programs of all heads for the
+    same tokens are adjacent."""
+    line = tl.program_id(0) % lines
+    of_part = (tl.program_id(0) // lines).to(tl.int64) * TILE + tl.arange(0, TILE)
+    exists = of_part < tokens
+    of_whole = of_part
+    if LISTED:
+        of_whole = tl.load(rows + of_part // BLOCK, mask=exists, other=0) * BLOCK + of_part % BLOCK
+    return (line // heads).to(tl.int64), (line % heads).to(tl.int64), of_part, of_whole, exists
+
+
+@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
+def join_kernel(
+    out,
+    part_out,
+    lse,
+    part_lse,
+    rows,
+    tokens,
+    lines,
+    heads,
+    dim,
+    out_batch,
+    out_head,
+    out_token,
+    out_dim,
+    part_out_batch,
+    part_out_head,
+    part_out_token,
+    part_out_dim,
+    lse_batch,
+    lse_head,
+    lse_token,
+    part_lse_batch,
+    part_lse_head,
+    part_lse_token,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    batch, head, of_part, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
+    place = part_lse + batch * part_lse_batch + head * part_lse_head + of_part * part_lse_token
+    theirs = tl.load(place, mask=exists, other=-float("inf"))
+    # Queries that keep nothing in the part stay as they are, and none of their elements is read.
+    joins = theirs > -float("inf")
+    joins |= theirs != theirs  # NaN stays visible
+    lse_place = lse + batch * lse_batch + head * lse_head + of_whole * lse_token
+    mine = tl.load(lse_place, mask=joins, other=0)
+    largest = tl.maximum(mine, theirs)
+    weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
+    total = weight + their_weight
+    tl.store(lse_place, largest + tl.log(total), mask=joins)
+    column = tl.arange(0, DIM).to(tl.int64)[None, :]
+    moved = joins[:, None] & (column < dim)
+    out_place = out + batch * out_batch + head * out_head + of_whole[:, None] * out_token + column * out_dim
+    part_place = part_out + batch * part_out_batch + head * part_out_head + of_part[:, None] * part_out_token
+    values = tl.load(out_place, mask=moved, other=0).to(total.dtype) * (weight / total)[:, None]
+    part_values = tl.load(part_place + column * part_out_dim, mask=moved, other=0).to(total.dtype)
+    values += part_values * (their_weight / total)[:, None]
+    tl.store(out_place, values.to(out.dtype.element_ty), mask=moved)
+
+
+@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
+def add_kernel(
+    whole,
+    part,
+    rows,
+    tokens,
+    lines,
+    heads,
+    dim,
+    whole_batch,
+    whole_head,
+    whole_token,
+    whole_dim,
+    part_batch,
+    part_head,
+    part_token,
+    part_dim,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    batch, head, of_part, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
+    column = tl.arange(0, DIM).to(tl.int64)[None, :]
+    moved = exists[:, None] & (column < dim)
+    place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
+    part_place = part + batch * part_batch + head * part_head + of_part[:, None] * part_token + column * part_dim
+    wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.load(place, mask=moved, other=0).to(wide) + tl.load(part_place, mask=moved, other=0).to(wide)
+    tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
+
+
+def join_rows(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    rows: torch.Tensor | None,
+    block_size: int,
+) -> None:
+    """Joins the results of some block rows over other keys to out and lse, in place. A query whose part_lse is -inf keeps its bits.
+
+    out: (batch, heads, tokens, head_dim). lse: (batch, heads, tokens), float64 beside float64, else float32. part_out, part_lse:
+    the same of the tokens of ``rows``. rows: (blocks,) int64, without repetition, in blocks of block_size tokens; None: all.
+    """
+    _launch(join_kernel, [out, part_out, lse, part_lse], rows, block_size)
+
+
+def add_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
+    """Adds part to some block rows of whole, in place, and rounds once. whole: (batch, heads, tokens, head_dim). part: the same of
+    the tokens of ``rows``. rows: as for ``join_rows``."""
+    _launch(add_kernel, [whole, part], rows, block_size)
+
+
+def _launch(kernel, tensors: list[torch.Tensor], rows: torch.Tensor | None, block_size: int) -> None:
+    batch, heads, tokens, dim = tensors[1].shape
+    padded = triton.next_power_of_2(dim)
+    tile = min(_MOST_TOKENS, max(1, _BYTES // (padded * tensors[0].element_size())))
+    numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
+    arguments = [*tensors, tensors[0] if rows is None else rows, tokens, batch * heads, heads, *numbers]
+    constants = {"LISTED": rows is not None, "BLOCK": block_size, "TILE": tile, "DIM": padded}
+    grid = triton.cdiv(tokens, tile) * batch * heads, 1
+    launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized(numbers))

@@ -1,0 +1,104 @@
+"""What joins a rank's results over its own keys and over those of others: kernels, and the PyTorch operations that they replace."""
+
+import pytest
+import torch
+from oracle import DEVICE, tensor
+
+from sparse_flash.parallel import calls
+
+parametrize = pytest.mark.parametrize
+BLOCK, BLOCKS, LISTED = 16, 5, [4, 0, 1]
+NOTHING = float("-inf")
+
+
+@pytest.fixture(params=["kernels", "operations"])
+def joiner(request, monkeypatch):
+    """Has either of them join."""
+    kernels = request.param == "kernels"
+    if kernels and (reason := calls.portable.available()):
+        pytest.skip(reason)
+    monkeypatch.setattr(calls.portable, "by_kernels", lambda device: kernels)
+
+
+def results(blocks: int, dtype: torch.dtype, layout: str, head_dim: int, nothing: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of random numbers. nothing: which queries keep nothing."""
+    out = tensor((2, 3, blocks * BLOCK, head_dim), layout, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    # In the memory order of tokens, then heads: results need not be contiguous.
+    lse = (8 * torch.randn(2, blocks * BLOCK, 3, dtype=wide)).to(DEVICE).transpose(1, 2)
+    out[:, :, nothing], lse[:, :, nothing] = 0, NOTHING
+    return out, lse
+
+
+def exact(out, lse, part, of_part) -> tuple[torch.Tensor, torch.Tensor]:
+    """What joins to, in float64. of_part: the tokens that it is of."""
+    out, lse, part_out, part_lse = (t.double() for t in (out, lse, *part))
+    both = torch.stack([lse[:, :, of_part], part_lse])
+    weights = (both - both.amax(0).clamp(min=-1e300)).exp()
+    weights = weights / weights.sum(0).clamp(min=1e-300)
+    out[:, :, of_part] = weights[0, ..., None] * out[:, :, of_part] + weights[1, ..., None] * part_out
+    lse[:, :, of_part] = both.logsumexp(0)
+    return out, lse
+
+
+def tokens_of(rows: list[int] | None) -> torch.Tensor:
+    return (torch.tensor(range(BLOCKS) if rows is None else rows)[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(DEVICE)
+
+
+def listed(rows: list[int] | None) -> torch.Tensor | None:
+    return None if rows is None else torch.tensor(rows, device=DEVICE)
+
+
+CASES = [("heads first", torch.float16, 32), ("tokens first", torch.float32, 20), ("sliced", torch.float16, 7)]
+CASES += [("head_dim first", torch.float32, 33), ("tokens first", torch.float64, 16), ("heads first", torch.bfloat16, 24)]
+
+
+@parametrize("layout, dtype, head_dim", CASES, ids=str)
+@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
+def test_two_parts_join_to_what_softmax_over_both_gives(joiner, layout, dtype, head_dim, rows):
+    torch.manual_seed(0)
+    # 10 to 19: nothing in the part. 25 to 29: nothing in either. 30 to 34: nothing before.
+    out, lse = results(BLOCKS, dtype, layout, head_dim, slice(25, 35))
+    part = results(BLOCKS if rows is None else len(rows), dtype, "tokens first", head_dim, slice(10, 20))
+    of_part = tokens_of(rows)
+    part[0][:, :, (of_part >= 25) & (of_part < 30)], part[1][:, :, (of_part >= 25) & (of_part < 30)] = 0, NOTHING
+    wanted, wanted_lse = exact(out, lse, part, of_part)
+    strides = out.stride()
+    calls.join(out, lse, part, listed(rows), BLOCK)
+    assert out.stride() == strides and out.dtype == dtype
+    rounding = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6, torch.float64: 1e-13}[dtype]
+    torch.testing.assert_close(out.double(), wanted, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=min(rounding, 2e-6), atol=min(rounding, 2e-6))
+
+
+@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
+def test_queries_that_keep_nothing_in_a_part_and_those_of_other_blocks_stay_as_they_are(joiner, rows):
+    torch.manual_seed(1)
+    out, lse = results(BLOCKS, torch.float16, "heads first", 24, slice(0, 3))
+    part = results(BLOCKS if rows is None else len(rows), torch.float16, "heads first", 24, slice(None, None, 2))
+    changed = torch.zeros(BLOCKS * BLOCK, dtype=torch.bool, device=DEVICE)
+    changed[tokens_of(rows)[1::2]] = True
+    before = out.clone(), lse.clone()
+    calls.join(out, lse, part, listed(rows), BLOCK)
+    for now, old in zip((out, lse), before, strict=True):
+        assert torch.equal(now[:, :, ~changed], old[:, :, ~changed]) and not torch.equal(now[:, :, changed], old[:, :, changed])
+
+
+def test_a_nan_in_either_part_stays_visible(joiner):
+    out, lse = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
+    part = results(BLOCKS, torch.float32, "heads first", 16, slice(0))
+    lse[0, 0, 7], part[1][0, 0, 9] = float("nan"), float("nan")
+    calls.join(out, lse, part, None, BLOCK)
+    assert out.isnan().all(-1).sum() == lse.isnan().sum() == 2
+
+
+@parametrize("layout, dtype, head_dim", CASES, ids=str)
+@parametrize("rows", [None, LISTED], ids=["all rows", "listed rows"])
+def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layout, dtype, head_dim, rows):
+    torch.manual_seed(2)
+    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, len(rows or range(BLOCKS))))
+    wanted = whole.double()
+    wanted[:, :, tokens_of(rows)] += part.double()
+    calls.add(whole, part, listed(rows), BLOCK)
+    # Triton's interpreter cuts float32 off to bfloat16.
+    torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)

@@ -1,0 +1,31 @@
+"""Compiles the kernels that join results for sm_90 without a GPU and prints the outcome of each, like ``sm90.py``."""
+
+import json
+from unittest import mock
+
+import torch
+from sm90 import resources
+from sm90_selection import compiled
+
+from sparse_flash.kernels.portable import join
+
+
+def report(kernel, grid, arguments, constants, options, specialized) -> None:
+    result = compiled(kernel, arguments, constants, options)
+    dtype = str(arguments[0].dtype).removeprefix("torch.")
+    row = {"kernel": kernel.fn.__name__, "dtype": dtype, "dim": arguments[1].shape[3], "listed": constants["LISTED"]}
+    row |= {"wide": result.asm["ptx"].count("ld.global.v4"), "shared": result.metadata.shared}
+    print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
+
+
+if __name__ == "__main__":
+    rows = torch.arange(2)
+    with mock.patch.object(join, "launch", report):
+        for dtype, dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torch.bfloat16, 40)):
+            out = torch.empty(1, 4, 256, dim, dtype=dtype)
+            lse = torch.empty(1, 4, 256)
+            join.join_rows(out, lse, out, lse, None, 128)
+            join.join_rows(out, lse, out, lse, rows, 128)
+            join.add_rows(out, out, rows, 128)
+        out, lse = torch.empty(1, 4, 256, 128, dtype=torch.float64), torch.empty(1, 4, 256, dtype=torch.float64)
+        join.join_rows(out, lse, out, lse, rows, 128)
