@@ -120,11 +120,13 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim. Without dropout, all spills lie outside the loop over full blocks.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
+    ("forward", 96): Footprint(197160, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
+    ("backward", 96): Footprint(232156, 0),
     ("backward", 128): Footprint(232156, 48),
     ("forward_of_192", 64): Footprint(147980, 0),
     # Two of these share a multiprocessor's 227 KiB.
