@@ -253,10 +253,14 @@ def of_the_tests():
     for dim in (64, 128):
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
         yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
-        for name, table in (("192", hopper_configs.DENSE_FORWARD), ("short", hopper_configs.SHORT_FORWARD)):
+        for name, table, sparse in (
+            ("192", hopper_configs.DENSE_FORWARD, False),
+            ("short", hopper_configs.SHORT_FORWARD, False),
+            ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
+        ):
             if dim in table:
-                details = hopper_forward.attention_forward_kernel, table[dim], dim, False
-                yield partial(report, f"hopper_forward_of_{name}", dim, False, compiled_for_hopper, *details)
+                details = hopper_forward.attention_forward_kernel, table[dim], dim, sparse
+                yield partial(report, f"hopper_forward_of_{name}", dim, sparse, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
         for option in ("split", "added", "fixed"):
             yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})

@@ -142,7 +142,9 @@ def report(
         found = results.load(files)
         rows = results.rows(found, base)
         training = _table("training", "seeds,loss,tokens/s,epochs,tokens to loss,time to loss,last quarter")
-        gains = _table(f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers")
+        gains = _table(
+            f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers"
+        )
         for row in rows:
             spread = "" if row["seeds"] == 1 else f" ± {row['spread']:.4f}"
             training.add_row(

@@ -27,7 +27,7 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import FORWARD, dense_forward, forward_config
+from .configs import FORWARD, forward_config, forward_of_call
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
@@ -536,15 +536,21 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    if config is None and mask:
-        config = forward_config(q.dtype, dim, mask.block_size, q.device)
+    lines = batch * heads
+
+    def items_of(queries: int) -> int:
+        return mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, queries)
+
+    def tiles_of(queries: int) -> int:
+        return items_of(queries) * (mask.block_size // queries if mask else 1) * lines
+
+    if config is None and dropout_p is None:
+        config = forward_of_call(q.dtype, dim, mask and mask.block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
         # Dropout's draws need the registers that a third warp group, or a second program, would take.
-        whole = q.dtype, dim, q_len, batch * heads, q.device, multiprocessors(q.device)
-        config = dense_forward(*whole) if dropout_p is None else FORWARD[dim]
+        config = forward_config(q.dtype, dim, mask.block_size, q.device) if mask else FORWARD[dim]
     block_size = mask.block_size if mask else config.queries
-    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, config.queries)
-    tiles = items * (block_size // config.queries) * batch * heads
+    items, tiles = items_of(config.queries), tiles_of(config.queries)
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
         described(q, [1, 1, HALF.value, dim]),
@@ -568,7 +574,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         kv_len,
         items,
         tiles,
-        min(heads_together(2 * dim, kv_len) * group, batch * heads),
+        min(heads_together(2 * dim, kv_len) * group, lines),
         queue,
         scale * LOG2_E.value,
         seed,
