@@ -7,6 +7,7 @@ from .api.attention import attention
 from .api.caches import clear_caches
 from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
+from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .masks.block_mask import BlockMask
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "BlockMeans",
     "BlockSelection",
     "CheckError",
     "ContextParallel",

@@ -4,20 +4,21 @@ each query."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, overload
 
 import torch
 
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection, always_table, check_selection_block, check_sharing
+from ..masks.block_selection import BlockSelection, always_table
 from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, parse
 from ..selection import choice
 from ..selection.choice import block_means
-from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors, check_types
+from .arguments import DEFAULT_BLOCK_SIZE, check_choice, check_keep, check_tensors, check_types
 
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
@@ -133,10 +134,7 @@ def topk_blocks(
             raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
         return _by_blocks(*_both(q, k), keep, block_size, within, always, share_group)
     shared = 1 if every is None else every
-    check_sharing(shared)
-    check_selection_block(block_size)
-    if isinstance(keep, float):
-        raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
+    check_choice(keep, shared, block_size, score)
     if not (isinstance(within, str) and within == "causal"):
         raise ValueError(
             "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
@@ -146,6 +144,46 @@ def topk_blocks(
     if q is not None or k is not None or share_group or score != "mean":
         raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
     return _by_scores(scores, keep, shared, block_size, always, q_len, kv_len)
+
+
+@dataclass(frozen=True)
+class QueryChoice:
+    """``topk_blocks`` by query with these arguments, checked: a function of (q, k)."""
+
+    keep: int
+    every: int = 1
+    block_size: int = DEFAULT_BLOCK_SIZE
+    always: Pattern | str | BlockMask | None = None
+    share_group: bool = False
+    score: str = "mean"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> QueryChoice:
+        """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query, by name."""
+        names = [field.name for field in fields(cls)]
+        unknown = [str(name) for name in arguments if name not in names]
+        if unknown:
+            raise TypeError(
+                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for choices of your own"
+            )
+        if "keep" not in arguments:
+            raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
+        choice = cls(**arguments)
+        check_choice(choice.keep, choice.every, choice.block_size, choice.score)
+        if isinstance(choice.always, str):
+            parse(choice.always)
+        elif not (choice.always is None or isinstance(choice.always, (Pattern, BlockMask))):
+            as_block_mask(choice.always)  # raises the error that lists the types of masks
+        return choice
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
+        options = {"block_size": self.block_size, "always": self.always, "share_group": self.share_group, "score": self.score}
+        return topk_blocks(q, k, self.keep, every=self.every, **options)  # type: ignore[call-overload]
+
+    @property
+    def is_by_means(self) -> bool:
+        """Whether a step of decoding can choose by means that are kept, see ``BlockMeans``."""
+        return self.score == "mean" and self.every == 1 and self.always is None
 
 
 def _both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,8 +208,6 @@ def _by_query(
     check_tensors(q, k, k)
     if q_len is not None or kv_len is not None:
         raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
-    if score not in choice.SCORES:
-        raise ValueError(f"score must be one of {', '.join(map(repr, choice.SCORES))}; got {score!r}; pass scores= for others")
     keep = min(keep, -(-k.shape[2] // block_size))
     picks = choice.choose_blocks(q, k, keep, every, block_size, share_group, score)
     return _selection(picks, q.shape[2], k.shape[2], block_size, every, always)

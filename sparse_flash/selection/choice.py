@@ -119,13 +119,37 @@ def _best(
     step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, room))
     parts = []
     for low in range(0, groups, step):
-        scores = scored(low, low + step)
-        possible = (torch.arange(scores.shape[3], device=device) < before[low : low + step]) & ~scores.isnan()
-        # topk does not say which of equal scores it takes.
-        values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
-        best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
-        parts.append(torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1))
+        parts.append(_ranked(scored(low, low + step), before[low : low + step], chosen))
     return torch.cat(parts, 2)
+
+
+def _ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int) -> torch.Tensor:
+    """(batch, heads, groups, chosen) int64: the columns with the best scores, -1 for none. before: (.., groups, 1): lower ones
+    alone may be chosen."""
+    possible = (torch.arange(scores.shape[3], device=scores.device) < before) & ~scores.isnan()
+    # topk does not say which of equal scores it takes.
+    values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
+    best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
+    return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
+
+
+def choose_by_means(
+    q: torch.Tensor, means: torch.Tensor, position: torch.Tensor, keep: int, block_size: int, share_group: bool
+) -> torch.Tensor:
+    """Like ``choose_blocks``, for few queries of each sequence, by means that are kept. A query at a negative position picks none.
+
+    means: (batch, kv_heads, blocks, head_dim), in the dtype of ``block_means``. position: (batch, q_len) int64.
+    """
+    own = position.div(block_size, rounding_mode="floor")[:, None, :, None]
+    rows = q.unflatten(1, (means.shape[1], -1)).to(means.dtype)
+    with own_precision(q):
+        rows = rows.sum(2, keepdim=True) if share_group else rows
+        scores = (rows @ means[:, :, None].mT).flatten(1, 2)
+    best = _ranked(scores, own, keep - 1)
+    picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)
+    none = means.shape[2] + 1
+    picks = torch.where(picks < 0, none, picks).sort(3).values
+    return torch.where(picks == none, -1, picks).to(torch.int32)
 
 
 def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:
