@@ -15,6 +15,7 @@ from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
+from .packed.picks import PackedSelection
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
 from .selection.choice import keep_picks
@@ -38,6 +39,7 @@ __all__ = [
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
+    "PackedSelection",
     "Pattern",
     "RunPattern",
     "ScoreFunction",

@@ -73,7 +73,7 @@ class NSA(ChoosingAttention):
         return (gates.sigmoid()[..., None] * branches).sum(0)
 
     def compressed(self, q, k, v, positions: Positions):
-        """(what queries read from compressed blocks, the scores of blocks). k, v: compressed. Scores: the weights of that attention,
+        """(what queries read from compressed blocks, the scores of blocks). k, v: compressed. Scores: the weights of that reading,
         summed over the query heads that share keys, (batch, kv_heads, tokens, blocks) float32."""
         block, tokens, blocks = self.sizes.block, q.shape[2], k.shape[2]
         # A compressed key has the position of its block's last token.

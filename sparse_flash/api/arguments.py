@@ -18,6 +18,7 @@ from ..masks.block_selection import BlockSelection, check_selection_block, check
 from ..masks.cache import compiled_once, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
+from ..packed.repack import Side
 from ..selection.choice import SCORES
 from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
 
@@ -333,6 +334,12 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q and k must agree in head_dim, the last dimension; got {tuple(q.shape)} and {tuple(k.shape)}")
     _check_groups(q.shape[1], k.shape[1])
+
+
+def documents_of(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
+    """The packed documents of x, (tokens, heads, head_dim). Raises as ``checked_documents`` does."""
+    longest = checked_documents(name, x, cu_seqlens, longest)
+    return Side(cu_seqlens.contiguous(), len(x), longest)
 
 
 def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:

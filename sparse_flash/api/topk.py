@@ -16,10 +16,13 @@ from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
+from ..packed.picks import PackedSelection
 from ..selection import choice
 from ..selection.choice import block_means
 from .arguments import DEFAULT_BLOCK_SIZE, check_choice, check_keep, check_tensors, check_types
+from .topk_packed import by_query, by_scores
 
+_EITHER = "scores take the place of q, k, score= and share_group=; pass either"
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
@@ -53,6 +56,35 @@ def topk_blocks(
 
 @overload
 def topk_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | None = None,
+    share_group: bool = False,
+    score: str = "mean",
+) -> PackedSelection: ...
+
+
+@overload
+def topk_blocks(
+    *,
+    scores: torch.Tensor,
+    keep: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | None = None,
+) -> PackedSelection: ...
+
+
+@overload
+def topk_blocks(
     *,
     scores: torch.Tensor,
     keep: int,
@@ -79,7 +111,9 @@ def topk_blocks(
     scores: torch.Tensor | None = None,
     q_len: int | None = None,
     kv_len: int | None = None,
-) -> BlockMask | BlockSelection:
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+) -> BlockMask | BlockSelection | PackedSelection:
     """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
 
     With every=None, blocks of queries choose, and the result is a BlockMask:
@@ -110,12 +144,16 @@ def topk_blocks(
     scores: in place of q and k, those of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
     floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
     x every and q_len by default.
+    cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
+    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys). every is 1.
+    always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
+    its first token.
 
     Returns a BlockMask of (batch, heads), or a BlockSelection of (batch, kv_heads | heads), on q's device, to pass to ``attention``
-    with the same q and k. The choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host
-    synchronization, safe under CUDA graphs, provided that patterns were used once with these lengths before the capture (see
-    ``BlockMask.from_blocks``). A selection's choice streams: no tensor of all queries and blocks is made. Under activation
-    checkpointing see ``keep_picks``.
+    with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The choice is not differentiated.
+    Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
+    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A selection's choice streams: no
+    tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
 
     Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
     which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
@@ -128,6 +166,20 @@ def topk_blocks(
     for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
     check_keep(keep)
+    if cu_seqlens_q is not None:
+        if not (isinstance(within, str) and within == "causal" and q_len is None and kv_len is None):
+            raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+        check_choice(keep, 1 if every is None else every, block_size, score)
+        if every not in (None, 1):
+            raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
+        if scores is None:
+            q, k = _both(q, k)
+            return by_query(q, k, keep, block_size, always, share_group, score, cu_seqlens_q, max_seqlen_q)
+        if q is not None or k is not None or share_group or score != "mean":
+            raise ValueError(_EITHER)
+        return by_scores(scores, keep, block_size, always, cu_seqlens_q, max_seqlen_q)
+    if max_seqlen_q is not None:
+        raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
     if scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
@@ -142,7 +194,7 @@ def topk_blocks(
     if scores is None:
         return _by_query(*_both(q, k), keep, shared, block_size, always, share_group, score, q_len, kv_len)
     if q is not None or k is not None or share_group or score != "mean":
-        raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
+        raise ValueError(_EITHER)
     return _by_scores(scores, keep, shared, block_size, always, q_len, kv_len)
 
 

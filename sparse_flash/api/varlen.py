@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
-from ..packed.repack import Axis, Side, pack
-from .arguments import autocast, check_packed, check_types, checked_documents
+from ..packed.picks import PackedSelection
+from ..packed.repack import Axis, pack
+from .arguments import autocast, check_packed, check_types, documents_of
 from .attention import attention
 from .keywords import shown_without_foreign, unexpected
 
@@ -20,7 +22,7 @@ def attention_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
-    mask: Pattern | str | None = None,
+    mask: Pattern | str | PackedSelection | None = None,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -38,7 +40,8 @@ def attention_varlen(
     past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
     cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
     the position of its last key.
-    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document.
+    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document; or the PackedSelection of
+    ``topk_blocks`` for these documents, whose queries and keys are of the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
@@ -54,7 +57,7 @@ def attention_varlen(
     If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents are
     attended to in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities
     and NaN in one document, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of their
-    own and back, which copies q, k, v and the results.
+    own and back, which copies q, k, v and the results. So they are under a PackedSelection.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
@@ -63,7 +66,15 @@ def attention_varlen(
     check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     check_packed(q, k, v)
+    if isinstance(mask, PackedSelection):
+        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k)
+        selection, axis = mask.on_blocks()
+        q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
+        out, lse = attention(q, k, v, selection, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
+        return _finished(out, lse, axis, return_lse)
     mask = "full" if mask is None else mask
+    if isinstance(mask, BlockSelection):
+        raise TypeError("a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks for one of packed documents")
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
             type(mask).__name__ == "BlockMask"
@@ -72,8 +83,8 @@ def attention_varlen(
     same = cu_seqlens_k is None or (cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
-    queries = _side("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = _side("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
+    queries = documents_of("q", q, cu_seqlens_q, max_seqlen_q)
+    keys = documents_of("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
@@ -91,10 +102,41 @@ def attention_varlen(
         packed = pack(mask, queries, None if same else keys)
         q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
         out, lse = attention(q, k, v, packed.mask, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
-        out = _off_blocks(out, packed.queries, 0.0)
-        if return_lse:
-            lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True).squeeze(-1).T
+        return _finished(out, lse, packed.queries, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _check_selection(
+    selection: PackedSelection, q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None
+) -> None:
+    """Raises ValueError where a selection was not made for these documents."""
+    ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    if not same or len(k) != len(q):
+        raise ValueError(
+            f"a PackedSelection is of queries and keys of the same tokens; got {len(q)} and {len(k)}; leave cu_seqlens_k out"
+        )
+    if selection.picks.device != q.device or (selection.tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
+        raise ValueError(
+            f"the selection is of {selection.tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
+            f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
+        )
+    if selection.heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(
+            f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}, heads first"
+        )
+    # On a GPU the values are not known to the host.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(ours, cu_seqlens_q):
+        raise ValueError("cu_seqlens_q must be those that the selection was made for; got others; choose again for these")
+
+
+def _finished(
+    out: torch.Tensor, lse: torch.Tensor, axis: Axis, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The results of the axis of blocks, by token."""
+    out = _off_blocks(out, axis, 0.0)
+    if not return_lse:
+        return out
+    return out, _off_blocks(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T
 
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -106,9 +148,3 @@ def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
     return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
-
-
-def _side(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
-    """The packed documents of x."""
-    longest = checked_documents(name, x, cu_seqlens, longest)
-    return Side(cu_seqlens.contiguous(), len(x), longest)
