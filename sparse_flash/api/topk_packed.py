@@ -71,7 +71,7 @@ def _checked(always: Pattern | str | BlockMask | None, block_size: int) -> Patte
     """Raises ValueError or TypeError for what documents cannot always keep."""
     if not (always is None or isinstance(always, (Pattern, str))):
         raise TypeError(
-            f"always of packed documents must be a Pattern or its spec text; got {type(always).__name__}; a BlockMask is of one length"
+            f"always of packed documents must be a Pattern or its spec text, for all lengths; got {type(always).__name__}"
         )
     if always is not None and block_size > BLOCK:
         raise ValueError(

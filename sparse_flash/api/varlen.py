@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..masks.block_selection import BlockSelection
@@ -28,10 +30,11 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     **foreign: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
 
     q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim);
@@ -45,6 +48,8 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
+    return_block_lse: of a PackedSelection, also return last, for each block that a token picked, the lse of its scores in it:
+    (heads, tokens, picks), in the order of its picks.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
@@ -66,12 +71,15 @@ def attention_varlen(
     check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     check_packed(q, k, v)
+    options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
-        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k)
+        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
         selection, axis = mask.on_blocks()
         q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
-        out, lse = attention(q, k, v, selection, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
-        return _finished(out, lse, axis, return_lse)
+        results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
+        return _finished(results, axis, return_lse)
+    if return_block_lse:
+        raise ValueError(f"return_block_lse is of the blocks that a PackedSelection picked; got mask of {type(mask).__name__}")
     mask = "full" if mask is None else mask
     if isinstance(mask, BlockSelection):
         raise TypeError("a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks for one of packed documents")
@@ -96,20 +104,26 @@ def attention_varlen(
     in_place = mask_in_place(mask, queries, None if same else keys)
     if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        out, lse = attention(q, k, v, in_place, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
+        out, lse = attention(q, k, v, in_place, **options)
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    else:
-        packed = pack(mask, queries, None if same else keys)
-        q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-        out, lse = attention(q, k, v, packed.mask, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
-        return _finished(out, lse, packed.queries, return_lse)
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    packed = pack(mask, queries, None if same else keys)
+    q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    return _finished(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
 
 
 def _check_selection(
-    selection: PackedSelection, q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None
+    selection: PackedSelection,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    longest: int | None,
 ) -> None:
-    """Raises ValueError where a selection was not made for these documents."""
+    """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
+    side = documents_of("q", q, cu_seqlens_q, longest)
+    if longest is not None and side.longest != selection.longest:
+        raise ValueError(f"max_seqlen_q must be the selection's, {selection.longest}; got {side.longest}; leave it out")
     ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if not same or len(k) != len(q):
         raise ValueError(
@@ -125,18 +139,20 @@ def _check_selection(
             f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}, heads first"
         )
     # On a GPU the values are not known to the host.
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.equal(ours, cu_seqlens_q):
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and ours.tolist() != cu_seqlens_q.tolist():
         raise ValueError("cu_seqlens_q must be those that the selection was made for; got others; choose again for these")
 
 
 def _finished(
-    out: torch.Tensor, lse: torch.Tensor, axis: Axis, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The results of the axis of blocks, by token."""
-    out = _off_blocks(out, axis, 0.0)
-    if not return_lse:
-        return out
-    return out, _off_blocks(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T
+    results: torch.Tensor | tuple[torch.Tensor, ...], axis: Axis, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """What the caller gets of the axis of blocks, by token. results: out, lse and perhaps the lse of picked blocks."""
+    out, lse, *of_picks = results
+    found = [_off_blocks(out, axis, 0.0)]
+    if return_lse:
+        found.append(_off_blocks(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T)
+    found += [_off_blocks(of_pick, axis, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:

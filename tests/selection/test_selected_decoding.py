@@ -90,24 +90,6 @@ def test_queries_before_the_first_key_keep_nothing():
     assert not out[:, :, :3].any() and lse[:, :, :3].isneginf().all() and lse[:, :, 3:].isfinite().all()
 
 
-def test_a_compiled_layer_compiles_nothing_with_each_token():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    attn = sf.SparseAttention(48, 4, kv_heads=2, select={"keep": 3, "block_size": 16, "share_group": True}).to(DEVICE)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled, x = torch.compile(attn, backend=counter, fullgraph=True), torch.randn(2, 80, 48).to(DEVICE)
-    with torch.no_grad():
-        cache, wanted, found, counts = attn.new_cache(2, 96), attn(x), [attn(x[:, :60], None)], []
-        attn(x[:, :60], cache)
-        for token in range(60, 80):
-            found.append(compiled(x[:, token : token + 1], cache))
-            counts.append(counter.frame_count)
-    torch.testing.assert_close(torch.cat(found, 1), wanted)
-    assert counts[-1] == counts[4] > 0
-
-
 Q, K = torch.zeros(3, 4, 2, 32, device=DEVICE), torch.zeros(3, 2, 64, 32, device=DEVICE)
 
 

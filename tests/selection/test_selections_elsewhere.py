@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.tools.draw import cells
@@ -90,6 +91,20 @@ def test_a_step_by_kept_means_reads_no_key_that_was_not_picked():
         for room in cache.room:
             room[batch, head, unpicked.repeat_interleave(16)[:100]] = float("nan")
     torch.testing.assert_close(attn(x[:, -1:], cache), wanted[:, -1:])
+
+
+def test_a_compiled_layer_compiles_nothing_with_each_token():
+    torch._dynamo.reset()
+    attn, x, counter = layer(select=BY_MEANS), inputs(80), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attn, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        cache, wanted, found, counts = attn.new_cache(2, 96), attn(x), [attn(x[:, :60])], []
+        attn(x[:, :60], cache)
+        for token in range(60, 80):
+            found.append(compiled(x[:, token : token + 1], cache))
+            counts.append(counter.frame_count)
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+    assert counts[-1] == counts[4] > 0
 
 
 def turned_query(attn, x):

@@ -30,9 +30,13 @@ def alone(q, k, v, ends, **options):
         if stop > start:
             one = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
             chosen = sf.topk_blocks(*one[:2], KEEP, every=1, block_size=BLOCK, **options)
-            out, lse = sf.attention(*one, chosen, return_lse=True)
-            found.append((out[0].transpose(0, 1), lse[0], chosen.to_dense()[0]))
+            out, lse, block_lse = sf.attention(*one, chosen, return_lse=True, return_block_lse=True)
+            found.append((out[0].transpose(0, 1), lse[0], chosen.to_dense()[0], block_lse[0]))
     return found
+
+
+def loss(out, lse, block_lse, weight):
+    return (out * weight).sum() + lse.sum() + (block_lse - lse[..., None]).exp().square().sum()
 
 
 @settings(max_examples=25)
@@ -48,7 +52,7 @@ def test_each_document_keeps_attends_to_and_learns_what_it_would_alone(lengths, 
     options = {"always": always, "share_group": share_group, "score": score}
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     chosen = sf.topk_blocks(*inputs[:2], KEEP, block_size=BLOCK, cu_seqlens_q=ends, **options)
-    out, lse = sf.attention_varlen(*inputs, ends, mask=chosen, return_lse=True)
+    out, lse, block_lse = sf.attention_varlen(*inputs, ends, mask=chosen, return_lse=True, return_block_lse=True)
     each = [t.clone().requires_grad_() for t in (q, k, v)]
     documents = alone(*each, ends, **options)
     kept = [torch.block_diag(*(d[2][h].double() for d in documents)) for h in range(chosen.heads)]
@@ -56,12 +60,14 @@ def test_each_document_keeps_attends_to_and_learns_what_it_would_alone(lengths, 
     assert torch.equal(chosen.to_dense()[:, :whole, :whole].double(), torch.stack(kept)) and not chosen.to_dense()[:, whole:].any()
     torch.testing.assert_close(out[:whole], torch.cat([d[0] for d in documents]))
     torch.testing.assert_close(lse[:, :whole], torch.cat([d[1] for d in documents], 1))
-    assert not out[whole:].any() and lse[:, whole:].isneginf().all()
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    grads = torch.autograd.grad((out * weight).sum() + lse[:, :whole].sum(), inputs)
-    wanted = torch.autograd.grad(
-        (torch.cat([d[0] for d in documents]) * weight[:whole]).sum() + sum(d[1].sum() for d in documents), each
+    assert not out[whole:].any() and lse[:, whole:].isneginf().all() and block_lse[:, whole:].isneginf().all()
+    of_picks = [torch.nn.functional.pad(d[3], (0, block_lse.shape[2] - d[3].shape[2]), value=-torch.inf) for d in documents]
+    torch.testing.assert_close(block_lse[:, :whole], torch.cat(of_picks, 1))
+    weights = (
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:whole].split([len(d[0]) for d in documents])
     )
+    grads = torch.autograd.grad(loss(out[:whole], lse[:, :whole], block_lse[:, :whole], torch.cat(weights)), inputs)
+    wanted = torch.autograd.grad(sum(loss(*d[:2], d[3], weight) for d, weight in zip(documents, weights, strict=True)), each)
     for ours, theirs in zip(grads, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -185,11 +191,21 @@ def test_a_selection_of_other_documents_is_refused():
             "a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks",
             lambda: sf.attention_varlen(Q, K, V, ENDS, mask=one),
         ),
+        (
+            ValueError,
+            "max_seqlen_q must be the selection's, 90; got 50",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=chosen, max_seqlen_q=50),
+        ),
+        (
+            ValueError,
+            "return_block_lse is of the blocks .*; got mask of str",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask="causal", return_block_lse=True),
+        ),
         (ValueError, "leave cu_seqlens_k out", lambda: sf.attention_varlen(Q, K, V, ENDS, ENDS.clone(), chosen)),
         (
             ValueError,
-            "of 90 tokens in 2 documents on .* got 80 in 2",
-            lambda: sf.attention_varlen(Q[:80], K[:80], V[:80], ENDS, mask=chosen),
+            "of 90 tokens in 2 documents on .* got 80 in 1",
+            lambda: sf.attention_varlen(Q[:80], K[:80], V[:80], ENDS[:2], mask=chosen),
         ),
         (
             ValueError,
@@ -205,5 +221,6 @@ def test_a_selection_of_other_documents_is_refused():
         with pytest.raises(error, match=message):
             call()
     if DEVICE == "cpu":
+        assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=chosen).shape == Q.shape
         with pytest.raises(ValueError, match="must be those that the selection was made for; got others; choose again"):
             sf.attention_varlen(Q, K, V, torch.tensor([0, 41, 90]), mask=chosen)
