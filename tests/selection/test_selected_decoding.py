@@ -39,8 +39,8 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
     options = {}
     for new in [1, 1, 5, 1, 16, 1, 33, 2]:  # each crosses a border of a block for some sequence or other
         for b, start in enumerate(lens.tolist()):
-            for held, whole in zip(cache, (k, v), strict=True):
-                held[b, :, : start + new] = whole[b, :, : start + new]
+            for held, given in zip(cache, (k, v), strict=True):
+                held[b, :, : start + new] = given[b, :, : start + new]
         first = lens == torch.tensor([40, 0, 13], device=DEVICE)
         lens = lens + new
         held = cache
@@ -52,6 +52,8 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
         chosen = means.choose(rows, KEEP, share_group=share_group, kv_lens=lens)
         found = sf.attention_decode(rows, *held, chosen, kv_lens=lens, return_lse=True, **options)
         for b, n in enumerate(lens.tolist()):
+            whole = n // BLOCK
+            torch.testing.assert_close(means.means[b, :, :whole], k[b, :, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mean(2))
             for ours, row in zip(found, (out, lse), strict=True):
                 torch.testing.assert_close(ours[b], row[b, :, n - new : n])
 
@@ -80,14 +82,16 @@ def test_decoding_equals_dense_attention_over_the_picked_pairs(dtype, tolerance,
 
 
 def test_queries_before_the_first_key_keep_nothing():
-    q, k, v = (t[:1] for t in inputs(20))
-    lens = torch.tensor([2], device=DEVICE)
-    means = sf.BlockMeans(1, 2, 20, 32, BLOCK, device=DEVICE)
+    q, k, v = (t[:2] for t in inputs(20))
+    lens = torch.tensor([2, 0], device=DEVICE)
+    k[1], v[1] = float("nan"), float("nan")
+    means = sf.BlockMeans(2, 2, 20, 32, BLOCK, device=DEVICE)
     means.update(k, 2, kv_lens=lens)
     chosen = means.choose(q[:, :, :5], KEEP, kv_lens=lens)
-    assert (chosen.picks[:, :, :3] == -1).all() and (chosen.picks[:, :, 3:, 0] == 0).all()
+    assert (chosen.picks[0, :, :3] == -1).all() and (chosen.picks[0, :, 3:, 0] == 0).all() and (chosen.picks[1] == -1).all()
     out, lse = sf.attention_decode(q[:, :, :5], k, v, chosen, kv_lens=lens, return_lse=True)
-    assert not out[:, :, :3].any() and lse[:, :, :3].isneginf().all() and lse[:, :, 3:].isfinite().all()
+    assert not out[0, :, :3].any() and lse[0, :, :3].isneginf().all() and lse[0, :, 3:].isfinite().all()
+    assert not out[1].any() and lse[1].isneginf().all()
 
 
 Q, K = torch.zeros(3, 4, 2, 32, device=DEVICE), torch.zeros(3, 2, 64, 32, device=DEVICE)
