@@ -151,8 +151,9 @@ def test_packed_documents_are_refused_by_the_layers_name():
         layer(x, Positions(x, x), documents=(x, 1))
 
 
-def test_the_command_trains_all_layers_and_prints_their_answers_side_by_side():
-    options = ["--steps", "1", "--keep", "2", "--questions", "1", "--device", "cpu"]
+def test_the_command_trains_all_layers_and_prints_their_answers_side_by_side(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", trial("dense"))
+    options = ["--steps", "1", "--keep", "3", "--questions", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, options, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert all(f"│ {name} " in result.output for name in ("dense", "window", *LAYERS)) and "right answers in %" in result.output
