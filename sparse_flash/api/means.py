@@ -61,10 +61,7 @@ class BlockMeans:
             raise ValueError(
                 f"k must have shape ({', '.join(map(str, wanted[paged]))}), as these means were made for; got {tuple(k.shape)}"
             )
-        if k.device != self._room.device:
-            raise ValueError(
-                f"k is on {k.device} and the means on {self._room.device}; make the means with device={str(k.device)!r}"
-            )
+        self._check_device("k", k)
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens must be how many were appended, at least 1; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
@@ -91,6 +88,7 @@ class BlockMeans:
             raise ValueError(
                 f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
             )
+        self._check_device("q", q)
         check_keep(keep)
         if isinstance(keep, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
@@ -99,3 +97,8 @@ class BlockMeans:
         keep = min(keep, -(-self.length // self.block_size))
         picks = choose_by_means(q, self.means, position, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)
+
+    def _check_device(self, name: str, x: torch.Tensor) -> None:
+        if x.device != self._room.device:
+            here = str(x.device)
+            raise ValueError(f"{name} is on {here} and the means on {self._room.device}; make the means with device={here!r}")

@@ -95,9 +95,10 @@ def update_means(
     length = _lengths(batch, _capacity(k, block_table), kv_lens, k.device)
     touched = (tokens + block_size - 2) // block_size + 1
     block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
-    exists = (block >= 0) & (block < blocks)
-    token = torch.where(exists, block, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
-    keys = _taken(k, token.flatten(1)[:, None], heads, block_table).unflatten(2, (touched, block_size))
     sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))
-    target = torch.where(exists, block, blocks)[:, None]
-    means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)
+    for some in block.split(max(1, _CHUNK // (batch * heads * block_size * k.shape[3])), 1):
+        exists = (some >= 0) & (some < blocks)
+        token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
+        keys = _taken(k, token.flatten(1)[:, None], heads, block_table).unflatten(2, (-1, block_size))
+        target = torch.where(exists, some, blocks)[:, None]
+        means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)

@@ -29,8 +29,9 @@ def paged(cache, size):
 
 
 @parametrize("share_group", [True, False])
-@parametrize("page_size", [None, 8, 64])
-def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, page_size):
+@parametrize("page_size, chunk", [(None, 1), (8, 1 << 27), (64, 1 << 27)])
+def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, page_size, chunk, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
     q, k, v = inputs(100)
     out, lse = trained(q, k, v, share_group)
     room, lens = 128, torch.tensor([40, 0, 13], device=DEVICE)
@@ -134,6 +135,8 @@ def test_means_refuse_what_they_were_not_made_for():
             "choose for 1 to 64 queries of a sequence; got 65; use topk_blocks",
             lambda: means.choose(K.repeat(1, 1, 2, 1)[:, :, :65], 3),
         ),
+        (ValueError, "q is on meta and the means on .*; make the means with device='meta'", lambda: means.choose(Q.to("meta"), 3)),
+        (ValueError, "k is on meta and the means on .*; make the means with device='meta'", lambda: means.update(K.to("meta"), 3)),
         (TypeError, "keep of a selection must be an int, how many blocks; got 0.5", lambda: means.choose(Q, 0.5)),
         (ValueError, "keep must be at least one block", lambda: means.choose(Q, 0)),
     ]:
