@@ -39,16 +39,18 @@ def unsettled():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_launches():
-    """Portable backward passes take the two launches of long calls, however short the calls of tests are. The single one has its
-    own tests, and the fuzzer draws it."""
+def as_long_calls():
+    """Kernels run as in long calls, however short the calls of tests are: portable backward passes in two launches, Hopper's
+    forward passes in the tiles of long calls. What short calls take has its own tests, and the fuzzer draws it."""
     try:
-        from sparse_flash.kernels.portable import configs
+        from sparse_flash.kernels.hopper import configs as hopper
+        from sparse_flash.kernels.portable import configs as portable
     except ImportError:  # without Triton
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "ONE_LAUNCH_TOKENS", 0)
+        patch.setattr(portable, "ONE_LAUNCH_TOKENS", 0)
+        patch.setattr(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, 0))
         yield
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from unittest.mock import patch
@@ -58,7 +58,7 @@ class DrawnCall:
     lse_gradient: bool
     deterministic: bool
     score_shift: float
-    one_launch: bool  # of the portable backward pass
+    short: bool  # as in short calls: the portable backward pass in one launch, Hopper's forward pass in tiles of 64 queries
 
     def __str__(self):
         drawn, size = self.drawn, "" if self.drawn.mask is None else f" in blocks of {self.drawn.mask.block_size}"
@@ -68,7 +68,7 @@ class DrawnCall:
             f"{self.v_head_dim}, q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, "
             f"scores shifted by {self.score_shift}, lse "
             f"{'' if self.lse_gradient else 'not '}differentiated, {'' if self.deterministic else 'not '}deterministic, "
-            f"{'one backward launch, ' if self.one_launch else ''}mask {drawn.text}{size}"
+            f"{'as a short call, ' if self.short else ''}mask {drawn.text}{size}"
         )
 
 
@@ -83,7 +83,7 @@ def draw(seed: int, backend: str) -> DrawnCall:
     layouts = tuple(rng.choice(oracle.LAYOUTS) for _ in range(4))
     scale = None if rng.random() < 0.6 else round(10 ** rng.uniform(-2.5, -0.5), 4)
     score_shift = 0.0 if rng.random() < 0.8 else rng.choice((-200.0, -30.0, 30.0))
-    one_launch = backend == "triton" and seed % 2 == 0
+    short = backend in ("triton", "hopper") and seed % 2 == 0
 
     def fitting() -> tuple[torch.dtype, int]:
         dtype, head_dim = rng.choice(DTYPES), rng.choice(HEAD_DIMS) if rng.random() < 0.7 else rng.randint(1, 256)
@@ -98,7 +98,7 @@ def draw(seed: int, backend: str) -> DrawnCall:
         return v_head_dim if backends.backend(backend).supports(asked) is None else None
 
     sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
-    return DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift, one_launch)
+    return DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift, short)
 
 
 def failure(call: DrawnCall) -> str | None:
@@ -129,13 +129,18 @@ def failure(call: DrawnCall) -> str | None:
     return "; ".join(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in wrong.items()) or None
 
 
+@contextmanager
 def _launches(call: DrawnCall):
-    """Sets in how many launches the portable back end computes gradients."""
-    if call.backend != "triton":
-        return nullcontext()
-    from sparse_flash.kernels.portable import configs
+    """Sets whether kernels run as in short calls."""
+    if call.backend not in ("triton", "hopper"):
+        yield
+        return
+    from sparse_flash.kernels.hopper import configs as hopper
+    from sparse_flash.kernels.portable import configs as portable
 
-    return patch.object(configs, "ONE_LAUNCH_TOKENS", 1 << 30 if call.one_launch else 0)
+    limit = 1 << 30 if call.short else 0
+    with patch.object(portable, "ONE_LAUNCH_TOKENS", limit), patch.object(hopper, "SHORT_TILES", dict.fromkeys((64, 128), limit)):
+        yield
 
 
 def _first(make: Callable, backend: str):

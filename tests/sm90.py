@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from sparse_flash.kernels.common.config import padded_head_dim
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward
@@ -131,7 +132,8 @@ def compiled_for_hopper(
         constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
         constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
     constants |= {"KEYS": config.keys}
-    constants |= {"DIM": dim, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
+    used, dim = dim, padded_head_dim(dim)
+    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
@@ -251,13 +253,24 @@ def of_the_tests():
     for dim in (64, 128):
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
         yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
-        for name, table in (("192", hopper_configs.DENSE_FORWARD), ("short", hopper_configs.SHORT_FORWARD)):
+        for name, table, sparse in (
+            ("192", hopper_configs.DENSE_FORWARD, False),
+            ("short", hopper_configs.SHORT_FORWARD, False),
+            ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
+        ):
             if dim in table:
-                details = hopper_forward.attention_forward_kernel, table[dim], dim, False
-                yield partial(report, f"hopper_forward_of_{name}", dim, False, compiled_for_hopper, *details)
+                details = hopper_forward.attention_forward_kernel, table[dim], dim, sparse
+                yield partial(report, f"hopper_forward_of_{name}", dim, sparse, compiled_for_hopper, *details)
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
         for option in ("split", "added", "fixed"):
             yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})
+    # Products over 96 of 128 columns.
+    details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[128], 96
+    for sparse, split in ((False, False), (True, True)):
+        yield partial(report, "hopper_forward", 96, sparse, compiled_for_hopper, *details, sparse, split=split)
+    details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[128], 96, True
+    for option in ("added", "split", "fixed"):
+        yield partial(report, "hopper_backward", 96, True, compiled_for_hopper, *details, **{option: True})
     for name, (kernel, table) in KERNELS.items():  # DeepSeek's: 192, padded, and 128 for v
         yield partial(
             report, f"{name}_of_192_and_128", 256, True, compiled, kernel, table[256], 256, True, 128, NO_VARIANT, NO_SWITCHES, 128

@@ -141,15 +141,13 @@ def report(
     with user_errors():
         found = results.load(files)
         rows = results.rows(found, base)
-        table = Table(title=f"against {base}; differences in nats a token, ± a standard error over packages")
-        headings = (
-            "arm,seeds,loss,tokens/s,epochs,tokens to loss,time to loss,lower by,at 0-1K,beyond that,far identifiers,last quarter"
+        training = _table("training", "seeds,loss,tokens/s,epochs,tokens to loss,time to loss,last quarter")
+        gains = _table(
+            f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers"
         )
-        for heading in headings.split(","):
-            table.add_column(heading, justify="left" if heading == "arm" else "right")
         for row in rows:
             spread = "" if row["seeds"] == 1 else f" ± {row['spread']:.4f}"
-            table.add_row(
+            training.add_row(
                 row["arm"],
                 str(row["seeds"]),
                 f"{row['loss']:.4f}{spread}",
@@ -157,15 +155,23 @@ def report(
                 f"{row['epochs']:.2f}",
                 f"{row['tokens_to_loss_ratio']:.2f}x",
                 f"{row['time_to_loss_ratio']:.2f}x",
-                *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")),
                 f"{row['last_quarter']:.1%}",
             )
-        console.print(table)
+            gains.add_row(row["arm"], *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")))
+        console.print(training, gains)
         console.print(f"picture {results.plot(found, picture)}", soft_wrap=True, markup=False)
         if summary:
             _write(
                 summary, {"base": base, "rows": [{k: asdict(v) if k.startswith("gain") else v for k, v in r.items()} for r in rows]}
             )
+
+
+def _table(title: str, headings: str) -> Table:
+    table = Table(title=title)
+    table.add_column("arm")
+    for heading in headings.split(","):
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _write(path: Path, what: dict) -> None:

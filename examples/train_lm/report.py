@@ -16,7 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from .checkpoint import Progress as RunProgress
 
 matplotlib.use("agg")
-console = Console(highlight=False)
+# A log has no width of its own; rich would take 80, which is less than some tables need.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 STEP_FIELDS = ("step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_gib")
 EVALUATION_FIELDS = ("step", "tokens", "seconds", "loss")

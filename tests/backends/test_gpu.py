@@ -174,6 +174,16 @@ def test_programs_that_compute_many_tiles_each_are_right(spec):
     check("hopper", spec, 2048, block_size=128, dtype=torch.bfloat16, head_dim=64, heads=24, batch=1)
 
 
+@parametrize("head_dim", (64, 80, 128))
+@parametrize("spec", (None, "causal", "local(100) | sinks(70)"))
+def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim, monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 1 << 20, 128: 1 << 20})
+    for q_len, block_size in ((700, 128), (515, 256)):
+        check("hopper", spec, q_len, 600, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim, heads=4, kv_heads=2)
+
+
 def test_launches_on_several_streams_do_not_take_each_others_tiles():
     q, k, v = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wanted = sf.attention(q, k, v, "causal")

@@ -239,7 +239,7 @@ def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypa
 def test_bad_input_is_one_sentence(data, tmp_path):
     runner = CliRunner()
     for arguments, said in (
-        (["run", "dense", "--data", str(tmp_path)], "no learning rate was chosen for dense"),
+        (["run", "dense", "--preset", "1B", "--data", str(tmp_path)], "no learning rate was chosen for dense"),
         (["run", "sparse", "--learning-rate", "1"], "arm must be one of"),
         (["prepare", "--packages", str(tmp_path)], "has no package"),
     ):

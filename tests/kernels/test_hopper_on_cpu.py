@@ -34,14 +34,19 @@ def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic
         check("hopper", spec, q_len, kv_len, **options)
 
 
-@pytest.mark.parametrize("q_len, head_dim, queries", [(700, 40, 192), (100, 40, 64), (100, 80, 64), (700, 80, 128)])
-def test_dense_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, q_len, head_dim, queries):
-    from sparse_flash.kernels.hopper import forward
+OF_LENGTHS = [(None, 700, 40, 192), (None, 100, 40, 64), (None, 100, 80, 64), (None, 700, 80, 128)]
+OF_LENGTHS += [("causal & local(90) | sinks(70)", *row) for row in ((700, 40, 128), (100, 40, 64), (100, 80, 64), (700, 80, 128))]
 
-    chosen, choose = [], forward.dense_forward
-    monkeypatch.setattr(forward, "dense_forward", lambda *call: chosen.append(choose(*call)) or chosen[-1])
+
+@pytest.mark.parametrize("spec, q_len, head_dim, queries", OF_LENGTHS)
+def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_len, head_dim, queries):
+    from sparse_flash.kernels.hopper import configs, forward
+
+    chosen, choose = [], forward.forward_of_call
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 2, 128: 2})
+    monkeypatch.setattr(forward, "forward_of_call", lambda *call: chosen.append(choose(*call)) or chosen[-1])
     with emulated.gluon_on_cpu(seed=5):
-        check("hopper", None, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
+        check("hopper", spec, q_len, 300, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=2, kv_heads=1)
     assert {config.queries for config in chosen} == {queries}
 
 

@@ -89,7 +89,7 @@ def test_a_call_in_turns_gives_the_same(monkeypatch, workspace, of_lines):
 
 
 def test_a_block_that_all_queries_pick_is_divided_and_right():
-    first = torch.zeros(1, 1, 200, 1, dtype=torch.int32)
+    first = torch.zeros(1, 1, 200, 1, dtype=torch.int32, device=DEVICE)
     check(1, 1, 1, 200, 300, 1, 64, 1, picks=first)
 
 

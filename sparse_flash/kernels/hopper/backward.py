@@ -36,6 +36,15 @@ from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .masks import ZERO, column_bits, where_column_bits, where_run
+from .products import (
+    both_finished,
+    scaled_by,
+    store_columns,
+    times,
+    times_transposed,
+    used_columns,
+    zero_sums,
+)
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
 
@@ -109,6 +118,7 @@ class BackwardArguments:
     dscores: gl.shared_memory_descriptor
     dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
     DIM: gl.constexpr
+    USED: gl.constexpr  # of DIM columns; the others are zeros
     KEYS: gl.constexpr  # per tile
     QUERIES: gl.constexpr  # per step
     PIECES: gl.constexpr  # of dQ: as many of its columns as there is room for at a time
@@ -354,7 +364,8 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    PRODUCTS: gl.constexpr = len(dk)  # that make one, here and in scores
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
@@ -367,7 +378,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
         if p.dropout.ENABLED:
             position = _first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
-        started = warpgroup_mma(values, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        started = times_transposed(values, dout, zeros, p.USED)
         lse = p.lse.index(p.q.place(step)).load(column)
         weights = gl.exp2(scores * p.score_scale - lse[None, :])
         if KIND != FULL:
@@ -386,7 +397,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             operand = gl.convert_layout(kept_operand(weights, dtype), operand_layout)
         else:
             operand = gl.convert_layout(weights.to(dtype), operand_layout)
-        started_dv = warpgroup_mma(operand, dout, dv, is_async=True)
+        started_dv = times(operand, dout, dv)
         # What follows must stay behind the product's start; the compiler would move it before.
         if p.PIECES == 1:
             delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
@@ -399,7 +410,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             dscores = weights * (dweights - delta[None, :])
         p.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
-        started_dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        started_dk = times(ds_operand, q, dk)
         fence_async_shared()
         barrier()
         keys = p.k.stage(turn, fresh_zero(step))
@@ -407,12 +418,12 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
         sent = step * p.PIECES + turn * SENT
         if p.PIECES == 1:
             started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
-            dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
+            dv, dk = both_finished(started_dv, started_dk, 1)
         else:
             # dQ takes twice the registers here, which hold one piece beside the next one's product.
             left = keys.slice(0, p.DIM // 2, dim=1)
             started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
-            dv, dk = warpgroup_mma_wait(1, deps=(started_dv, started_dk))
+            dv, dk = both_finished(started_dv, started_dk, 1)
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
             right = keys.slice(p.DIM // 2, p.DIM // 2, dim=1)
             started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
@@ -426,8 +437,8 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             p.q.wait(step + 1, pred=step != last)
         upcoming_q = p.q.stage(step + 1)
         upcoming_keys = p.k.stage(upcoming_turn)
-        started_scores = warpgroup_mma(upcoming_keys, upcoming_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(started_dq,))
+        started_scores = times_transposed(upcoming_keys, upcoming_q, zeros, p.USED)
+        dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
         _hand_over_queries(p, dq, step, sent + p.PIECES - 1)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
@@ -455,7 +466,6 @@ def _compute(p):
     """The computing warps: each group of four holds 64 keys."""
     WARPS: gl.constexpr = gl.num_warps()
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
-    grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.DIM, 16])
     # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
     COLUMNS: gl.constexpr = p.DIM // p.PIECES
@@ -473,9 +483,7 @@ def _compute(p):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
-        dk = gl.zeros([p.KEYS, p.DIM], gl.float32, layout=grad_layout)
-        dv = gl.zeros([p.KEYS, p.DIM], gl.float32, layout=grad_layout)
-        state = (dk, dv, scores)
+        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
         stream = p.dropout.stream(tile.line)
         p.v.wait(turn)
         if p.table.SPARSE:
@@ -496,7 +504,7 @@ def _first_scores(p, turn, step, zeros):
     """The scores of a tile's first step, where no step before has computed them."""
     p.k.wait(turn)
     p.q.wait(step)
-    started = warpgroup_mma(p.k.stage(turn), p.q.stage(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.USED)
     return warpgroup_mma_wait(0, deps=(started,))
 
 
@@ -520,16 +528,16 @@ def _hand_over(p, tile, turn, step, dk, dv):
 def _hand_over_results(p, dk, dv, sent, place):
     """Hands over dK and dV in their dtype: dK through ``place``, dV through dQ's buffer."""
     dtype: gl.constexpr = p.k.data.dtype
-    place.store((dk * p.scale).to(dtype))
+    store_columns(place, scaled_by(dk, p.scale))
     if p.dropout.ENABLED:
-        dv = dv * (1.0 / (1.0 - p.dropout.p))
+        dv = scaled_by(dv, 1.0 / (1.0 - p.dropout.p))
     p.dq.acquire(sent)
     if p.grads.SPLIT:
         fence_async_shared()
         p.dq.commit(sent)
         sent += 1
         p.dq.acquire(sent)
-    view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout).store(dv.to(dtype))
+    store_columns(view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout), dv)
     fence_async_shared()
     p.dq.commit(sent)
 
@@ -543,14 +551,27 @@ def _hand_over_sums(p, dk, dv, sent, place):
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through dQ's buffer and half through ``place``."""
+    """Hands over dK or dV in fp32, in register order: half through dQ's buffer and half through ``place``. Columns that are not in
+    use come last, and hold what was there."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
-    low, high = _in_register_order(grad, p.KEYS // 16).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
     p.dq.acquire(sent)
-    view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout).store(low)
-    view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout).store(high)
+    low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    high = view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    FIRST: gl.constexpr = p.KEYS * grad[0].shape[1] // 512
+    _store_halves(grad[0], p.KEYS // 16, low.slice(0, FIRST), high.slice(0, FIRST))
+    if len(grad) > 1:
+        REST: gl.constexpr = p.KEYS * grad[1].shape[1] // 512
+        _store_halves(grad[1], p.KEYS // 16, low.slice(FIRST, REST), high.slice(FIRST, REST))
     fence_async_shared()
     p.dq.commit(sent)
+
+
+@gluon.jit
+def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
+    HALF: gl.constexpr = low_rows.shape[0]
+    low, high = _in_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    low_rows.store(low)
+    high_rows.store(high)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -590,6 +611,7 @@ def attention_backward_kernel(
     seed,
     dropout_p,
     DIM: gl.constexpr,
+    USED: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
@@ -666,6 +688,7 @@ def attention_backward_kernel(
         dscores=dscores,
         dq=dq,
         DIM=DIM,
+        USED=USED,
         KEYS=KEYS,
         QUERIES=QUERIES,
         PIECES=PIECES,
@@ -989,7 +1012,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         seed,
         dropout_p or 0.0,
     ]
-    constants = {"DIM": dim, "KEYS": config.keys, "QUERIES": config.queries}
+    constants = {"DIM": dim, "USED": used_columns(head_dim), "KEYS": config.keys, "QUERIES": config.queries}
     constants |= {"DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}

@@ -1,5 +1,6 @@
 """Shapes of the Hopper kernels' rings: static data, separate from the code that uses it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +54,14 @@ BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
 # by less than 1 %.
 DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
-# Without a table, where tiles of 64 queries are not more than multiprocessors. 8 heads of 1,024 tokens in a CUDA graph, the same
-# H200, head_dim 64 and 128, in us: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN 13.9 and 17.6. 4 heads of 512 tokens, 128:
-# 10.0, 12.9, 11.5. With twice as many tiles as multiprocessors, 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8; with four times as
-# many, 16 heads, 128: 61.9, 56.5, 59.2.
+# Where tiles of 64 queries are not more than SHORT_TILES times the multiprocessors; by padded head_dim. In CUDA graphs, the same
+# H200, forward, in us. Without a table, 8 heads of 1,024 tokens, 64 and 128: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN
+# 13.9 and 17.6. 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8. Causal, 2026-11-23, 8 heads of 1,024 tokens, 64 and 128: 12.7 and
+# 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8, 23.4
+# and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
+SHORT_TILES = {64: 2, 128: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
+SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 # Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
 # the portable kernels 1.55 and 6.73.
@@ -87,21 +91,18 @@ def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device:
     return choose(candidates("forward", dim, block_size), key_of("hopper", "forward", dtype, dim, block_size, device))
 
 
-def dense_forward(
-    dtype: torch.dtype, dim: int, q_len: int, lines: int, device: torch.device, multiprocessors: int
+def forward_of_call(
+    dtype: torch.dtype, dim: int, block_size: int | None, tiles: Callable[[int], int], device: torch.device, multiprocessors: int
 ) -> ForwardConfig:
-    """The config for a call without a table. lines: heads of all sequences. A short call takes smaller tiles; others take what
+    """The config for a call, whose tiles of so many queries ``tiles`` counts. A short call takes smaller tiles; others take what
     ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
-
-    def tiles(queries: int) -> int:
-        return -(-q_len // queries) * lines
 
     def rounds(queries: int) -> int:
         return -(-tiles(queries) // multiprocessors)
 
-    if tiles(64) <= multiprocessors:
-        return SHORT_FORWARD[dim]
-    config = forward_config(dtype, dim, None, device)
+    if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
+        return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
+    config = forward_config(dtype, dim, block_size, device)
     return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
 
 
@@ -120,15 +121,17 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim. Without dropout, all spills lie outside the loop over full blocks.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
+    ("forward", 96): Footprint(197160, 0),
     ("forward", 128): Footprint(197160, 0),
     ("backward", 64): Footprint(201436, 168),
+    ("backward", 96): Footprint(232156, 0),
     ("backward", 128): Footprint(232156, 48),
     ("forward_of_192", 64): Footprint(147980, 0),
     # Two of these share a multiprocessor's 227 KiB.
-    ("forward_of_short", 64): Footprint(49564, 0),
+    ("forward_of_short", 64): Footprint(49580, 0),
     ("forward_of_short", 128): Footprint(98740, 0),
     ("forward_of_64", 64): Footprint(82436, 0),
     ("forward_of_64", 128): Footprint(98756, 0),

@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -28,10 +27,11 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import FORWARD, dense_forward, forward_config
+from .configs import FORWARD, forward_config, forward_of_call
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .masks import LOWEST, all_below, row_bits, row_run, where_bits
+from .products import finished, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 
@@ -84,6 +84,7 @@ class ForwardArguments:
     k: Ring  # one stage per step
     v: Ring
     DIM: gl.constexpr
+    USED: gl.constexpr  # of DIM columns; the others are zeros
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -192,10 +193,10 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
     its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
     compilation."""
-    accumulator, kept, running_max, running_sum = state
+    sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
-    out_layout: gl.constexpr = accumulator.type.layout
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
+    PRODUCTS: gl.constexpr = len(sums)
     for entry in range(begin, end):
         before = step
         step += 1
@@ -207,38 +208,38 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
         if p.dropout.ENABLED:
             position = p.table.position(entry, end, p.KEYS)
         p.k.wait(step)
-        started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        started_scores = times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
-        started_values = warpgroup_mma(_operand(p, kept, operand_layout), values, accumulator, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(started_scores,))
+        started_values = times(_operand(p, kept, operand_layout), values, sums)
+        scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
         weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
         if p.dropout.ENABLED:
             weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
-        accumulator = warpgroup_mma_wait(0, deps=(started_values,))
+        sums = finished(started_values, 0)
         p.v.release(before)
-        accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+        sums = scaled(sums, rescale)
         kept = _kept(p, weights, operand_layout)
-    return (accumulator, kept, running_max, running_sum), step
+    return (sums, kept, running_max, running_sum), step
 
 
 @gluon.jit
 def _compute(p, HALF_INDEX: gl.constexpr):
     """A computing warp group: 64 queries of each tile."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.KEYS, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.DIM, 16])
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
+    no_sums = zero_sums(HALF, p.DIM, p.USED)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, no_sums[0].type.layout, 2)
 
     step = 0
     turn = 0
     tile = p.scheduler.tile(0)
     p.q.wait(0)
     p.k.wait(0)
-    started_scores = warpgroup_mma(p.q.stage(0, HALF_INDEX), p.k.stage(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    started_scores = times_transposed(p.q.stage(0, HALF_INDEX), p.k.stage(0), zeros, p.USED)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     p.k.release(0)
     while tile.first >= 0:
@@ -256,26 +257,25 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             # The previous tile is stored by now: its queries' stage is free.
             store_wait(0)
             p.q.release(turn - 1)
-        accumulator = gl.zeros([HALF, p.DIM], gl.float32, layout=out_layout)
-        state = (accumulator, _kept(p, weights, operand_layout), running_max, running_sum)
+        state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE:
             state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, zeros, HALF_INDEX, False)
-        accumulator, kept, running_max, running_sum = state
+        sums, kept, running_max, running_sum = state
 
         # The last values of this tile overlap with the first scores of the next.
         values = p.v.stage(step)
         p.v.wait(step)
-        started_values = warpgroup_mma(_operand(p, kept, operand_layout), values, accumulator, is_async=True)
+        started_values = times(_operand(p, kept, operand_layout), values, sums)
         upcoming = p.scheduler.tile(turn + 1)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
         q = p.q.stage(turn + 1, HALF_INDEX)
         keys = p.k.stage(step + 1)
-        started_scores = warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        accumulator = warpgroup_mma_wait(1, deps=(started_values,))
+        started_scores = times_transposed(q, keys, zeros, p.USED)
+        sums = finished(started_values, 2 if p.USED == 96 else 1)
         p.v.release(step)
 
         keeps_nothing = running_sum == 0.0
@@ -283,9 +283,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         divisor = total
         if p.dropout.ENABLED:
             divisor *= 1.0 - p.dropout.p
-        share = gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, out_layout))
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-        _store(p, tile, turn, accumulator * share[:, None], lse, HALF_INDEX)
+        _store(p, tile, turn, scaled(sums, 1.0 / divisor), lse, HALF_INDEX)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
@@ -298,21 +297,19 @@ def _compute(p, HALF_INDEX: gl.constexpr):
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
     """Stores a tile's lse and starts the copy of its output, through the stage of its queries; the output of a split goes to where
-    ``combine_kernel`` expects it."""
-    out_layout: gl.constexpr = result.type.layout
+    ``combine_kernel`` expects it. result: as from ``zero_sums``."""
     rows = gl.arange(0, HALF, layout=lse.type.layout)
     first_row = tile.first + HALF_INDEX * HALF
     if p.splits.ANY:
         # No branch: with a product in flight, it would make the compiler serialize all products. A split's rows go past the end.
         line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * p.QUERIES + HALF_INDEX * HALF
-        down = gl.arange(0, HALF, layout=gl.SliceLayout(1, out_layout))[:, None]
-        across = gl.arange(0, p.DIM, layout=gl.SliceLayout(0, out_layout))[None, :]
         is_split = tile.split > 0
-        gl.store(p.splits.out + (line * p.DIM + down * p.DIM + across), result, mask=is_split & (down + across >= 0))
+        place = p.splits.out + line * p.DIM
+        write_columns(place, p.DIM, result, is_split)
         gl.store(p.splits.lse + line + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
     out = p.q.stage(turn, HALF_INDEX)
-    out.store(result.to(out.dtype))
+    store_columns(out, result)
     fence_async_shared()
     batch, head = p.heads.of_line(tile.line)
     async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
@@ -365,6 +362,7 @@ def attention_forward_kernel(
     seed,
     dropout_p,
     DIM: gl.constexpr,
+    USED: gl.constexpr,
     GROUPS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -417,6 +415,7 @@ def attention_forward_kernel(
         k=k,
         v=v,
         DIM=DIM,
+        USED=USED,
         QUERIES=QUERIES,
         KEYS=KEYS,
     )
@@ -537,15 +536,21 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    if config is None and mask:
-        config = forward_config(q.dtype, dim, mask.block_size, q.device)
+    lines = batch * heads
+
+    def items_of(queries: int) -> int:
+        return mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, queries)
+
+    def tiles_of(queries: int) -> int:
+        return items_of(queries) * (mask.block_size // queries if mask else 1) * lines
+
+    if config is None and dropout_p is None:
+        config = forward_of_call(q.dtype, dim, mask and mask.block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
         # Dropout's draws need the registers that a third warp group, or a second program, would take.
-        whole = q.dtype, dim, q_len, batch * heads, q.device, multiprocessors(q.device)
-        config = dense_forward(*whole) if dropout_p is None else FORWARD[dim]
+        config = forward_config(q.dtype, dim, mask.block_size, q.device) if mask else FORWARD[dim]
     block_size = mask.block_size if mask else config.queries
-    items = mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, config.queries)
-    tiles = items * (block_size // config.queries) * batch * heads
+    items, tiles = items_of(config.queries), tiles_of(config.queries)
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
         described(q, [1, 1, HALF.value, dim]),
@@ -569,13 +574,13 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         kv_len,
         items,
         tiles,
-        min(heads_together(2 * dim, kv_len) * group, batch * heads),
+        min(heads_together(2 * dim, kv_len) * group, lines),
         queue,
         scale * LOG2_E.value,
         seed,
         dropout_p or 0.0,
     ]
-    constants = {"DIM": dim, "GROUPS": config.queries // HALF.value, "KEYS": config.keys}
+    constants = {"DIM": dim, "USED": used_columns(head_dim), "GROUPS": config.queries // HALF.value, "KEYS": config.keys}
     constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": split_rows > 0}
     constants |= {"DROPOUT": dropout_p is not None}

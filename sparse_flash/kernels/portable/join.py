@@ -64,6 +64,8 @@ def join_kernel(
     largest = tl.maximum(mine, theirs)
     weight, their_weight = tl.exp(mine - largest), tl.exp(theirs - largest)
     total = weight + their_weight
+    # Several warps read the same lse, for different columns of a row: all must have read it before one writes it.
+    tl.debug_barrier()
     tl.store(lse_place, largest + tl.log(total), mask=joins)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = joins[:, None] & (column < dim)

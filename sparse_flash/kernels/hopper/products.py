@@ -1,0 +1,130 @@
+"""Products over head dimensions that are no power of two.
+
+A tile in shared memory has 64 or 128 columns, the last of which may hold nothing but zeros. With 96 in use, each product is two: of
+the first 64 columns, and of the next 32. A ``Columns`` holds what has them as columns, in registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+FIRST = gl.constexpr(64)
+
+
+def used_columns(head_dim: int) -> int:
+    """How many columns products cover."""
+    return next(columns for columns in (64, 96, 128) if head_dim <= columns)
+
+
+@gluon.jit
+def times_transposed(left, right, zeros, USED: gl.constexpr):
+    """Starts left times right transposed, summed over the columns in use. left, right: in shared memory."""
+    if USED == left.shape[1]:
+        started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        REST: gl.constexpr = USED - FIRST
+        first, with_first = left.slice(0, FIRST, dim=1), right.slice(0, FIRST, dim=1)
+        started = warpgroup_mma(first, with_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        rest, with_rest = left.slice(FIRST, REST, dim=1), right.slice(FIRST, REST, dim=1)
+        started = warpgroup_mma(rest, with_rest.permute((1, 0)), started, is_async=True)
+    return started
+
+
+@gluon.jit
+def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
+    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds."""
+    WARPS: gl.constexpr = gl.num_warps()
+    if USED == DIM:
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+        sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
+    else:
+        REST: gl.constexpr = USED - FIRST
+        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
+        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        sums = (gl.zeros([ROWS, FIRST], gl.float32, layout=first), gl.zeros([ROWS, REST], gl.float32, layout=rest))
+    return sums
+
+
+@gluon.jit
+def times(left, right, sums):
+    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them. right:
+    in shared memory, with the columns."""
+    if len(sums) == 1:
+        started = (warpgroup_mma(left, right, sums[0], is_async=True),)
+    else:
+        REST: gl.constexpr = sums[1].shape[1]
+        other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        started = (
+            warpgroup_mma(left, right.slice(0, FIRST, dim=1), sums[0], is_async=True),
+            warpgroup_mma(other, right.slice(FIRST, REST, dim=1), sums[1], is_async=True),
+        )
+    return started
+
+
+@gluon.jit
+def finished(started, PENDING: gl.constexpr):
+    """The sums of ``times``, once all but the last PENDING products are done."""
+    if len(started) == 1:
+        sums = (warpgroup_mma_wait(PENDING, deps=started),)
+    else:
+        sums = warpgroup_mma_wait(PENDING, deps=started)
+    return sums
+
+
+@gluon.jit
+def scaled(sums, factors):
+    """Sums times a factor for each row, (rows,)."""
+    first = sums[0] * gl.convert_layout(factors, gl.SliceLayout(1, sums[0].type.layout))[:, None]
+    if len(sums) == 1:
+        result = (first,)
+    else:
+        result = (first, sums[1] * gl.convert_layout(factors, gl.SliceLayout(1, sums[1].type.layout))[:, None])
+    return result
+
+
+@gluon.jit
+def both_finished(started, others, PENDING: gl.constexpr):
+    """``finished``, of two."""
+    if len(started) == 1:
+        sums, more = warpgroup_mma_wait(PENDING, deps=(started[0], others[0]))
+        both = ((sums,), (more,))
+    else:
+        first, rest, more, more_rest = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], others[0], others[1]))
+        both = ((first, rest), (more, more_rest))
+    return both
+
+
+@gluon.jit
+def scaled_by(sums, factor):
+    """Sums times one factor."""
+    if len(sums) == 1:
+        result = (sums[0] * factor,)
+    else:
+        result = (sums[0] * factor, sums[1] * factor)
+    return result
+
+
+@gluon.jit
+def store_columns(tile, sums):
+    """Stores sums in a tile in shared memory, in its dtype. Columns that are not in use keep what they have."""
+    if len(sums) == 1:
+        tile.store(sums[0].to(tile.dtype))
+    else:
+        tile.slice(0, FIRST, dim=1).store(sums[0].to(tile.dtype))
+        tile.slice(FIRST, sums[1].shape[1], dim=1).store(sums[1].to(tile.dtype))
+
+
+@gluon.jit
+def write_columns(place, STRIDE: gl.constexpr, sums, exists):
+    """Stores sums in global memory, from ``place`` on, in rows of STRIDE elements, if the tile exists."""
+    _write(place, STRIDE, sums[0], exists)
+    if len(sums) > 1:
+        _write(place + FIRST, STRIDE, sums[1], exists)
+
+
+@gluon.jit
+def _write(place, STRIDE: gl.constexpr, numbers, exists):
+    layout: gl.constexpr = numbers.type.layout
+    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    across = gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    gl.store(place + (down * STRIDE + across), numbers, mask=exists & (down + across >= 0))
