@@ -106,10 +106,10 @@ def test_documents_longer_than_the_longest_lose_their_end_where_the_host_cannot_
 
 
 def test_the_choice_and_attention_of_documents_compile_into_one_graph():
+    options = {"block_size": BLOCK, "max_seqlen_q": 90, "always": "sinks(4)"}
+
     def attend(q, k, v, ends):
-        return sf.attention_varlen(
-            q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends, max_seqlen_q=90)
-        )
+        return sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, cu_seqlens_q=ends, **options))
 
     torch._dynamo.reset()
     (q, k, v), ends = packed([40, 50])
