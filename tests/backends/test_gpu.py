@@ -184,6 +184,24 @@ def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim, monkeypatc
         check("hopper", spec, q_len, 600, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim, heads=4, kv_heads=2)
 
 
+@parametrize("backend", BACKENDS)
+def test_calls_of_one_tensor_leave_nothing_for_calls_of_three(backend):
+    q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+
+    def results(q, k, v):
+        leaves = [t.detach().clone().requires_grad_() for t in dict.fromkeys((q, k, v))]
+        of = dict(zip(dict.fromkeys((q, k, v)), leaves, strict=True))
+        out = sf.attention(of[q], of[k], of[v], "causal & local(150)", backend=backend)
+        return out, *torch.autograd.grad(out, leaves, v)
+
+    wanted = results(q, k, v)
+    sf.clear_caches()
+    for _ in range(3):
+        results(q, q, q)
+    for one, other in zip(results(q, k, v), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
 def test_launches_on_several_streams_do_not_take_each_others_tiles():
     q, k, v = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wanted = sf.attention(q, k, v, "causal")

@@ -130,6 +130,19 @@ def test_a_launch_made_again_has_the_parameters_of_the_first_and_the_addresses_o
     assert values[13:] == [bytes(8)] * 2
 
 
+def test_tensors_that_were_one_when_a_launch_was_recorded_are_not_told_apart_but_launched_anew(driver):
+    tensors, arguments = inputs()
+    lse = tensors[1]
+    arguments[-2] = KernelVariant(lse)
+    launch = call(compiled(), arguments, (tensors[0], lse, lse))
+    moved = lse.clone()
+    assert launch.again((tensors[0], moved, moved))
+    values = driver.launches[-1][3]
+    assert {int.from_bytes(values[i], "little") for i in (9, 12)} == {moved.data_ptr()}
+    assert not launch.again((tensors[0], lse, moved)) and len(driver.launches) == 1
+    assert launch.again((tensors[0], lse, lse)) and len(driver.launches) == 2
+
+
 def test_maps_of_addresses_seen_before_are_not_encoded_again(driver):
     tensors, arguments = inputs()
     launch = call(compiled(), arguments, tensors)

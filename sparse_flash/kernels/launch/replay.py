@@ -140,12 +140,15 @@ class ReplayedCall:
         self.replays = replays
         self.device = tensors[0].device.index
         self.pointers = [t.data_ptr() for t in tensors]
+        # Parameters are found by tensor, so those of one that came twice, such as q as keys too, cannot be told apart.
+        first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+        self.same = [(first[id(t)], i) for i, t in enumerate(tensors) if first[id(t)] != i]
         self.stream: int | None = None
         self.lock = threading.Lock()
 
     def again(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Returns False, without launching, if these tensors need another kernel, another GPU is current, or a profiler needs to
-        see the launches."""
+        """Returns False, without launching, if these tensors need another kernel, some of them were one tensor in the call before,
+        another GPU is current, or a profiler needs to see the launches."""
         if _hooked() or current_gpu() != self.device:
             return False
         if not hasattr(_this_thread, "entered"):
@@ -155,6 +158,9 @@ class ReplayedCall:
         with self.lock:
             before = self.pointers
             if pointers != before:
+                for i, j in self.same:
+                    if pointers[i] != pointers[j]:
+                        return False
                 changed = [(i, p) for i, p in enumerate(pointers) if p != before[i]]
                 for _, pointer in changed:
                     if pointer % 16:
