@@ -183,7 +183,10 @@ class _Compilation:
             for part in _slices(len(chosen), max(1, _BATCH_NUMBERS // (size * width))):
                 where = local[part, None], picked[part]
                 r, c = rows[chosen[part]], cols[chosen[part]]
-                packed = self.clipped(r, c, first[where] - start[part, :, None], stop[where] - start[part, :, None])
+                runs_first, runs_stop = first[where], stop[where]
+                runs_first -= start[part, :, None]
+                runs_stop -= start[part, :, None]
+                packed = self.clipped(r, c, runs_first, runs_stop)
                 if width <= size // 4:
                     tiles[chosen[part]] = self.pool_runs(packed)
                 else:
@@ -216,11 +219,12 @@ class _Compilation:
         return np.concatenate(tiles)
 
     def clipped(self, rows: np.ndarray, cols: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Runs (n, runs, block) relative to their block, clipped to it and to the lengths, packed."""
+        """Runs (n, runs, block) relative to their block, clipped to it and to the lengths in place, packed."""
         width = self.grid.widths(cols)[:, None, None]
-        first, stop = np.clip(first, 0, width), np.minimum(stop, width)
-        within = np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None]
-        return pack_runs(first, np.where(within[:, None, :], stop, 0))
+        np.clip(first, 0, width, out=first)
+        np.minimum(stop, width, out=stop)
+        stop *= (np.arange(self.grid.block_size) < self.grid.heights(rows)[:, None])[:, None, :]
+        return pack_runs(first, stop)
 
 
 def _slices(count: int, step: int) -> Iterator[slice]:

@@ -16,8 +16,12 @@ _BATCH_PAIRS = 1 << 22
 
 def pack_runs(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     """Two numbers per row in one int32: ``first | stop << 16``; an empty run is 0."""
-    first, stop = first.astype(np.int32), stop.astype(np.int32)
-    return np.where(stop > first, first | (stop << 16), 0).astype(np.int32)
+    packed = stop.astype(np.int32)
+    # In place: numpy reuses temporaries by itself only where it recognizes the interpreter, not after torch.compile has run.
+    packed <<= 16
+    packed |= first.astype(np.int32)
+    packed *= stop > first
+    return packed
 
 
 def unpack_runs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
