@@ -11,6 +11,8 @@ def dropout_stream(variant, line):
     """Three scalars that distinguish a line's draws from others'; empty without dropout. line: batch * heads + head."""
     stream = ()
     if variant.seed is not None:
+        if variant.lines is not None:
+            line = tl.load(variant.lines + line)
         stream = stream_of_line(variant.seed, line)
     return stream
 
@@ -22,5 +24,15 @@ def kept_by_dropout(variant, stream, place, sizes):
     threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
     query, token = (query[None, :], token[:, None]) if sizes.BY_KEY else (query[:, None], token[None, :])
-    word = words_of_pairs(stream, query, token, place.first_query, place.first_key)
+    first_query = _in_sequence(variant.q_places, place.first_query)
+    first_key = _in_sequence(variant.kv_places, place.first_key)
+    word = words_of_pairs(stream, query, token, first_query, first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
+
+
+@triton.jit
+def _in_sequence(places, first):
+    """Where a tile's first token stands in the whole sequence; the others follow it, as tiles divide the blocks of a table."""
+    if places is not None:
+        first = tl.load(places + first // 16)
+    return first
