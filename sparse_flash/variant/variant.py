@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -163,9 +163,7 @@ def checked_variant(
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
-    check_number("dropout_p", dropout_p, _ONE_NUMBER)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+    check_dropout(dropout_p)
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     if share:
         given["dropout_p"] = share / _DROPOUT_STEPS
@@ -212,6 +210,13 @@ def checked_variant(
             check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         given["score_params"] = tuple(t.contiguous() for t in score_params)
     return Variant(**given) if given else None
+
+
+def check_dropout(dropout_p: object) -> None:
+    """Raises TypeError or ValueError unless dropout_p is a number in [0, 1)."""
+    check_number("dropout_p", dropout_p, _ONE_NUMBER)
+    if not 0.0 <= cast(float, dropout_p) < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:
