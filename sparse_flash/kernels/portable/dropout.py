@@ -8,7 +8,7 @@ from ..common.philox import stream_of_line, words_of_pairs
 
 @triton.jit
 def dropout_stream(variant, tile, sizes):
-    """(three scalars that distinguish a line's draws from others', where the tile stands in the sequence); empty without dropout."""
+    """(three scalars that distinguish a line's draws from others', the tile's first token in the sequence); () without dropout."""
     stream = ()
     if variant.seed is not None:
         line = tile.line if variant.lines is None else tl.load(variant.lines + tile.line)
