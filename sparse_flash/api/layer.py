@@ -203,10 +203,9 @@ class SparseAttention(nn.Module):
         if self.select is not None:
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
-        if cache is None:
-            out = self._attended(q, k, v, mask, dropout_p=dropout_p)
-        else:
-            out = self._attended_with(cache, q, k, v, mask)
+        if cache is not None:
+            return self.out_proj(self._attended_with(cache, q, k, v, mask).transpose(1, 2).flatten(2))
+        out = self._attended(q, k, v, mask, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

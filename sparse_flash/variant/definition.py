@@ -118,8 +118,8 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
 
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
-    """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come 16
-    at a time, consecutive from a multiple of 16. The variant's places and lines, if it has any, count in place of the call's.
+    """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
+    16 at a time, consecutive from a multiple of 16. The variant's places and lines, if it has any, count in place of the call's.
 
     Each batch entry and head has its own words: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's
     two words. Philox-2x32-7, keyed by the first of those words, at the counter (q ^ the second, k ^ the third), where q and k are

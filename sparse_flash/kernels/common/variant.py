@@ -13,8 +13,8 @@ class KernelVariant(NamedTuple):
     """Which fields are None is fixed at compile time.
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
-    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_places, kv_places: (tokens /
-    16,) int32, lines: (batch, heads) int32, for dropout: see ``Variant``.
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_places, kv_places: (tokens
+    / 16,) int32, lines: (batch, heads) int32, for dropout: see ``Variant``.
     """
 
     seed: Any = None
