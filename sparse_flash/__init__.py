@@ -7,6 +7,7 @@ from .api.attention import attention
 from .api.caches import clear_caches
 from .api.decode import attention_decode
 from .api.layer import KeyValueCache, SparseAttention
+from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
 from .masks.block_mask import BlockMask
@@ -14,6 +15,7 @@ from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
 from .masks.pattern import DerivedPattern, Pattern, list_patterns, parse, register_pattern
 from .masks.rules import DistancePattern, RunPattern, UnitPattern, positive_int
+from .packed.picks import PackedSelection
 from .patterns import *  # noqa: F403  (the built-in patterns, by the names in patterns/__init__.py)
 from .patterns import __all__ as _patterns
 from .selection.choice import keep_picks
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "BlockMeans",
     "BlockSelection",
     "CheckError",
     "ContextParallel",
@@ -36,6 +39,7 @@ __all__ = [
     "DerivedPattern",
     "DistancePattern",
     "KeyValueCache",
+    "PackedSelection",
     "Pattern",
     "RunPattern",
     "ScoreFunction",

@@ -12,13 +12,24 @@ from sparse_flash.kernels.portable import choose_blocks
 ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
 
 
-def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET):
-    """shared: query heads that share a choice. slots: blocks of a choice."""
+def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET, bounded: bool = False):
+    """shared: query heads that share a choice. slots: blocks of a choice. bounded: of packed documents."""
     kernel, config = choose_blocks.choose_blocks_kernel, choose_blocks._CONFIGS[kind]
     constants = {"EVERY": 1, "BLOCK": block, "CHOSEN": slots - 1, "OWN": 1, "SLOTS": slots, "SHARED": shared}
-    constants |= {"KIND": choose_blocks._KINDS[kind].value, "TILE": config.tile, "COLUMNS": config.columns, "KEYS": 64}
+    constants |= {
+        "KIND": choose_blocks._KINDS[kind].value,
+        "BOUNDED": bounded,
+        "TILE": config.tile,
+        "COLUMNS": config.columns,
+        "KEYS": 64,
+    }
     constants |= {"DIM": 16 if kind == "given" else 128, "PRECISION": "tf32"}
-    types = {"source": "*fp32" if kind == "given" else "*bf16", "keys": "*fp32" if kind == "mean" else "*bf16", "picks": "*i32"}
+    types = {
+        "source": "*fp32" if kind == "given" else "*bf16",
+        "keys": "*fp32" if kind == "mean" else "*bf16",
+        "picks": "*i32",
+        "bounds": "*i32",
+    }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     attributes = {
         (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in types or name in ALIGNED
@@ -28,7 +39,8 @@ def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET)
 
 
 if __name__ == "__main__":
-    for kind, shared, block in (("mean", 4, 128), ("mean", 16, 64), ("max", 1, 128), ("max", 16, 64), ("given", 1, 128)):
-        result = compiled(kind, shared, block)
-        row = {"kind": kind, "shared heads": shared, "block": block, "shared": result.metadata.shared}
+    kinds = ("mean", 4, 128), ("mean", 16, 64), ("max", 1, 128), ("max", 16, 64), ("given", 1, 128)
+    for kind, shared, block, bounded in [*((*kind, False) for kind in kinds), ("mean", 4, 128, True), ("given", 1, 128, True)]:
+        result = compiled(kind, shared, block, bounded=bounded)
+        row = {"kind": kind, "bounded": bounded, "shared heads": shared, "block": block, "shared": result.metadata.shared}
         print(json.dumps(row | {"wgmma": result.asm["ptx"].count("wgmma.mma_async"), **resources(result.asm["cubin"])}), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,14 +43,18 @@ class ChosenBlocks(Attention):
         return sf.attention(q, k, v, sf.topk_blocks(q, k, self.keep, block_size=self.block, always=self.mask)).transpose(1, 2)
 
 
-def decoder(trial: Trial, device: torch.device) -> Decoder:
-    """A new model of an arm. One seed gives the same first weights to all arms."""
+def decoder(trial: Trial, device: torch.device, attention: Callable[[], Attention] | None = None) -> Decoder:
+    """A new model of an arm. One seed gives the same first weights to all arms. attention: makes each block's in place of the
+    arm's."""
     shape, arm = trial.shape, trial.masks
     with device:
         model = Decoder(trial.of_train_lm())
         model.embed = PairEmbedding(shape.vocabulary, shape.dim)
-        for block in model.blocks if arm.keep else ():
-            block.attention = ChosenBlocks(shape, block.attention.mask, arm.keep, trial.block)
+        for block in model.blocks:
+            if attention is not None:
+                block.attention = attention()
+            elif arm.keep:
+                block.attention = ChosenBlocks(shape, block.attention.mask, arm.keep, trial.block)
     torch.manual_seed(trial.seed)
     model.reset_parameters()
     if trial.compiled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from statistics import mean
 
@@ -28,9 +29,10 @@ _WARMUP, _LEAST_RATE = 0.05, 0.1  # shares of the budget and of the peak
 _TOGETHER = 10  # steps of a row of the curve
 
 
-def run(trial: Trial, world: World, questions: int) -> dict:
-    """The result as plain data: what was run, right answers by distance and by hops, throughput, the mask's reach, the curve."""
-    model = decoder(trial, world.device)
+def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = decoder) -> dict:
+    """The result as plain data: what was run, right answers by distance and by hops, throughput, the mask's reach, the curve.
+    model_of: (trial, device) -> a new model."""
+    model = model_of(trial, world.device)
     curve = fit(model, trial, world)
     found, last = answers(model, trial, questions, world.device), curve[-1]
     free()

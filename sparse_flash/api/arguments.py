@@ -14,9 +14,12 @@ from .. import backends
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection, check_selection_block, check_sharing
 from ..masks.cache import compiled_once, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
+from ..packed.repack import Side
+from ..selection.choice import SCORES
 from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
@@ -333,6 +336,12 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     _check_groups(q.shape[1], k.shape[1])
 
 
+def documents_of(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
+    """The packed documents of x, (tokens, heads, head_dim). Raises as ``checked_documents`` does."""
+    longest = checked_documents(name, x, cu_seqlens, longest)
+    return Side(cu_seqlens.contiguous(), len(x), longest)
+
+
 def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> int:
     """The length that no document of x, (tokens, heads, head_dim), exceeds. Raises ValueError or TypeError where cu_seqlens,
     checked as far as the host can see, or ``longest`` does not fit x. name: what errors call x."""
@@ -375,7 +384,29 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
 
 
-def check_keep(keep: int | float) -> None:
+def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
+    if selection.device != q.device:
+        raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
+    if selection.batch != q.shape[0] or selection.heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(
+            f"picks must be of batch {q.shape[0]} and of {k.shape[1]} key heads or {q.shape[1]} query heads; got "
+            f"{tuple(selection.picks.shape)}"
+        )
+
+
+def check_choice(keep: object, every: object, block_size: object, score: str) -> None:
+    """Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
+    check_keep(keep)
+    check_sharing(every)
+    check_selection_block(block_size)
+    if isinstance(keep, float):
+        raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}; got {score!r}; pass scores= for others")
+
+
+def check_keep(keep: object) -> None:
     """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share."""
     if isinstance(keep, bool) or not isinstance(keep, (int, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")

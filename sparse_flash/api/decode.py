@@ -9,15 +9,18 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
+from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask, keep_if_captured, of_another_library
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
 from ..patterns import causal, full, local
+from ..selection.decode import decode, supports
 from .arguments import (
     DEFAULT_BLOCK_SIZE,
     MAX_QUERIES,
     check_decoding_mask,
     check_decoding_tensors,
+    check_selected_heads,
     checked_cache_lengths,
     checked_scale,
 )
@@ -29,7 +32,7 @@ def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: BlockMask | Pattern | str | None = None,
+    mask: BlockMask | BlockSelection | Pattern | str | None = None,
     *,
     kv_lens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -52,10 +55,12 @@ def attention_decode(
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)
     mask: a Pattern or its spec text; None for dense attention, in which all queries see all keys; or a BlockMask, square as for
-    training, covering at least the capacity. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its index in the
-    sequence. A query at a negative position keeps nothing.
+    training, covering at least the capacity; or a BlockSelection, the blocks of the cache that these queries picked, by
+    ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
+    index in the sequence. A query at a negative position keeps nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
-    backend: as for ``attention``; "hopper" and "triton" share one kernel here.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection "torch" alone runs: PyTorch
+    operations of fixed shapes, on any device, which read the picked blocks and no others.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError
     for arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast:
@@ -74,10 +79,43 @@ def attention_decode(
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])
     capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+    if isinstance(mask, BlockSelection):
+        out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
+        return (out, lse) if return_lse else out
     mask, is_causal = _resolved(mask, capacity, q)
     name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
     out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
+
+
+def _over_picks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: BlockSelection,
+    capacity: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) over picked blocks. Raises ValueError where the selection does not fit."""
+    if selection.always is not None:
+        raise ValueError("attention_decode takes no selection with always=; choose without it, or use sparse_flash.attention")
+    check_selected_heads(selection, q, k)
+    # Without lengths the cache's capacity tells positions, here and where the queries chose.
+    fits = selection.kv_len == capacity if kv_lens is None else selection.kv_len <= capacity
+    if selection.q_len != q.shape[2] or not fits:
+        raise ValueError(
+            f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
+            f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
+        )
+    backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
+    picks = selection.picks
+    if selection.every > 1:
+        picks = picks.repeat_interleave(selection.every, 2)[:, :, : selection.q_len]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return decode(q, k, v, picks, selection.block_size, kv_lens, block_table, scale)
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:

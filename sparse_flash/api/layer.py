@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -17,7 +17,9 @@ from ..variant.variant import check_dropout
 from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
+from .means import BlockMeans
 from .shared import SharedSequence
+from .topk import QueryChoice
 
 # (q, k), both (batch, heads or kv_heads, tokens, head_dim), rotated -> which blocks of keys each query attends to
 Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection]
@@ -28,6 +30,7 @@ class KeyValueCache:
 
     keys, values: (batch, kv_heads, tokens seen, head_dim), views of that room. room: both, (batch, kv_heads, length, head_dim).
     v_head_dim: head_dim of the values; that of the keys by default.
+    block_size: if not None, ``means`` are the ``BlockMeans`` of the keys in blocks of this size, up to date; None otherwise.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class KeyValueCache:
         head_dim: int,
         *,
         v_head_dim: int | None = None,
+        block_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -47,6 +51,8 @@ class KeyValueCache:
                 raise ValueError(f"{name} must be positive; got {value}")
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens = 0
+        sizes = batch, kv_heads, length, head_dim
+        self.means = None if block_size is None else BlockMeans(*sizes, block_size, dtype=dtype, device=device)
 
     @property
     def length(self) -> int:
@@ -75,6 +81,8 @@ class KeyValueCache:
         for room, new in zip(self.room, (k, v), strict=True):
             room[:, :, self.tokens : stop] = new.detach()
         self.tokens = stop
+        if self.means is not None:
+            self.means.update(self.room[0], k.shape[2], kv_lens=_counts(stop, k))
         return self.keys, self.values
 
     def reset(self) -> None:
@@ -91,10 +99,11 @@ class SparseAttention(nn.Module):
     at least as long as the cache; None for dense attention. Causal by default. A pattern that must not look ahead has to say so:
     "causal & local(1024)". ``layer.mask = ...`` changes it, also in compiled code. Or a ``ContextPlan``, for one sequence over
     several ranks: x then holds the rank's tokens, at the plan's positions.
-    select: in place of a mask, a function of (q, k) that returns a BlockSelection, called in each forward pass with queries and
-    keys by head, after rotation: ``functools.partial(sf.topk_blocks, keep=16, every=1, block_size=64, share_group=True)``. With a
-    cache it gets the new queries and all keys, and must choose for each query (every=1): then tokens see the same blocks whether
-    they come one by one or all at once.
+    select: in place of a mask, the arguments of ``topk_blocks`` by which queries choose their blocks in each forward pass:
+    ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
+    head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
+    then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
+    ``new_cache`` keeps these means, and a step reads the picked blocks alone.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
@@ -112,7 +121,7 @@ class SparseAttention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
-        select: Select | None = None,
+        select: Select | Mapping[str, Any] | None = None,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
         dropout_p: float = 0.0,
@@ -130,8 +139,12 @@ class SparseAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         check_deterministic(deterministic)
+        select = QueryChoice.of(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):
-            raise TypeError(f"select must be a function of (q, k) that returns a BlockSelection; got {type(select).__name__}")
+            raise TypeError(
+                "select must be a dict of topk_blocks' arguments, or a function of (q, k) that returns a BlockSelection; got "
+                f"{type(select).__name__}"
+            )
         if select is not None and not (isinstance(mask, str) and mask == "causal"):
             raise ValueError("select takes the place of mask; leave mask out: a selection is causal, and topk_blocks takes always=")
         check_dropout(dropout_p)
@@ -148,7 +161,7 @@ class SparseAttention(nn.Module):
             )
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
-        self.select = select
+        self.select: Select | None = select
         self.rotary_base, self.dropout_p = rotary_base, dropout_p
         self.backend, self.deterministic = backend, deterministic
 
@@ -211,6 +224,11 @@ class SparseAttention(nn.Module):
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
             k, v = cache.append(k, v)
+            if self._chooses_by_means(cache) and takes(q, k) and self.backend in ("auto", "torch"):
+                choice, lens = cast(QueryChoice, self.select), _counts(cache.tokens, q)
+                by_means = cast(BlockMeans, cache.means).choose(q, choice.keep, share_group=choice.share_group, kv_lens=lens)
+                keys, values = cache.room
+                return cast(torch.Tensor, attention_decode(q, keys, values, by_means, kv_lens=lens, backend=self.backend))
         selection = cast(Select, self.select)(q, k)
         if not isinstance(selection, BlockSelection):
             raise TypeError(f"select must return a BlockSelection; got {type(selection).__name__}; pass every=1 to topk_blocks")
@@ -220,6 +238,10 @@ class SparseAttention(nn.Module):
                 "first new token; pass every=1"
             )
         return cast(torch.Tensor, attention(q, k, v, selection, deterministic=self.deterministic, backend=self.backend))
+
+    def _chooses_by_means(self, cache: KeyValueCache) -> bool:
+        choice = self.select
+        return isinstance(choice, QueryChoice) and choice.is_by_means and getattr(cache.means, "block_size", 0) == choice.block_size
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **variant: Any
@@ -255,7 +277,9 @@ class SparseAttention(nn.Module):
         """An empty cache for this layer, with room for ``length`` tokens in each of ``batch`` sequences."""
         weight = self.k_proj.weight
         sizes = batch, self.kv_heads, length, self.head_dim
-        return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, dtype=weight.dtype, device=weight.device)
+        block_size = self.select.block_size if isinstance(self.select, QueryChoice) and self.select.is_by_means else None
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        return KeyValueCache(*sizes, v_head_dim=self.v_head_dim, block_size=block_size, **options)
 
     def extra_repr(self) -> str:
         mask = f"blocks of {self._mask.block_size}" if isinstance(self._mask, BlockMask) else self.mask

@@ -7,7 +7,7 @@ import torch
 from ..masks.block_selection import BlockSelection
 from ..selection import operators
 from ..variant.definition import with_sinks
-from .arguments import autocast, check_deterministic, check_sinks, check_tensors, check_types, checked_scale
+from .arguments import autocast, check_deterministic, check_selected_heads, check_sinks, check_tensors, check_types, checked_scale
 
 
 def attention_over_picks(
@@ -54,10 +54,4 @@ def check_selection(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor)
             f"the selection is of q_len={selection.q_len}, kv_len={selection.kv_len}; q and k have {q.shape[2]} and {k.shape[2]} "
             "tokens; pass q_len= and kv_len= to BlockSelection.from_picks, or choose again for these"
         )
-    if selection.device != q.device:
-        raise ValueError(f"the selection is on {selection.device} and q on {q.device}; use selection.to({str(q.device)!r})")
-    if selection.batch != q.shape[0] or selection.heads not in (k.shape[1], q.shape[1]):
-        raise ValueError(
-            f"picks must be of batch {q.shape[0]} and of {k.shape[1]} key heads or {q.shape[1]} query heads; got "
-            f"{tuple(selection.picks.shape)}"
-        )
+    check_selected_heads(selection, q, k)

@@ -4,21 +4,25 @@ each query."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, overload
 
 import torch
 
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection, always_table, check_selection_block, check_sharing
+from ..masks.block_selection import BlockSelection, always_table
 from ..masks.cache import as_block_mask, is_recorded, one_mask
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, parse
+from ..packed.picks import PackedSelection
 from ..selection import choice
 from ..selection.choice import block_means
-from .arguments import DEFAULT_BLOCK_SIZE, check_keep, check_tensors, check_types
+from .arguments import DEFAULT_BLOCK_SIZE, check_choice, check_keep, check_tensors, check_types
+from .topk_packed import by_query, by_scores
 
+_EITHER = "scores take the place of q, k, score= and share_group=; pass either"
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
@@ -52,6 +56,35 @@ def topk_blocks(
 
 @overload
 def topk_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | None = None,
+    share_group: bool = False,
+    score: str = "mean",
+) -> PackedSelection: ...
+
+
+@overload
+def topk_blocks(
+    *,
+    scores: torch.Tensor,
+    keep: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    every: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | None = None,
+) -> PackedSelection: ...
+
+
+@overload
+def topk_blocks(
     *,
     scores: torch.Tensor,
     keep: int,
@@ -78,7 +111,9 @@ def topk_blocks(
     scores: torch.Tensor | None = None,
     q_len: int | None = None,
     kv_len: int | None = None,
-) -> BlockMask | BlockSelection:
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+) -> BlockMask | BlockSelection | PackedSelection:
     """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
 
     With every=None, blocks of queries choose, and the result is a BlockMask:
@@ -109,12 +144,16 @@ def topk_blocks(
     scores: in place of q and k, those of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
     floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
     x every and q_len by default.
+    cu_seqlens_q, max_seqlen_q: of packed documents, as for ``attention_varlen``; keys share the documents of the queries. q and k
+    are then (tokens, heads or kv_heads, head_dim), and scores (kv_heads | heads, tokens, blocks of max_seqlen_q keys). every is 1.
+    always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
+    its first token.
 
     Returns a BlockMask of (batch, heads), or a BlockSelection of (batch, kv_heads | heads), on q's device, to pass to ``attention``
-    with the same q and k. The choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host
-    synchronization, safe under CUDA graphs, provided that patterns were used once with these lengths before the capture (see
-    ``BlockMask.from_blocks``). A selection's choice streams: no tensor of all queries and blocks is made. Under activation
-    checkpointing see ``keep_picks``.
+    with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The choice is not differentiated.
+    Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
+    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A selection's choice streams: no
+    tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
 
     Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
     which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
@@ -127,16 +166,27 @@ def topk_blocks(
     for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
     check_keep(keep)
+    if cu_seqlens_q is not None:
+        if not (isinstance(within, str) and within == "causal" and q_len is None and kv_len is None):
+            raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+        check_choice(keep, 1 if every is None else every, block_size, score)
+        if every not in (None, 1):
+            raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
+        if scores is None:
+            q, k = _both(q, k)
+            return by_query(q, k, keep, block_size, always, share_group, score, cu_seqlens_q, max_seqlen_q)
+        if q is not None or k is not None or share_group or score != "mean":
+            raise ValueError(_EITHER)
+        return by_scores(scores, keep, block_size, always, cu_seqlens_q, max_seqlen_q)
+    if max_seqlen_q is not None:
+        raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
     if scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
             raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
         return _by_blocks(*_both(q, k), keep, block_size, within, always, share_group)
     shared = 1 if every is None else every
-    check_sharing(shared)
-    check_selection_block(block_size)
-    if isinstance(keep, float):
-        raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
+    check_choice(keep, shared, block_size, score)
     if not (isinstance(within, str) and within == "causal"):
         raise ValueError(
             "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
@@ -144,8 +194,48 @@ def topk_blocks(
     if scores is None:
         return _by_query(*_both(q, k), keep, shared, block_size, always, share_group, score, q_len, kv_len)
     if q is not None or k is not None or share_group or score != "mean":
-        raise ValueError("scores take the place of q, k, score= and share_group=; pass either")
+        raise ValueError(_EITHER)
     return _by_scores(scores, keep, shared, block_size, always, q_len, kv_len)
+
+
+@dataclass(frozen=True)
+class QueryChoice:
+    """``topk_blocks`` by query with these arguments, checked: a function of (q, k)."""
+
+    keep: int
+    every: int = 1
+    block_size: int = DEFAULT_BLOCK_SIZE
+    always: Pattern | str | BlockMask | None = None
+    share_group: bool = False
+    score: str = "mean"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> QueryChoice:
+        """Raises TypeError or ValueError for arguments that ``topk_blocks`` does not take by query, by name."""
+        names = [field.name for field in fields(cls)]
+        unknown = [str(name) for name in arguments if name not in names]
+        if unknown:
+            raise TypeError(
+                f"select takes {', '.join(names)}; got {', '.join(unknown)}; pass a function of (q, k) for choices of your own"
+            )
+        if "keep" not in arguments:
+            raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
+        choice = cls(**arguments)
+        check_choice(choice.keep, choice.every, choice.block_size, choice.score)
+        if isinstance(choice.always, str):
+            parse(choice.always)
+        elif not (choice.always is None or isinstance(choice.always, (Pattern, BlockMask))):
+            as_block_mask(choice.always)  # raises the error that lists the types of masks
+        return choice
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> BlockSelection:
+        options = {"block_size": self.block_size, "always": self.always, "share_group": self.share_group, "score": self.score}
+        return topk_blocks(q, k, self.keep, every=self.every, **options)  # type: ignore[call-overload]
+
+    @property
+    def is_by_means(self) -> bool:
+        """Whether a step of decoding can choose by means that are kept, see ``BlockMeans``."""
+        return self.score == "mean" and self.every == 1 and self.always is None
 
 
 def _both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,8 +260,6 @@ def _by_query(
     check_tensors(q, k, k)
     if q_len is not None or kv_len is not None:
         raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
-    if score not in choice.SCORES:
-        raise ValueError(f"score must be one of {', '.join(map(repr, choice.SCORES))}; got {score!r}; pass scores= for others")
     keep = min(keep, -(-k.shape[2] // block_size))
     picks = choice.choose_blocks(q, k, keep, every, block_size, share_group, score)
     return _selection(picks, q.shape[2], k.shape[2], block_size, every, always)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
-from ..packed.repack import Axis, Side, pack
-from .arguments import autocast, check_packed, check_types, checked_documents
+from ..packed.picks import PackedSelection
+from ..packed.repack import Axis, pack
+from .arguments import autocast, check_packed, check_types, documents_of
 from .attention import attention
 from .keywords import shown_without_foreign, unexpected
 
@@ -20,16 +24,17 @@ def attention_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None,
-    mask: Pattern | str | None = None,
+    mask: Pattern | str | PackedSelection | None = None,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_block_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
     **foreign: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` within each of several documents, packed one after another, each under the mask for its own length.
 
     q: (tokens, heads, head_dim). k: (tokens_k, kv_heads, head_dim); kv_heads divides heads. v: (tokens_k, kv_heads, v_head_dim);
@@ -38,10 +43,13 @@ def attention_varlen(
     past that end belong to no document, and have no effect as long as they, their products and their incoming gradients are finite.
     cu_seqlens_k: the same for k and v; None: cu_seqlens_q. If a document's numbers of queries and keys differ, its last query has
     the position of its last key.
-    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document.
+    mask: a Pattern or its spec text, made of position-based rules; None for all pairs within a document; or the PackedSelection of
+    ``topk_blocks`` for these documents, whose queries and keys are of the same tokens.
     max_seqlen_q, max_seqlen_k: upper bounds on document lengths; the token counts by default. They bound the table, which is
     compiled once for each power of two of 128-token blocks, and the memory of the table derived from it in each call.
     scale, return_lse, deterministic, backend: as for ``attention``, and so is autocast.
+    return_block_lse: of a PackedSelection, also return last, for each block that a token picked, the lse of its scores in it:
+    (heads, tokens, picks), in the order of its picks.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
     in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
@@ -54,7 +62,7 @@ def attention_varlen(
     If each query keeps one run of keys and runs ascend (causal, local, prefix, full and their intersections), documents are
     attended to in place, in blocks that neighbours may share: masked values are multiplied by a weight of 0 there, so infinities
     and NaN in one document, or past the last, can reach a neighbour. Under other patterns, documents are moved to blocks of their
-    own and back, which copies q, k, v and the results.
+    own and back, which copies q, k, v and the results. So they are under a PackedSelection.
 
     Source: the variable-length call of FlashAttention (arXiv:2205.14135).
     """
@@ -63,7 +71,18 @@ def attention_varlen(
     check_types(q, k, v)
     q, k, v = autocast(q, k, v)
     check_packed(q, k, v)
+    options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
+    if isinstance(mask, PackedSelection):
+        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+        selection, axis = mask.on_blocks()
+        q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
+        results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
+        return _finished(results, axis, return_lse)
+    if return_block_lse:
+        raise ValueError(f"return_block_lse is of the blocks that a PackedSelection picked; got mask of {type(mask).__name__}")
     mask = "full" if mask is None else mask
+    if isinstance(mask, BlockSelection):
+        raise TypeError("a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks for one of packed documents")
     if not isinstance(mask, (Pattern, str)):
         hint = "; a BlockMask is of one length, so pass the pattern that it was compiled from" * (
             type(mask).__name__ == "BlockMask"
@@ -72,8 +91,8 @@ def attention_varlen(
     same = cu_seqlens_k is None or (cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
     if same and len(k) != len(q):
         raise ValueError(f"q has {len(q)} tokens and k {len(k)}; pass cu_seqlens_k, which says where k's documents start")
-    queries = _side("q", q, cu_seqlens_q, max_seqlen_q)
-    keys = _side("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
+    queries = documents_of("q", q, cu_seqlens_q, max_seqlen_q)
+    keys = documents_of("k", k, cu_seqlens_q if same or cu_seqlens_k is None else cu_seqlens_k, max_seqlen_k)
     if len(queries.cu_seqlens) != len(keys.cu_seqlens):
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must be of as many documents; "
@@ -85,16 +104,55 @@ def attention_varlen(
     in_place = mask_in_place(mask, queries, None if same else keys)
     if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        out, lse = attention(q, k, v, in_place, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
+        out, lse = attention(q, k, v, in_place, **options)
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    else:
-        packed = pack(mask, queries, None if same else keys)
-        q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
-        out, lse = attention(q, k, v, packed.mask, scale=scale, return_lse=True, deterministic=deterministic, backend=backend)
-        out = _off_blocks(out, packed.queries, 0.0)
-        if return_lse:
-            lse = _off_blocks(lse.unsqueeze(-1), packed.queries, float("-inf"), heads_first=True).squeeze(-1).T
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    packed = pack(mask, queries, None if same else keys)
+    q, k, v = (_onto_blocks(t, axis) for t, axis in ((q, packed.queries), (k, packed.keys), (v, packed.keys)))
+    return _finished(attention(q, k, v, packed.mask, **options), packed.queries, return_lse)
+
+
+def _check_selection(
+    selection: PackedSelection,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    longest: int | None,
+) -> None:
+    """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
+    side = documents_of("q", q, cu_seqlens_q, longest)
+    if longest is not None and side.longest != selection.longest:
+        raise ValueError(f"max_seqlen_q must be the selection's, {selection.longest}; got {side.longest}; leave it out")
+    ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    if not same or len(k) != len(q):
+        raise ValueError(
+            f"a PackedSelection is of queries and keys of the same tokens; got {len(q)} and {len(k)}; leave cu_seqlens_k out"
+        )
+    if selection.picks.device != q.device or (selection.tokens, len(ours)) != (len(q), len(cu_seqlens_q)):
+        raise ValueError(
+            f"the selection is of {selection.tokens} tokens in {len(ours) - 1} documents on {selection.picks.device}; got "
+            f"{len(q)} in {len(cu_seqlens_q) - 1} on {q.device}; choose again for these"
+        )
+    if selection.heads not in (k.shape[1], q.shape[1]):
+        raise ValueError(
+            f"picks must be of {k.shape[1]} key heads or {q.shape[1]} query heads; got {tuple(selection.picks.shape)}, heads first"
+        )
+    # On a GPU the values are not known to the host.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and ours.tolist() != cu_seqlens_q.tolist():
+        raise ValueError("cu_seqlens_q must be those that the selection was made for; got others; choose again for these")
+
+
+def _finished(
+    results: torch.Tensor | tuple[torch.Tensor, ...], axis: Axis, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """What the caller gets of the axis of blocks, by token. results: out, lse and perhaps the lse of picked blocks."""
+    out, lse, *of_picks = results
+    found = [_off_blocks(out, axis, 0.0)]
+    if return_lse:
+        found.append(_off_blocks(lse.unsqueeze(-1), axis, float("-inf"), heads_first=True).squeeze(-1).T)
+    found += [_off_blocks(of_pick, axis, float("-inf"), heads_first=True).transpose(0, 1) for of_pick in of_picks]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -106,9 +164,3 @@ def _onto_blocks(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def _off_blocks(x: torch.Tensor, axis: Axis, fill: float, heads_first: bool = False) -> torch.Tensor:
     """The reverse; ``fill`` for tokens of no document."""
     return take_rows(x.squeeze(0).transpose(0, 1), axis.row_of_token, axis.token_of_row, fill, heads_first)
-
-
-def _side(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int | None) -> Side:
-    """The packed documents of x."""
-    longest = checked_documents(name, x, cu_seqlens, longest)
-    return Side(cu_seqlens.contiguous(), len(x), longest)

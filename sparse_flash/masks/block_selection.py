@@ -318,10 +318,12 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
         return None
     if isinstance(always, BlockMask):
         return one_mask("always", always, BlockGrid(q_len, kv_len, always.block_size), device)
-    causal = (
-        f"causal & ({always})" if isinstance(always, str) else parse("causal") & always if isinstance(always, Pattern) else always
-    )
+    causal = without_later_keys(always) if isinstance(always, (str, Pattern)) else always
     return one_mask("always", causal, BlockGrid(q_len, kv_len, min(block_size, _ALWAYS_BLOCK_SIZE)), device)
+
+
+def without_later_keys(always: Pattern | str) -> Pattern | str:
+    return f"causal & ({always})" if isinstance(always, str) else parse("causal") & always
 
 
 # Lets torch.load read a saved selection without weights_only=False.

@@ -38,6 +38,8 @@ def _way_out(mask: object) -> str:
         return "; use BlockMask.from_dense for a bool tensor of pairs, from_blocks for one of blocks"
     if type(mask).__name__ == "BlockSelection":  # its module imports this one
         return "; a selection by query goes to attention, or as select= to SparseAttention"
+    if type(mask).__name__ == "PackedSelection":
+        return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
         return "; use BlockMask.per_head for a mask of each head"
     if isinstance(mask, type):

@@ -109,8 +109,8 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same,
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     document = long_document(pattern, k_height, 0 if same else before, device)
-    q_blocks = _most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
-    k_blocks = _most_blocks(k_tokens, documents)
+    q_blocks = most_blocks(q_tokens, documents, 0 if same else BLOCK - 1)
+    k_blocks = most_blocks(k_tokens, documents)
     entries = document.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
     keep_if_captured(document, device)
     sizes = (q_tokens, k_tokens, q_longest, k_longest, q_blocks, k_blocks, document.before, max(2, entries))
@@ -133,9 +133,9 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _most_blocks(tokens: int, documents: int, skipped: int = 0) -> int:
+def most_blocks(tokens: int, documents: int, skipped: int = 0, block: int = BLOCK) -> int:
     """Enough blocks for any lengths, if up to ``skipped`` places before a document stay empty."""
-    return max(1, (tokens + min(documents, tokens) * (BLOCK - 1 + skipped)) // BLOCK)
+    return max(1, (tokens + min(documents, tokens) * (block - 1 + skipped)) // block)
 
 
 class LongDocument:

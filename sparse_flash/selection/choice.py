@@ -26,12 +26,20 @@ _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
 
 @torch.library.custom_op("sparse_flash::choose_blocks", mutates_args=())
 def choose_blocks(
-    q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    share_group: bool,
+    score: str,
+    bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Picks by queries and keys, (batch, kv_heads if share_group else heads, groups, n) int32, in the format of ``BlockSelection``.
 
     keep: how many blocks, the own ones of a group's first query among them. score: "mean", products with mean keys, or "max", the
     largest product with a key of the block; in float32, summed over the query heads that share keys if they share the choice.
+    bounds: (groups, 2) int32, the first block that a group may choose, and its own, where lengths do not tell them; with every=1.
     """
     heads = k.shape[1] if share_group else q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
@@ -41,8 +49,9 @@ def choose_blocks(
 
         own = own_width(every, block_size, kv_len - q_len)
         q, k = (portable.unbroken(t) for t in (q, k))
+        sizes = keep - 1, own, every, block_size, heads, q_len, kv_len
         with portable.current_device(q.device):
-            return by_kernel(q, k if means is None else means, score, keep - 1, own, every, block_size, heads, q_len, kv_len)
+            return by_kernel(q, k if means is None else means, score, *sizes, bounds=bounds)
     exact = torch.promote_types(q.dtype, torch.float32)
     rows, whole = q[:, :, ::every].unflatten(1, (k.shape[1], -1)), kv_len // block_size
 
@@ -59,17 +68,30 @@ def choose_blocks(
 
     room = q.shape[0] * q.shape[1] * (whole if score == "mean" else whole * block_size)
     with own_precision(q):
-        best = _best(scored, rows.shape[3], room, keep - 1, every, block_size, q_len, kv_len, q.device)
+        best = _best(scored, rows.shape[3], room, keep - 1, every, block_size, q_len, kv_len, q.device, bounds)
+    if bounds is not None:
+        return _with_own(best, bounds[:, 1:], -(-kv_len // block_size))
     return normalized(best, every, block_size, q_len, kv_len, True)
 
 
 @choose_blocks.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, keep: int, every: int, block_size: int, share_group: bool, score: str) -> torch.Tensor:
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    share_group: bool,
+    score: str,
+    bounds: torch.Tensor | None = None,
+) -> torch.Tensor:
     return _fake(q, k.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], k.shape[2])
 
 
 @torch.library.custom_op("sparse_flash::choose_by_scores", mutates_args=())
-def choose_by_scores(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+def choose_by_scores(
+    scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
+) -> torch.Tensor:
     """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
     if _by_kernel(scores, scores.shape[1], keep):
@@ -78,15 +100,20 @@ def choose_by_scores(scores: torch.Tensor, keep: int, every: int, block_size: in
         own = own_width(every, block_size, kv_len - q_len)
         with portable.current_device(scores.device):
             scores = portable.unbroken(scores)
-            return by_kernel(scores, None, "given", keep - 1, own, every, block_size, scores.shape[1], q_len, kv_len)
+            sizes = keep - 1, own, every, block_size, scores.shape[1], q_len, kv_len
+            return by_kernel(scores, None, "given", *sizes, bounds=bounds)
     batch, heads, groups, blocks = scores.shape
     sizes = groups, batch * heads * blocks, keep - 1, every, block_size, q_len, kv_len
-    best = _best(lambda low, high: scores[:, :, low:high], *sizes, scores.device)
+    best = _best(lambda low, high: scores[:, :, low:high], *sizes, scores.device, bounds)
+    if bounds is not None:
+        return _with_own(best, bounds[:, 1:], blocks)
     return normalized(best, every, block_size, q_len, kv_len, True)
 
 
 @choose_by_scores.register_fake
-def _(scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int) -> torch.Tensor:
+def _(
+    scores: torch.Tensor, keep: int, every: int, block_size: int, q_len: int, kv_len: int, bounds: torch.Tensor | None = None
+) -> torch.Tensor:
     return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
 
 
@@ -111,21 +138,57 @@ def _best(
     q_len: int,
     kv_len: int,
     device: torch.device,
+    bounds: torch.Tensor | None,
 ) -> torch.Tensor:
     """(batch, heads, groups, chosen) int64: the blocks with the best scores, -1 for none. scored: (low, high) -> the scores of
-    groups low .. high - 1, (batch, heads, groups, blocks). room: how many numbers that takes for a group."""
-    first = group_positions(groups, every, q_len, kv_len, device)[0]
-    before = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None]
+    groups low .. high - 1, (batch, heads, groups, blocks). room: how many numbers that takes for a group. bounds: see
+    ``choose_blocks``."""
+    if bounds is None:
+        first = group_positions(groups, every, q_len, kv_len, device)[0]
+        before, least = first.clamp(min=0).div(block_size, rounding_mode="floor")[:, None], None
+    else:
+        least, before = bounds[:, :1], bounds[:, 1:]
     step = max(1, (_CHUNK_GPU if device.type == "cuda" else _CHUNK_CPU) // max(1, room))
     parts = []
     for low in range(0, groups, step):
-        scores = scored(low, low + step)
-        possible = (torch.arange(scores.shape[3], device=device) < before[low : low + step]) & ~scores.isnan()
-        # topk does not say which of equal scores it takes.
-        values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
-        best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
-        parts.append(torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1))
+        some = slice(low, low + step)
+        parts.append(_ranked(scored(low, low + step), before[some], chosen, None if least is None else least[some]))
     return torch.cat(parts, 2)
+
+
+def _ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
+    """(batch, heads, groups, chosen) int64: the columns with the best scores, -1 for none. least, before: (.., groups, 1): columns
+    from the one on and below the other may be chosen; None: from 0 on."""
+    column = torch.arange(scores.shape[3], device=scores.device)
+    possible = (column < before) & ~scores.isnan()
+    possible = possible if least is None else possible & (column >= least)
+    # topk does not say which of equal scores it takes.
+    values, columns = scores.masked_fill(~possible, float("-inf")).sort(dim=3, descending=True, stable=True)
+    best = torch.where(values == float("-inf"), -1, columns)[..., :chosen]
+    return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
+
+
+def choose_by_means(
+    q: torch.Tensor, means: torch.Tensor, position: torch.Tensor, keep: int, block_size: int, share_group: bool
+) -> torch.Tensor:
+    """Like ``choose_blocks``, for few queries of each sequence, by means that are kept. A query at a negative position picks none.
+
+    means: (batch, kv_heads, blocks, head_dim), in the dtype of ``block_means``. position: (batch, q_len) int64.
+    """
+    own = position.div(block_size, rounding_mode="floor")[:, None, :, None]
+    rows = q.unflatten(1, (means.shape[1], -1)).to(means.dtype)
+    with own_precision(q):
+        rows = rows.sum(2, keepdim=True) if share_group else rows
+        scores = (rows @ means[:, :, None].mT).flatten(1, 2)
+    return _with_own(_ranked(scores, own, keep - 1), own, means.shape[2] + 1)
+
+
+def _with_own(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
+    """Picks in the format of ``BlockSelection`` from the best blocks, all of them before the own one. own: (.., groups, 1). none:
+    more than any block."""
+    picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)
+    picks = torch.where(picks < 0, none, picks).sort(3).values
+    return torch.where(picks == none, -1, picks).to(torch.int32)
 
 
 def block_means(x: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A selection in the layer, in explain, draw and check."""
 
 import copy
+import pickle
 from functools import partial
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
 from sparse_flash.tools.draw import cells
@@ -41,17 +43,96 @@ def test_a_layer_attends_to_the_blocks_that_its_queries_choose():
     torch.testing.assert_close(copy.deepcopy(attn)(x), wanted)
 
 
+def test_a_layers_arguments_of_topk_blocks_are_its_choice():
+    torch._dynamo.reset()
+    attn, x = layer(select=SELECT.keywords), inputs()
+    wanted = layer()(x)
+    for one in (
+        attn,
+        copy.deepcopy(attn),
+        pickle.loads(pickle.dumps(attn)),
+        torch.compile(attn, backend="aot_eager", fullgraph=True),
+    ):
+        torch.testing.assert_close(one(x), wanted)
+    assert (
+        "keep=3, every=1, block_size=16, always='sinks(2)'" in repr(attn)
+        and attn.state_dict().keys() == layer().state_dict().keys()
+    )
+
+
+BY_MEANS = {"keep": 3, "block_size": 16, "share_group": True}
+
+
 @torch.no_grad()
-def test_decoding_with_a_cache_gives_the_rows_of_training():
-    attn, x = layer(), inputs()
-    cache = attn.new_cache(2, 100)
-    pieces = [attn(part, cache) for part in x.split([60, 1, 1, 38], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), attn(x))
+@pytest.mark.parametrize(
+    "select", [SELECT, SELECT.keywords, BY_MEANS, BY_MEANS | {"score": "max"}, BY_MEANS | {"share_group": False}]
+)
+def test_decoding_with_a_cache_gives_the_rows_of_training(select):
+    attn, x = layer(select=select), inputs()
+    cache = attn.new_cache(2, 120)
+    keeps_means = isinstance(select, dict) and "always" not in select and "score" not in select
+    assert (cache.means is not None) == keeps_means
+    for _ in range(2):
+        pieces = [attn(part, cache) for part in x.split([60, 1, 1, 2, 1, 16, 1, 18], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), attn(x))
+        cache.reset()
+
+
+@torch.no_grad()
+def test_a_step_by_kept_means_reads_no_key_that_was_not_picked():
+    attn, x = layer(select=BY_MEANS), inputs()
+    wanted, cache = attn(x), attn.new_cache(2, 100)
+    attn(x[:, :-1], cache)
+    q = turned_query(attn, x)
+    picks = cache.means.choose(q, 3, share_group=True).picks[:, :, 0]
+    for batch, head in np.ndindex(2, 2):
+        unpicked = torch.ones(7, dtype=torch.bool)
+        unpicked[picks[batch, head].long()] = False
+        for room in cache.room:
+            room[batch, head, unpicked.repeat_interleave(16)[:100]] = float("nan")
+    torch.testing.assert_close(attn(x[:, -1:], cache), wanted[:, -1:])
+
+
+def test_a_compiled_layer_compiles_nothing_with_each_token():
+    torch._dynamo.reset()
+    attn, x, counter = layer(select=BY_MEANS), inputs(80), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attn, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        cache, wanted, found, counts = attn.new_cache(2, 96), attn(x), [attn(x[:, :60])], []
+        attn(x[:, :60], cache)
+        for token in range(60, 80):
+            found.append(compiled(x[:, token : token + 1], cache))
+            counts.append(counter.frame_count)
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+    assert counts[-1] == counts[4] > 0
+
+
+def turned_query(attn, x):
+    """The last token's query, rotated, (batch, heads, 1, head_dim)."""
+    found = []
+    original, attn.select = attn.select, lambda q, k: found.append(q) or original(q, k)
+    attn(x)
+    attn.select = original
+    return found[0][:, :, -1:]
 
 
 def test_what_a_layer_cannot_select_by_is_refused():
-    with pytest.raises(TypeError, match=r"select must be a function .* got int"):
+    with pytest.raises(TypeError, match=r"select must be a dict of topk_blocks' arguments, or a function .* got int"):
         layer(select=16)
+    with pytest.raises(
+        TypeError, match="select takes keep, every, block_size, always, share_group, score; got blocks, within; pass a"
+    ):
+        layer(select={"keep": 3, "blocks": 16, "within": None})
+    with pytest.raises(TypeError, match=r"select needs keep, .* got none; pass select=\{'keep': 16\}"):
+        layer(select={"block_size": 16})
+    with pytest.raises(TypeError, match=r"keep of a selection must be an int, how many blocks; got 0.5"):
+        layer(select={"keep": 0.5})
+    with pytest.raises(ValueError, match=r"block_size of a selection must be one of 16, .* got 24"):
+        layer(select={"keep": 3, "block_size": 24})
+    with pytest.raises(ValueError, match="did you mean 'sinks'"):
+        layer(select={"keep": 3, "always": "sink(4)"})
+    with pytest.raises(TypeError, match=r"a mask must be a Pattern, its spec text or a BlockMask; got int"):
+        layer(select={"keep": 3, "always": 4})
     with pytest.raises(ValueError, match="select takes the place of mask; leave mask out"):
         layer(mask="causal & local(20)")
     with pytest.raises(TypeError, match="select must return a BlockSelection; got BlockMask; pass every=1"):
@@ -61,13 +142,11 @@ def test_what_a_layer_cannot_select_by_is_refused():
         attn(inputs(), attn.new_cache(2, 100))
 
 
-@pytest.mark.parametrize("call", ["attention_decode", "BlockMask.per_head", "SparseAttention"])
+@pytest.mark.parametrize("call", ["BlockMask.per_head", "SparseAttention"])
 def test_calls_that_take_masks_alone_say_where_a_selection_goes(call):
-    chosen, q, k = selection(), torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 150, 8)
+    chosen = selection()
     with pytest.raises(TypeError, match="got BlockSelection; a selection by query goes to attention, or as select="):
         match call:
-            case "attention_decode":
-                sf.attention_decode(q, k, k, chosen)
             case "BlockMask.per_head":
                 sf.BlockMask.per_head([chosen], 150)
             case "SparseAttention":

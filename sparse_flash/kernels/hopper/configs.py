@@ -57,8 +57,8 @@ TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figu
 # Where tiles of 64 queries are not more than SHORT_TILES times the multiprocessors; by padded head_dim. In CUDA graphs, the same
 # H200, forward, in us. Without a table, 8 heads of 1,024 tokens, 64 and 128: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN
 # 13.9 and 17.6. 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8. Causal, 2026-11-23, 8 heads of 1,024 tokens, 64 and 128: 12.7 and
-# 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8, 23.4
-# and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
+# 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8,
+# 23.4 and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
 SHORT_TILES = {64: 2, 128: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}

@@ -19,7 +19,7 @@ def used_columns(head_dim: int) -> int:
 @gluon.jit
 def times_transposed(left, right, zeros, USED: gl.constexpr):
     """Starts left times right transposed, summed over the columns in use. left, right: in shared memory."""
-    if USED == left.shape[1]:
+    if left.shape[1] == USED:
         started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         REST: gl.constexpr = USED - FIRST

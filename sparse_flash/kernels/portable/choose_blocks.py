@@ -70,6 +70,7 @@ def choose_blocks_kernel(
     source,
     keys,
     picks,
+    bounds,
     heads,
     groups,
     kv_len,
@@ -89,6 +90,7 @@ def choose_blocks_kernel(
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
     KIND: tl.constexpr,
+    BOUNDED: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -97,12 +99,17 @@ def choose_blocks_kernel(
 ):
     """source: q, (batch, heads x SHARED, tokens, head_dim), or scores, (batch, heads, groups, columns): then q_token is of groups.
     keys: what a key head's scores are products with, (batch, key heads, blocks or tokens, head_dim). picks: (batch, heads, groups,
-    CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head."""
+    CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED, (groups, 2) int32: the
+    first column that a group may choose, and its own; then EVERY is 1."""
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     group = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = group < groups
-    first = group * EVERY + offset
+    if BOUNDED:
+        least = tl.load(bounds + 2 * group, mask=exists, other=_NONE)
+        first = tl.load(bounds + 2 * group + 1, mask=exists, other=0) * BLOCK
+    else:
+        first = group * EVERY + offset
     own = tl.where(exists & (first >= 0), first // BLOCK, 0)
     slot = tl.arange(0, SLOTS)[None, :]
     room = (slot < CHOSEN) & (group >= 0)[:, None]
@@ -123,9 +130,15 @@ def choose_blocks_kernel(
             for _ in tl.static_range(SHARED):
                 query += tl.load(rows, mask=some, other=0.0).to(tl.float32)
                 rows += q_head
-        for start in range(0, tl.max(own, 0), COLUMNS):
+        begin = 0
+        if BOUNDED:
+            # A multiple, so that loads of neighbouring columns stay wide.
+            begin = tl.min(least, 0) // COLUMNS * COLUMNS
+        for start in range(begin, tl.max(own, 0), COLUMNS):
             column = start + tl.arange(0, COLUMNS)[None, :]
             before = column < own[:, None]
+            if BOUNDED:
+                before = before & (column >= least[:, None])
             if KIND == GIVEN:
                 scores = tl.load(rows + column, mask=before & exists[:, None], other=-float("inf")).to(tl.float32)
             elif KIND == MEAN:
@@ -177,19 +190,31 @@ def choose_blocks(
     q_len: int,
     kv_len: int,
     config: ChoiceConfig | None = None,
+    bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(batch, heads, groups, chosen + own) int32, ascending, then -1.
 
     source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, groups, blocks). keys: means of
     whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; else None. The last dimensions are
-    contiguous. chosen, own: how many blocks of the best, and at most of the queries' own. config: the kind's by default.
+    contiguous. chosen, own: how many blocks of the best, and at most of the queries' own. config: the kind's by default. bounds:
+    (groups, 2) int32, the first block that a group may choose, and its own, in place of what the lengths say; with every=1.
     """
     config = config or _CONFIGS[kind]
     groups = triton.cdiv(q_len, every)
     picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
     keys = source if keys is None else keys
     given = kind == "given"
-    arguments = [source, keys, picks, heads, groups, kv_len, kv_len - q_len, 1 if given else heads // keys.shape[1]]
+    arguments = [
+        source,
+        keys,
+        picks,
+        picks if bounds is None else bounds,
+        heads,
+        groups,
+        kv_len,
+        kv_len - q_len,
+        1 if given else heads // keys.shape[1],
+    ]
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
     arguments += sizes
     constants = {"EVERY": every, "BLOCK": block_size, "CHOSEN": chosen, "OWN": own}
@@ -197,6 +222,7 @@ def choose_blocks(
         "SLOTS": max(2, triton.next_power_of_2(chosen + own)),
         "SHARED": source.shape[1] // heads,
         "KIND": _KINDS[kind].value,
+        "BOUNDED": bounds is not None,
     }
     constants |= {"TILE": config.tile, "COLUMNS": config.columns, "KEYS": min(block_size, _KEYS)}
     constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}

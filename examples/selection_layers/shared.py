@@ -1,0 +1,61 @@
+"""What the layers have in common: sizes, their place in train_lm's decoder, a loss of a layer's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from examples.train_lm.model import Attention, Documents, Positions
+from examples.train_lm.settings import Shape
+from sparse_flash.api.shared import SharedSequence
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """keep: blocks that a query attends to, its own among them. block: keys of a block. window: tokens that a query sees next to
+    it, itself included, in layers that have a window."""
+
+    keep: int
+    block: int
+    window: int
+
+    def picked(self, tokens: int) -> int:
+        """Pairs of one head that are in picked blocks. tokens: of a sequence."""
+        return sum(t % self.block + 1 + min(self.keep - 1, t // self.block) * self.block for t in range(tokens))
+
+
+class ChoosingAttention(Attention):
+    """train_lm's attention, whose queries choose. A layer defines ``attended`` and ``pairs``."""
+
+    def __init__(self, shape: Shape, sizes: Sizes):
+        super().__init__(shape, "causal")
+        self.sizes = sizes
+
+    def forward(self, x, positions: Positions, documents: Documents | None = None, plan: SharedSequence | None = None):
+        if documents is not None or plan is not None:
+            raise ValueError(f"{type(self).__name__} takes whole sequences; got packed documents or a plan; pass neither")
+        q, k, v = (t.transpose(1, 2) for t in self.qkv(x, positions))
+        return self.out_proj(self.attended(x, q, k, v, positions).transpose(1, 2).flatten(2))
+
+    def attended(self, x, q, k, v, positions: Positions):
+        """x: (batch, tokens, dim), what the layer reads. q, k, v: (batch, heads or kv_heads, tokens, head_dim), normalized and
+        rotated. Returns the shape of q."""
+        raise NotImplementedError
+
+    @staticmethod
+    def pairs(sizes: Sizes, tokens: int) -> int:
+        """Pairs of a query and a key that one head attends to."""
+        raise NotImplementedError
+
+
+class WithLoss(torch.autograd.Function):
+    """A tensor as it is, and a loss of the layer that made it, (,) float32, which is added to whatever is differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), device=gradient.device)

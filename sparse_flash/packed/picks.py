@@ -1,0 +1,113 @@
+"""Blocks of keys picked by the tokens of packed documents: a document's blocks begin at its first token. Attention runs on an axis
+where each document starts in a new block: there picks of a document's blocks are picks like any other.
+
+Tensor operations of fixed shapes: on a GPU nothing synchronizes with the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..masks.block_selection import BlockSelection, without_later_keys
+from ..masks.compiler import compile_mask
+from ..masks.pattern import Pattern
+from .repack import Axis, Side, most_blocks, pack
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSelection:
+    """Which blocks of keys each token of packed documents picked, in its own document. Pass it to ``attention_varlen`` in place of
+    a mask. Create one with ``topk_blocks(..., cu_seqlens_q=...)``. Immutable.
+
+    picks: (kv_heads | heads, tokens, n) int32: blocks of the token's document, counted from its first token, ascending, each once,
+    then -1. With kv_heads, the query heads that share keys share picks. Tokens of no document pick none.
+    cu_seqlens: (documents + 1,) int32 or int64, as for ``attention_varlen``. longest: tokens; no document is longer.
+    block_size: keys of a block.
+    always: a Pattern or its spec text, or None: pairs of a document that every head keeps too, to the token.
+
+    A token keeps no key after it, and none of another document.
+    """
+
+    picks: torch.Tensor
+    cu_seqlens: torch.Tensor
+    longest: int
+    block_size: int
+    always: Pattern | str | None = None
+
+    @property
+    def heads(self) -> int:
+        """How many heads pick: key heads, or query heads."""
+        return self.picks.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.picks.shape[1]
+
+    @property
+    def documents(self) -> Side:
+        return Side(self.cu_seqlens, self.tokens, self.longest)
+
+    def to_dense(self) -> torch.Tensor:
+        """True where a pair is kept: (kv_heads | heads, tokens, tokens) bool. For inspecting short documents and for tests."""
+        place = places(self.documents)
+        block = torch.where(place.exists, place.within // self.block_size, -2)
+        picked = (self.picks[..., None] == block).any(2)
+        if self.always is not None:
+            table = compile_mask(without_later_keys(self.always), self.longest, device=self.picks.device)
+            picked |= table.to_dense()[..., place.within[:, None], place.within].reshape(-1, self.tokens, self.tokens)
+        alike = (place.document == place.document[:, None]) & (place.within <= place.within[:, None])
+        return picked & alike & place.exists & place.exists[:, None]
+
+    def on_blocks(self) -> tuple[BlockSelection, Axis]:
+        """The picks on an axis of whole blocks, and that axis."""
+        place, table = places(self.documents), None
+        if self.always is None:
+            axis = block_axis(self.documents, place, self.block_size)
+        else:
+            packed = pack(without_later_keys(self.always), self.documents, None)
+            axis, table = packed.queries, packed.mask
+        first = ((axis.row_of_token - place.within) // self.block_size)[:, None]
+        picks = torch.where(self.picks < 0, -1, self.picks + first)
+        token = axis.token_of_row
+        picks = torch.where((token < 0)[:, None], -1, picks[:, token.clamp(min=0)]).to(torch.int32)[None]
+        return BlockSelection(picks, len(token), len(token), self.block_size, own=False, always=table), axis
+
+
+class Places(NamedTuple):
+    """Each (tokens,): the token's document and its position there, int64, and whether it is of one."""
+
+    document: torch.Tensor
+    within: torch.Tensor
+    exists: torch.Tensor
+
+
+def places(side: Side) -> Places:
+    """Where tokens are. Of one that is of no document the position is 0."""
+    bounds = side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
+    token = torch.arange(side.tokens, device=bounds.device)
+    document = torch.searchsorted(bounds[1:], token, right=True).clamp(max=len(bounds) - 2)
+    within = token - bounds[document]
+    exists = (within >= 0) & (token < bounds[document + 1]) & (within < side.longest)
+    return Places(document, torch.where(exists, within, 0), exists)
+
+
+def block_axis(side: Side, place: Places, block: int) -> Axis:
+    """An axis where each document starts in a new block of this size."""
+    bounds = side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
+    blocks = (bounds.diff().clamp(max=side.longest) + block - 1) // block
+    first = (blocks.cumsum(0) - blocks) * block
+    rows = most_blocks(side.tokens, len(blocks), block=block) * block
+    row = first[place.document] + place.within
+    # Tokens of no document go to one row more, which is then dropped.
+    token_of_row = torch.full((rows + 1,), -1, dtype=torch.int32, device=row.device)
+    token_of_row[torch.where(place.exists, row, rows)] = torch.arange(side.tokens, dtype=torch.int32, device=row.device)
+    return Axis(token_of_row[:rows], torch.where(place.exists, row, -1).to(torch.int32))
+
+
+def bounds_of(axis: Axis, place: Places, block: int) -> torch.Tensor:
+    """(tokens, 2) int32: on the axis, the first block of each token's document, and the token's own."""
+    row = torch.where(place.exists, axis.row_of_token, 0)
+    return torch.stack([(row - place.within) // block, row // block], 1).to(torch.int32)

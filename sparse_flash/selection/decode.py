@@ -1,0 +1,104 @@
+"""Decoding over picked blocks, in PyTorch operations of fixed shapes, which read from the cache the blocks that the newest queries
+picked and no others. Also the mean keys of blocks, kept as a cache grows, by which they pick."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends import Call, empty_out
+from ..backends.torch import own_precision
+
+_CHUNK = 1 << 27  # numbers of keys and values read at a time
+
+
+def supports(name: str, call: Call) -> str | None:
+    """Why a back end cannot run this, or None."""
+    return None if name == "torch" else "over picked blocks PyTorch operations decode alone"
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    picks: torch.Tensor,
+    block_size: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), see ``backends``. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
+    heads, q_len, slots = picks.shape[1:]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    position = positions(q, _capacity(k, block_table), kv_lens)[:, None, :, None]
+    rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
+    out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
+    numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
+    step = max(1, _CHUNK // max(1, numbers))
+    with own_precision(q):
+        for low in range(0, q_len, step):
+            some = slice(low, low + step)
+            pick = picks[:, :, some, :, None].long()
+            token = pick * block_size + torch.arange(block_size, device=q.device)
+            token = torch.where(pick < 0, -1, token).flatten(3)
+            kept = (token >= 0) & (token <= position[:, :, some])
+            token = torch.where(kept, token, 0).flatten(2)
+            keys, values = (_taken(x, token, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v))
+            # What is not kept may be NaN, which a weight of 0 does not undo.
+            values = values.masked_fill(~kept[..., None], 0.0)
+            scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))
+            logs = scores.logsumexp(-1, keepdim=True)
+            weights = (scores - torch.where(logs == float("-inf"), float("inf"), logs)).exp()
+            out[:, :, some] = (weights @ values).transpose(2, 3).flatten(1, 2).to(q.dtype)
+            lse[:, :, some] = logs[..., 0].transpose(2, 3).flatten(1, 2)
+    return out, lse
+
+
+def positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
+    """(batch, q_len) int64, those of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
+    last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
+    return last + _lengths(len(q), capacity, kv_lens, q.device)[:, None]
+
+
+def _lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """(batch,) int64."""
+    return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
+
+
+def _capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+
+
+def _taken(x: torch.Tensor, token: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
+    """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
+    int64."""
+    head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
+    sequence = torch.arange(len(token), device=x.device)[:, None, None]
+    if block_table is None:
+        return x[sequence, head, token]
+    page = block_table[sequence, token // x.shape[2]].long().clamp(min=0)
+    return x[page, head, token % x.shape[2]]
+
+
+def update_means(
+    means: torch.Tensor,
+    k: torch.Tensor,
+    tokens: int,
+    block_size: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Writes the means of the blocks that the last ``tokens`` of each sequence made whole.
+
+    means: (batch, kv_heads, blocks + 1, head_dim); the last one takes what is of no whole block.
+    """
+    batch, heads, blocks = means.shape[0], means.shape[1], means.shape[2] - 1
+    length = _lengths(batch, _capacity(k, block_table), kv_lens, k.device)
+    touched = (tokens + block_size - 2) // block_size + 1
+    block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
+    sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))
+    for some in block.split(max(1, _CHUNK // (batch * heads * block_size * k.shape[3])), 1):
+        exists = (some >= 0) & (some < blocks)
+        token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
+        keys = _taken(k, token.flatten(1)[:, None], heads, block_table).unflatten(2, (-1, block_size))
+        target = torch.where(exists, some, blocks)[:, None]
+        means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)

@@ -1,0 +1,144 @@
+"""Each step of decoding over blocks that means of keys choose is the row of the training call."""
+
+import pytest
+import torch
+from oracle import DEVICE, dense_attention, tensor
+
+import sparse_flash as sf
+from sparse_flash.selection import decode as module
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+BLOCK, KEEP = 16, 3
+
+
+def inputs(tokens, heads=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens)
+    return [tensor((3, h, tokens, 32), dtype=dtype, generator=generator) for h in (heads, 2, 2)]
+
+
+def trained(q, k, v, share_group):
+    return sf.attention(q, k, v, sf.topk_blocks(q, k, KEEP, every=1, block_size=BLOCK, share_group=share_group), return_lse=True)
+
+
+def paged(cache, size):
+    """(pages, block table): the pages of sequences in turn, behind one that none uses."""
+    pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+    table = torch.arange(len(pages), device=DEVICE).view(len(cache), -1) + 1
+    return torch.cat([torch.full_like(pages[:1], float("nan")), pages]), table
+
+
+@parametrize("share_group", [True, False])
+@parametrize("page_size, chunk", [(None, 1), (8, 1 << 27), (64, 1 << 27)])
+def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, page_size, chunk, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    q, k, v = inputs(100)
+    out, lse = trained(q, k, v, share_group)
+    room, lens = 128, torch.tensor([40, 0, 13], device=DEVICE)
+    cache = [torch.full((3, 2, room, 32), float("nan"), device=DEVICE) for _ in range(2)]
+    means = sf.BlockMeans(3, 2, room, 32, BLOCK, device=DEVICE)
+    options = {}
+    for new in [1, 1, 5, 1, 16, 1, 33, 2]:  # each crosses a border of a block for some sequence or other
+        for b, start in enumerate(lens.tolist()):
+            for held, given in zip(cache, (k, v), strict=True):
+                held[b, :, : start + new] = given[b, :, : start + new]
+        first = lens == torch.tensor([40, 0, 13], device=DEVICE)
+        lens = lens + new
+        held = cache
+        if page_size:
+            (keys, table), (values, _) = (paged(t, page_size) for t in cache)
+            held, options = [keys, values], {"block_table": table}
+        means.update(held[0], int(lens.max()) if first.all() else new, kv_lens=lens, **options)
+        rows = torch.stack([q[b, :, n - new : n] for b, n in enumerate(lens.tolist())])
+        chosen = means.choose(rows, KEEP, share_group=share_group, kv_lens=lens)
+        found = sf.attention_decode(rows, *held, chosen, kv_lens=lens, return_lse=True, **options)
+        for b, n in enumerate(lens.tolist()):
+            whole = n // BLOCK
+            torch.testing.assert_close(means.means[b, :, :whole], k[b, :, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mean(2))
+            for ours, row in zip(found, (out, lse), strict=True):
+                torch.testing.assert_close(ours[b], row[b, :, n - new : n])
+
+
+def test_a_selection_of_training_decodes_to_what_attention_gives():
+    q, k, v = inputs(70)
+    for every, picking in ((1, True), (3, False)):
+        chosen = sf.topk_blocks(q[:, :, -7:], k, KEEP, every=every, block_size=BLOCK, share_group=picking)
+        wanted = sf.attention(q[:, :, -7:], k, v, chosen, return_lse=True)
+        for ours, theirs in zip(sf.attention_decode(q[:, :, -7:], k, v, chosen, return_lse=True), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_decoding_equals_dense_attention_over_the_picked_pairs(dtype, tolerance, monkeypatch):
+    q, k, v = (t[:, :, :50] for t in inputs(60, dtype=dtype))
+    v = v[..., :8]
+    chosen = sf.topk_blocks(q[:, :, -5:], k, KEEP, every=1, block_size=BLOCK)
+    wanted, wanted_lse = dense_attention(q[:, :, -5:].double(), k.double(), v.double(), chosen.to_dense(), 0.3)
+    for chunk in (1, 1 << 27):
+        monkeypatch.setattr(module, "_CHUNK", chunk)
+        out, lse = sf.attention_decode(q[:, :, -5:], k, v, chosen, scale=0.3, return_lse=True)
+        assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_before_the_first_key_keep_nothing():
+    q, k, v = (t[:2] for t in inputs(20))
+    lens = torch.tensor([2, 0], device=DEVICE)
+    k[1], v[1] = float("nan"), float("nan")
+    means = sf.BlockMeans(2, 2, 20, 32, BLOCK, device=DEVICE)
+    means.update(k, 2, kv_lens=lens)
+    chosen = means.choose(q[:, :, :5], KEEP, kv_lens=lens)
+    assert (chosen.picks[0, :, :3] == -1).all() and (chosen.picks[0, :, 3:, 0] == 0).all() and (chosen.picks[1] == -1).all()
+    out, lse = sf.attention_decode(q[:, :, :5], k, v, chosen, kv_lens=lens, return_lse=True)
+    assert not out[0, :, :3].any() and lse[0, :, :3].isneginf().all() and lse[0, :, 3:].isfinite().all()
+    assert not out[1].any() and lse[1].isneginf().all()
+
+
+Q, K = torch.zeros(3, 4, 2, 32, device=DEVICE), torch.zeros(3, 2, 64, 32, device=DEVICE)
+
+
+def test_what_does_not_fit_is_refused():
+    chosen = sf.topk_blocks(Q, K, KEEP, every=1, block_size=BLOCK)
+    always = sf.topk_blocks(Q, K, KEEP, every=1, block_size=BLOCK, always="sinks(4)")
+    for error, message, call in [
+        (ValueError, "takes no selection with always=; choose without it", lambda: sf.attention_decode(Q, K, K, always)),
+        (ValueError, "q_len=2 and a cache of 64 tokens; got 1 queries", lambda: sf.attention_decode(Q[:, :, :1], K, K, chosen)),
+        (
+            ValueError,
+            "a cache of 32, without kv_lens; choose again",
+            lambda: sf.attention_decode(Q, K[:, :, :32], K[:, :, :32], chosen),
+        ),
+        (ValueError, "PyTorch operations decode alone; pass", lambda: sf.attention_decode(Q, K, K, chosen, backend="triton")),
+        (ValueError, "picks must be of batch 1", lambda: sf.attention_decode(Q[:1], K[:1], K[:1], chosen)),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_means_refuse_what_they_were_not_made_for():
+    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
+    for error, message, call in [
+        (ValueError, "length must be positive; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
+        (ValueError, "block_size of a selection must be one of", lambda: sf.BlockMeans(1, 1, 64, 8, 24)),
+        (ValueError, r"k must have shape \(3, 2, capacity, 32\), .* got \(3, 1,", lambda: means.update(K[:, :1], 1)),
+        (ValueError, r"k must have shape \(pages, 2, page_size, 32\)", lambda: means.update(K[0], 1, block_table=K)),
+        (ValueError, "tokens must be how many were appended, at least 1; got 0", lambda: means.update(K, 0)),
+        (
+            ValueError,
+            "kv_lens must have shape",
+            lambda: means.update(K, 1, kv_lens=torch.zeros(1, dtype=torch.int32, device=DEVICE)),
+        ),
+        (ValueError, r"q must have shape \(3, a multiple of 2 heads, q_len, 32\)", lambda: means.choose(Q[:, :3], 3)),
+        (
+            ValueError,
+            "choose for 1 to 64 queries of a sequence; got 65; use topk_blocks",
+            lambda: means.choose(K.repeat(1, 1, 2, 1)[:, :, :65], 3),
+        ),
+        (ValueError, "q is on meta and the means on .*; make the means with device='meta'", lambda: means.choose(Q.to("meta"), 3)),
+        (ValueError, "k is on meta and the means on .*; make the means with device='meta'", lambda: means.update(K.to("meta"), 3)),
+        (TypeError, "keep of a selection must be an int, how many blocks; got 0.5", lambda: means.choose(Q, 0.5)),
+        (ValueError, "keep must be at least one block", lambda: means.choose(Q, 0)),
+    ]:
+        with pytest.raises(error, match=message):
+            call()

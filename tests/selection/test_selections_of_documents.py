@@ -1,0 +1,226 @@
+"""Documents packed one after another choose, attend and learn as each would alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import DEVICE, tensor
+
+import sparse_flash as sf
+from sparse_flash import backends
+
+pytestmark = pytest.mark.usefixtures("poison")
+parametrize = pytest.mark.parametrize
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+BLOCK, KEEP = 16, 3
+
+
+def packed(lengths, after=0, heads=4):
+    """(q, k, v), cu_seqlens. after: tokens of no document, which are NaN."""
+    tokens, generator = sum(lengths) + after, torch.Generator().manual_seed(len(lengths))
+    made = [tensor((1, h, tokens, 8), generator=generator)[0].transpose(0, 1).contiguous() for h in (heads, 2, 2)]
+    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    return made, ends
+
+
+def alone(q, k, v, ends, **options):
+    """Each document by a call of its own: out, lse, the pairs that it keeps."""
+    found = []
+    for start, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        if stop > start:
+            one = [t[start:stop].transpose(0, 1)[None] for t in (q, k, v)]
+            chosen = sf.topk_blocks(*one[:2], KEEP, every=1, block_size=BLOCK, **options)
+            out, lse, block_lse = sf.attention(*one, chosen, return_lse=True, return_block_lse=True)
+            found.append((out[0].transpose(0, 1), lse[0], chosen.to_dense()[0], block_lse[0]))
+    return found
+
+
+def loss(out, lse, block_lse, weight):
+    return (out * weight).sum() + lse.sum() + (block_lse - lse[..., None]).exp().square().sum()
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=5).filter(any),
+    after=st.sampled_from([0, 7]),
+    always=st.sampled_from([None, "sinks(3) | local(20)"]),
+    share_group=st.booleans(),
+    score=st.sampled_from(["mean", "max"]),
+)
+def test_each_document_keeps_attends_to_and_learns_what_it_would_alone(lengths, after, always, share_group, score):
+    (q, k, v), ends = packed(lengths, after)
+    options = {"always": always, "share_group": share_group, "score": score}
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    chosen = sf.topk_blocks(*inputs[:2], KEEP, block_size=BLOCK, cu_seqlens_q=ends, **options)
+    out, lse, block_lse = sf.attention_varlen(*inputs, ends, mask=chosen, return_lse=True, return_block_lse=True)
+    each = [t.clone().requires_grad_() for t in (q, k, v)]
+    documents = alone(*each, ends, **options)
+    kept = [torch.block_diag(*(d[2][h].double() for d in documents)) for h in range(chosen.heads)]
+    whole = int(ends[-1])
+    assert torch.equal(chosen.to_dense()[:, :whole, :whole].double(), torch.stack(kept)) and not chosen.to_dense()[:, whole:].any()
+    torch.testing.assert_close(out[:whole], torch.cat([d[0] for d in documents]))
+    torch.testing.assert_close(lse[:, :whole], torch.cat([d[1] for d in documents], 1))
+    assert not out[whole:].any() and lse[:, whole:].isneginf().all() and block_lse[:, whole:].isneginf().all()
+    of_picks = [torch.nn.functional.pad(d[3], (0, block_lse.shape[2] - d[3].shape[2]), value=-torch.inf) for d in documents]
+    torch.testing.assert_close(block_lse[:, :whole], torch.cat(of_picks, 1))
+    weights = (
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)[:whole].split([len(d[0]) for d in documents])
+    )
+    grads = torch.autograd.grad(loss(out[:whole], lse[:, :whole], block_lse[:, :whole], torch.cat(weights)), inputs)
+    wanted = torch.autograd.grad(sum(loss(*d[:2], d[3], weight) for d, weight in zip(documents, weights, strict=True)), each)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_given_scores_are_of_a_documents_own_blocks():
+    lengths = [50, 1, 70]
+    (q, k, v), ends = packed(lengths)
+    scores = tensor((1, 2, sum(lengths), 5), generator=torch.Generator().manual_seed(3))
+    chosen = sf.topk_blocks(scores=scores[0], keep=KEEP, block_size=BLOCK, cu_seqlens_q=ends, max_seqlen_q=80)
+    out = sf.attention_varlen(q, k, v, ends, mask=chosen, max_seqlen_q=80)
+    for start, length in zip(ends.tolist(), lengths, strict=False):
+        some = slice(start, start + length)
+        of_one = scores[:, :, some, : -(-length // BLOCK)]
+        one = sf.topk_blocks(scores=of_one, keep=KEEP, block_size=BLOCK)
+        wanted = sf.attention(*(t[some].transpose(0, 1)[None] for t in (q, k, v)), one)
+        torch.testing.assert_close(out[some], wanted[0].transpose(0, 1))
+
+
+def test_what_is_not_finite_in_one_document_reaches_no_other():
+    (q, k, v), ends = packed([40, 50, 30], after=5)
+    wanted = sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends))
+    for t in (q, k, v):
+        t[40:90] = t[120:] = float("nan")
+    out = sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends))
+    for some in (slice(0, 40), slice(90, 120)):
+        torch.testing.assert_close(out[some], wanted[some])
+
+
+def test_documents_longer_than_the_longest_lose_their_end_where_the_host_cannot_check():
+    (q, k, v), ends = packed([60, 30])
+    chosen = sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends)
+    short = sf.PackedSelection(chosen.picks, ends, 40, BLOCK)
+    out = sf.attention_varlen(q, k, v, ends, mask=short)
+    torch.testing.assert_close(out[:40], sf.attention_varlen(q, k, v, ends, mask=chosen)[:40])
+    assert not out[40:60].any() and not short.to_dense()[:, 40:60].any() and out[60:].any()
+
+
+def test_the_choice_and_attention_of_documents_compile_into_one_graph():
+    options = {"block_size": BLOCK, "max_seqlen_q": 90, "always": "sinks(4)"}
+
+    def attend(q, k, v, ends):
+        return sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, cu_seqlens_q=ends, **options))
+
+    torch._dynamo.reset()
+    (q, k, v), ends = packed([40, 50])
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for lengths in ([40, 50], [88, 2]):
+        ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        ours, theirs = (torch.autograd.grad(f(*inputs, ends).square().sum(), inputs) for f in (compiled, attend))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@runs
+@parametrize("kind", ["mean", "max", "given"])
+def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
+    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, choose_blocks
+    from sparse_flash.selection import choice
+
+    generator = torch.Generator().manual_seed(0)
+
+    def whole_numbers(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).float().to(DEVICE)
+
+    first = torch.tensor([0] * 30 + [2] * 40 + [6] * 50, device=DEVICE)
+    bounds = torch.stack([first, first + torch.cat([torch.arange(n) for n in (30, 40, 50)]).to(DEVICE) // 16], 1).int()
+    config = ChoiceConfig(16, 16, 1, 1)
+    q, k, scores = whole_numbers(1, 4, 120, 8), whole_numbers(1, 2, 160, 8), whole_numbers(1, 2, 120, 10)
+    if kind == "given":
+        wanted = choice.choose_by_scores(scores, KEEP, 1, 16, 120, 160, bounds)
+        found = choose_blocks(scores, None, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+    else:
+        wanted = choice.choose_blocks(q, k, KEEP, 1, 16, True, kind, bounds)
+        keys = choice.block_means(k, 16) if kind == "mean" else k
+        found = choose_blocks(q, keys, kind, KEEP - 1, 1, 1, 16, 2, 120, 160, config, bounds)
+    assert torch.equal(found, wanted) and (found[0, :, 70:, 0] >= 6).all() and (found[0, :, 30:70, 0] >= 2).all()
+
+
+(Q, K, V), ENDS = packed([40, 50])
+
+
+@parametrize(
+    "arguments, error, message",
+    [
+        ({"every": 4}, ValueError, "packed documents choose for each query; got every=4, whose groups would cross documents"),
+        ({"always": sf.compile_mask("causal", 90)}, TypeError, "always of packed documents must be a Pattern or its spec text"),
+        ({"always": "sinks(4)", "block_size": 256}, ValueError, "have up to 128 keys; got block_size=256; leave always out"),
+        ({"within": None}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
+        ({"keep": 0.5}, TypeError, r"keep of a selection must be an int, how many blocks; got 0\.5"),
+        ({"cu_seqlens_q": [0, 90]}, TypeError, "cu_seqlens_q must be a tensor on .* got list"),
+        (
+            {"cu_seqlens_q": None, "max_seqlen_q": 9, "every": 1},
+            ValueError,
+            "max_seqlen_q is of packed documents; pass cu_seqlens_q as",
+        ),
+        ({"k": K[:80]}, ValueError, "choose among the keys of their own tokens; got 90 queries and 80 keys"),
+        ({"scores": Q.transpose(0, 1)}, ValueError, "scores take the place of q, k, score= and share_group=; pass either"),
+        (
+            {"q": None, "k": None, "scores": Q},
+            ValueError,
+            r"blocks of 16 keys; got scores of 8, .*; pass a max_seqlen_q= that fits",
+        ),
+        ({"q": None, "k": None, "scores": Q[0]}, ValueError, r"scores of packed documents must be .*, none of it 0; got \(4, 8\)"),
+    ],
+)
+def test_what_packed_documents_cannot_choose_by_is_refused(arguments, error, message):
+    arguments = {"q": Q, "k": K, "keep": KEEP, "block_size": BLOCK, "cu_seqlens_q": ENDS} | arguments
+    if arguments.get("scores") is Q:
+        arguments["cu_seqlens_q"] = torch.tensor([0, 4], device=DEVICE)
+    with pytest.raises(error, match=message):
+        sf.topk_blocks(**arguments)
+
+
+def test_a_selection_of_other_documents_is_refused():
+    chosen = sf.topk_blocks(Q, K, KEEP, block_size=BLOCK, cu_seqlens_q=ENDS)
+    one = sf.topk_blocks(Q.transpose(0, 1)[None], K.transpose(0, 1)[None], KEEP, every=1)
+    for error, message, call in [
+        (
+            TypeError,
+            "a BlockSelection is of one sequence; pass cu_seqlens_q= to topk_blocks",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=one),
+        ),
+        (
+            ValueError,
+            "max_seqlen_q must be the selection's, 90; got 50",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=chosen, max_seqlen_q=50),
+        ),
+        (
+            ValueError,
+            "return_block_lse is of the blocks .*; got mask of str",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask="causal", return_block_lse=True),
+        ),
+        (ValueError, "leave cu_seqlens_k out", lambda: sf.attention_varlen(Q, K, V, ENDS, ENDS.clone(), chosen)),
+        (
+            ValueError,
+            "of 90 tokens in 2 documents on .* got 80 in 1",
+            lambda: sf.attention_varlen(Q[:80], K[:80], V[:80], ENDS[:2], mask=chosen),
+        ),
+        (
+            ValueError,
+            "picks must be of 1 key heads or 2 query heads",
+            lambda: sf.attention_varlen(Q[:, :2], K[:, :1], V[:, :1], ENDS, mask=chosen),
+        ),
+        (
+            TypeError,
+            "selection of packed documents goes to attention_varlen",
+            lambda: sf.attention(Q[None], K[None], V[None], chosen),
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    if DEVICE == "cpu":
+        assert sf.attention_varlen(Q, K, V, ENDS.int(), mask=chosen).shape == Q.shape
+        with pytest.raises(ValueError, match="must be those that the selection was made for; got others; choose again"):
+            sf.attention_varlen(Q, K, V, torch.tensor([0, 41, 90]), mask=chosen)
