@@ -216,7 +216,8 @@ class ContextPlan(TokenShards):
         q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim): this
         rank's tokens, on the plan's device. scale, dropout_p, sinks, return_lse, deterministic, backend: as for ``sf.attention``.
         With deterministic=True, gradients are the same bits in every run with as many ranks. dropout_p: the same on all ranks. They
-        drop together what one GPU drops with the first rank's seed; each rank draws one, so all generators advance.
+        drop together what one GPU drops with the first rank's seed; each rank draws one, so all generators advance. Backend
+        "reference" is for strategy "heads" only.
 
         Returns out, (batch, heads, tokens, v_head_dim), or (out, lse); both are differentiable in q, k, v and sinks. The gradient
         of sinks is this rank's share, as that of any parameter: the sum over ranks is the whole. Padding has out 0, and adds
@@ -239,6 +240,11 @@ class ContextPlan(TokenShards):
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
+        if backend == "reference" and self._route is not None:
+            raise ValueError(
+                "backend 'reference' computes gradients from the softmax of the keys that it gets, and here a call gets a part of "
+                "them; pass backend='torch', or strategy='heads' to the plan"
+            )
         if sinks is not None:
             check_sinks(sinks, q)
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None

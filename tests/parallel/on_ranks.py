@@ -345,6 +345,7 @@ def refused_calls() -> dict[str, str]:
     calls = {
         "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
         "dropout": lambda: plan.attention(q, k, v, dropout_p=1.5),
+        "reference": lambda: plan.attention(q, k, v, backend="reference"),
         "hopper": lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper"),
         "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
         "heads": lambda: plan.attention(k, k, v),
