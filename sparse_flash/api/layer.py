@@ -13,6 +13,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
+from ..variant.variant import check_dropout
 from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
@@ -104,7 +105,8 @@ class SparseAttention(nn.Module):
     then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
     ``new_cache`` keeps these means, and a step reads the picked blocks alone.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
-    bias: of the four projections. backend, deterministic: as for ``attention``.
+    bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
+    deterministic: as for ``attention``.
 
     Parameters: q_proj, k_proj, v_proj, out_proj, each an nn.Linear. Sources: arXiv:1706.03762 (multi-head attention),
     arXiv:2305.13245 (grouped queries), arXiv:2104.09864 (rotary embedding).
@@ -122,6 +124,7 @@ class SparseAttention(nn.Module):
         select: Select | Mapping[str, Any] | None = None,
         rotary_base: float | None = 10000.0,
         bias: bool = False,
+        dropout_p: float = 0.0,
         backend: str = "auto",
         deterministic: bool | None = None,
         device: torch.device | str | None = None,
@@ -144,6 +147,9 @@ class SparseAttention(nn.Module):
             )
         if select is not None and not (isinstance(mask, str) and mask == "causal"):
             raise ValueError("select takes the place of mask; leave mask out: a selection is causal, and topk_blocks takes always=")
+        check_dropout(dropout_p)
+        if select is not None and dropout_p:
+            raise ValueError(f"select takes no dropout; got dropout_p={dropout_p}; leave it out, or use a mask")
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         if min(head_dim, v_head_dim) < 1:
@@ -156,7 +162,8 @@ class SparseAttention(nn.Module):
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
         self.select: Select | None = select
-        self.rotary_base, self.backend, self.deterministic = rotary_base, backend, deterministic
+        self.rotary_base, self.dropout_p = rotary_base, dropout_p
+        self.backend, self.deterministic = backend, deterministic
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -182,7 +189,8 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """x: (batch, tokens, dim); returns the same shape. With a cache, x holds the tokens after the cached ones; they attend to
-        both and are appended. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask is a plan.
+        both and are appended. Raises ValueError for shapes that do not fit, and for a cache of a layer whose mask is a plan, or
+        which drops weights out.
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
@@ -193,6 +201,9 @@ class SparseAttention(nn.Module):
             raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
         if plan is not None and x.shape[1] != plan.tokens:
             raise ValueError(f"x must hold the {plan.tokens} tokens of this rank; got {x.shape[1]}; plan.shard gives them")
+        dropout_p = self.dropout_p if self.training else 0.0
+        if dropout_p and cache is not None:
+            raise ValueError(f"a layer in training mode with dropout_p={dropout_p} takes no cache; call layer.eval() to decode")
         q, k = (_by_head(projection(x), self.head_dim) for projection in (self.q_proj, self.k_proj))
         v = _by_head(self.v_proj(x), self.v_head_dim)
         if self.rotary_base is not None:
@@ -200,12 +211,14 @@ class SparseAttention(nn.Module):
             rotation = _rotation(positions, self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         if plan is not None:
-            out = plan.attention(q, k, v, deterministic=self.deterministic, backend=self.backend)
+            out = plan.attention(q, k, v, dropout_p=dropout_p, deterministic=self.deterministic, backend=self.backend)
             return self.out_proj(out.transpose(1, 2).flatten(2))
         if self.select is not None:
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
-        out = self._attended(q, k, v, mask) if cache is None else self._attended_with(cache, q, k, v, mask)
+        if cache is not None:
+            return self.out_proj(self._attended_with(cache, q, k, v, mask).transpose(1, 2).flatten(2))
+        out = self._attended(q, k, v, mask, dropout_p=dropout_p)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -231,9 +244,9 @@ class SparseAttention(nn.Module):
         return isinstance(choice, QueryChoice) and choice.is_by_means and getattr(cache.means, "block_size", 0) == choice.block_size
 
     def _attended(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **lengths: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask | Pattern | str | None, **variant: Any
     ) -> torch.Tensor:
-        out = attention(q, k, v, mask, **lengths, deterministic=self.deterministic, backend=self.backend)
+        out = attention(q, k, v, mask, **variant, deterministic=self.deterministic, backend=self.backend)
         return cast(torch.Tensor, out)
 
     def _attended_with(
@@ -273,7 +286,8 @@ class SparseAttention(nn.Module):
         what = f"mask={mask}" if self.select is None else f"select={self.select}"
         of_values = f"v_head_dim={self.v_head_dim}, " if self.v_head_dim != self.head_dim else ""
         sizes = f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
-        return f"{sizes}, {of_values}{what}"
+        of_dropout = f", dropout_p={self.dropout_p}" if self.dropout_p else ""
+        return f"{sizes}, {of_values}{what}{of_dropout}"
 
 
 def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:

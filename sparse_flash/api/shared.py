@@ -24,6 +24,7 @@ class SharedSequence(Protocol):
         v: torch.Tensor,
         *,
         scale: float | None = None,
+        dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
         deterministic: bool | None = None,
         backend: str = "auto",

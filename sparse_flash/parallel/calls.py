@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from .. import backends
 from ..backends import triton as portable
 from ..masks.block_mask import BlockMask
+from ..variant.variant import Variant
+from .routes import PartMask
 from .transfer import of_blocks
 
 
@@ -28,30 +31,42 @@ class RowResults(NamedTuple):
 
 
 class PartialAttention(NamedTuple):
-    """Attention of some of a rank's rows to some columns, by a back end."""
+    """Attention of some of a rank's rows to some columns, by a back end. dropout: a variant of a seed, and of lines where the rank
+    has some of the heads; None for none."""
 
     scale: float
     deterministic: bool
     backend: str
+    dropout: Variant | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)"""
-        run, walked = self._prepared(q, k, v, mask)
-        return run.forward(q, k, v, walked, self.scale, None)
+        run, walked, variant = self._prepared(q, k, v, part)
+        return run.forward(q, k, v, walked, self.scale, variant)
 
     def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, mask: BlockMask
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: RowResults, part: PartMask
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) of the pairs of one part. results: of all parts, as a part's probabilities follow from the whole lse."""
-        run, walked = self._prepared(q, k, v, mask)
+        run, walked, variant = self._prepared(q, k, v, part)
         dout, dlse, out, lse = results
-        return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, None)
+        return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, variant)
 
-    def _prepared(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> tuple[ModuleType, BlockMask | None]:
-        walked = mask.walked(q.is_cuda)
+    def _prepared(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask
+    ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
+        walked, variant = walked_of(part, self.dropout, q.is_cuda)
         size = None if walked is None else walked.block_size
-        call = backends.Call.of(q, k, v, size, deterministic=self.deterministic)
-        return backends.backend(backends.choose(self.backend, call)), walked
+        call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
+        return backends.backend(backends.choose(self.backend, call)), walked, variant
+
+
+def walked_of(part: PartMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
+    """What a back end receives: a mask, and a variant that says where its tokens stand in the sequence."""
+    if dropout is None:
+        return part.mask.walked(on_gpu), None
+    # The mask's own blocks, neither wider ones nor a dense call: across them, tokens do not stand together in the sequence.
+    return part.mask, replace(dropout, q_places=part.q_places, kv_places=part.kv_places)
 
 
 def join(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .. import backends
 from ..dispatch.operators import refuse_second_derivatives
+from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
@@ -30,14 +31,17 @@ def attention_of_blocks(
     scale: float | None,
     deterministic: bool,
     backend: str,
+    dropout: Variant | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
 
     q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
     fetched, and two at least: the compiler knows their number by its shape, and lets it vary. keep_fetched: for the backward pass.
+    dropout: as of ``PartialAttention``.
     """
-    options = route.block_size, keep_fetched, scale, deterministic, backend
-    return _attention_of_blocks(q, k, v, columns, route.handle, *options)[:2]
+    seed, lines, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.lines, dropout.dropout_p)
+    options = route.block_size, keep_fetched, scale, deterministic, backend, dropout_p
+    return _attention_of_blocks(q, k, v, columns, route.handle, seed, lines, *options)[:2]
 
 
 @torch.library.custom_op("sparse_flash::context_attention", mutates_args=())
@@ -47,16 +51,19 @@ def _attention_of_blocks(
     v: torch.Tensor,
     columns: torch.Tensor,
     handle: torch.Tensor,
+    seed: torch.Tensor | None,
+    lines: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
     backend: str,
+    dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, the fetched blocks; none if they are not kept)"""
     route = Route.behind(handle)
     calls, shared = route.forward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend)
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
     buffer = empty_blocks(k, v, len(columns), block_size)
     # Ranks start their exchanges in one order, whatever each of them computes in between.
     queries = sent_queries(q, shared, route.group) if shared else None
@@ -82,11 +89,14 @@ def _(
     v: torch.Tensor,
     columns: torch.Tensor,
     handle: torch.Tensor,
+    seed: torch.Tensor | None,
+    lines: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
     backend: str,
+    dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     buffer = empty_blocks(k, v, columns.shape[0], block_size) if keep_fetched else k.new_empty(0)
@@ -104,16 +114,19 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     handle: torch.Tensor,
+    seed: torch.Tensor | None,
+    lines: torch.Tensor | None,
     block_size: int,
     keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
     backend: str,
+    dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of the rank's tokens"""
     route = Route.behind(handle)
     calls, shared = route.backward, route.shared
-    run = PartialAttention(_scale_of(q, scale), deterministic, backend)
+    run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
     results = RowResults(dout, dlse, out, lse)
     sent = sent_results(q, results, shared, route.group) if shared else None
     fetching = None
@@ -160,20 +173,35 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, _, handle, *ctx.options = inputs
+    q, k, v, _, handle, seed, lines, *ctx.options = inputs
     out, lse, buffer = output
-    ctx.save_for_backward(q, k, v, buffer, out, lse, handle)
+    ctx.save_for_backward(q, k, v, buffer, out, lse, handle, seed, lines)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, buffer, out, lse, handle = ctx.saved_tensors
+    q, k, v, *saved = ctx.saved_tensors
+    _, out, *_ = saved
     dout = torch.zeros_like(out) if dout is None else dout
-    return *_backward(dout, dlse, q, k, v, buffer, out, lse, handle, *ctx.options), *(None,) * 7
+    return *_backward(dout, dlse, q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
 
 
 _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)
 _backward.register_autograd(refuse_second_derivatives)
+
+
+@torch.library.custom_op("sparse_flash::seed_of_first_rank", mutates_args=())
+def seed_of_first_rank(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """The seed that the first rank drew, on every rank. Apart from the attention, which takes it as any other tensor: so it is kept
+    or recomputed as the seed of a call on one rank is."""
+    seed = seed.clone()
+    dist.broadcast(seed, group=Peers.behind(handle).group, group_src=0)
+    return seed
+
+
+@seed_of_first_rank.register_fake
+def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(seed)
 
 
 @torch.library.custom_op("sparse_flash::all_to_all", mutates_args=())
@@ -243,3 +271,7 @@ def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, rout
 
 def _scale_of(q: torch.Tensor, scale: float | None) -> float:
     return q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _dropout(seed: torch.Tensor | None, lines: torch.Tensor | None, dropout_p: float) -> Variant | None:
+    return None if seed is None else Variant(seed=seed, lines=lines, dropout_p=dropout_p)

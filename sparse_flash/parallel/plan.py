@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal, overload
 
@@ -11,20 +12,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import autocast, check_sinks, check_tensors, check_types, checked_scale
+from ..api.arguments import autocast, check_deterministic, check_sinks, check_tensors, check_types, checked_scale, select_backend
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
 from ..compat.pytorch import flattened
+from ..dispatch import operators
+from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike
 from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
+from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
+from .calls import walked_of
 from .costs import LINK_RATE, Node
-from .exchange import attention_of_blocks
+from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .planning import PlannedSequence, PlanOptions, described, planned, square
-from .routes import BlockExchange, Overlap, Peers, Route
+from .routes import BlockExchange, Overlap, PartMask, Peers, Route
 from .sharding import TokenShards
 
 
@@ -164,8 +169,9 @@ class ContextPlan(TokenShards):
         self._knows_heads, self._rates, self._whole = options.heads is not None, options.rates, whole
         self._ranks_of_node = ranks_of_node_of(mesh)
         part = numbers.parts[number]
+        self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
         # Of the call between exchanges, where all tokens are on the rank.
-        self._gathered_mask = part.to(self.device) if isinstance(part, BlockMask) else None
+        self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
         # With those that exchange tokens for heads: how many, and their group.
@@ -174,6 +180,7 @@ class ContextPlan(TokenShards):
             self._sharing, self._peers = self.ranks, Peers(self.group)
         elif self.strategy == "nodes":
             self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
+        self._everyone = Peers(self.group)
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -197,6 +204,7 @@ class ContextPlan(TokenShards):
         v: torch.Tensor,
         *,
         scale: float | None = None,
+        dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
         return_lse: bool = False,
         deterministic: bool | None = None,
@@ -206,42 +214,63 @@ class ContextPlan(TokenShards):
         """``sf.attention`` of the whole sequence under the plan's mask, for this rank's queries. On one rank it is that call.
 
         q: (batch, heads, tokens, head_dim). k: (batch, kv_heads, tokens, head_dim). v: (batch, kv_heads, tokens, v_head_dim): this
-        rank's tokens, on the plan's device. scale, sinks, return_lse, deterministic, backend: as for ``sf.attention``. With
-        deterministic=True, gradients are the same bits in every run with as many ranks.
+        rank's tokens, on the plan's device. scale, dropout_p, sinks, return_lse, deterministic, backend: as for ``sf.attention``.
+        With deterministic=True, gradients are the same bits in every run with as many ranks. dropout_p: the same on all ranks. They
+        drop together what one GPU drops with the first rank's seed; each rank draws one, so all generators advance. Backend
+        "reference" is for strategy "heads" only.
 
         Returns out, (batch, heads, tokens, v_head_dim), or (out, lse); both are differentiable in q, k, v and sinks. The gradient
         of sinks is this rank's share, as that of any parameter: the sum over ranks is the whole. Padding has out 0, and adds
         nothing to any gradient.
 
         A collective call, forward and backward: every rank of the mesh makes it, in the same order as its other calls, also a rank
-        whose loss has no valid token (a sum over none of them, still connected to its output). Dropout, lengths and changes of
-        scores are not supported yet, and raise ValueError, as do tensors that do not fit.
+        whose loss has no valid token (a sum over none of them, still connected to its output). Lengths and changes of scores are
+        not supported yet, and raise ValueError, as do tensors that do not fit.
         """
         if refused:
             raise ValueError(
-                f"plan.attention does not support {', '.join(sorted(refused))}; it takes scale, sinks, return_lse, deterministic "
-                "and backend; use sf.attention on one GPU for the rest"
+                f"plan.attention does not support {', '.join(sorted(refused))}; it takes scale, dropout_p, sinks, return_lse, "
+                "deterministic and backend; use sf.attention on one GPU for the rest"
             )
         if self.ranks == 1:
             # fmt: off
-            return attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=return_lse,
+            return attention(q, k, v, self._one_rank, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
                              deterministic=deterministic, backend=backend)
             # fmt: on
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
+        if backend == "reference" and self._route is not None:
+            raise ValueError(
+                "backend 'reference' computes gradients from the softmax of the keys that it gets, and here a call gets a part of "
+                "them; pass backend='torch', or strategy='heads' to the plan"
+            )
         if sinks is not None:
             check_sinks(sinks, q)
+        dropout = self._dropout(q, k, dropout_p) if dropout_p else None
         if self._peers is None:
-            out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+            out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
             return (out, lse) if return_lse else out
         ranks, handle = self._sharing, self._peers.handle
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
-        out, lse = self._between(q, k, v, scale, sinks, deterministic, backend)
+        out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
         out = own_tokens_of_all_heads(out, ranks, handle)
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
+
+    def _dropout(self, q: torch.Tensor, k: torch.Tensor, dropout_p: float) -> Variant | None:
+        """The seed of all ranks and, where this one attends in some heads, their lines. q, k: in all heads."""
+        drawn = checked_variant(q, k, dropout_p=dropout_p)
+        if drawn is None:  # too small a number
+            return None
+        assert drawn.seed is not None
+        lines = None
+        if self._sharing > 1:
+            batch, heads = q.shape[:2]
+            every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
+            lines = every[:, self.rank % self._sharing].contiguous()
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone.handle), lines=lines)
 
     def _between(
         self,
@@ -249,21 +278,34 @@ class ContextPlan(TokenShards):
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float | None,
+        dropout: Variant | None,
         sinks: torch.Tensor | None,
         deterministic: bool | None,
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
-        if self._route is None:
+        if self._gathered is not None and dropout is None:
             # fmt: off
-            out, lse = attention(q, k, v, self._gathered_mask, scale=scale, sinks=sinks, return_lse=True,
+            out, lse = attention(q, k, v, self._gathered.mask, scale=scale, sinks=sinks, return_lse=True,
                                  deterministic=deterministic, backend=backend)
             # fmt: on
             return out, lse
+        check_deterministic(deterministic)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        scale = None if scale is None else checked_scale(scale, q.shape[3])
-        out, lse = attention_of_blocks(q, k, v, self._columns, self._route, self.keep_fetched, scale, deterministic, backend)
+        if self._gathered is not None:
+            walked, variant = walked_of(self._gathered, dropout, q.is_cuda)
+            scale = checked_scale(scale, q.shape[3])
+            # fmt: off
+            call = AttentionCall(q, k, v, self._gathered.mask, walked, scale, deterministic, backend, variant, None, True, None,
+                                 None)
+            # fmt: on
+            out, lse = operators.attention(call, select_backend(call))
+        else:
+            assert self._route is not None
+            scale = None if scale is None else checked_scale(scale, q.shape[3])
+            options = self.keep_fetched, scale, deterministic, backend
+            out, lse = attention_of_blocks(q, k, v, self._columns, self._route, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..masks.block_mask import BlockMask, MaskLike
-from ..masks.build import part_of
 from ..masks.cache import as_block_mask
 from .assignment import Owners, Visits, chunk_blocks
 from .costs import Node, SequenceSizes
 from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
-from .routes import BlockExchange
+from .routes import BlockExchange, PartMask
 
 
 @dataclass(frozen=True)
@@ -91,14 +90,15 @@ class PlannedSequence:
     """One rank's numbers of a plan, on the host.
 
     owners: of the tokens, which all masks share. Of each mask: strategies; fits: the (batch | 1, heads | 1) that it is for; parts:
-    what the rank attends by: the blocks that it gets and sends, or, where it attends from all tokens, a mask of them.
+    what the rank attends by: the blocks that it gets and sends; or, where it attends from all tokens, a mask of them in the order
+    of ranks; or, on one rank, the mask.
     """
 
     sizes: SequenceSizes
     owners: Owners
     strategies: tuple[Strategy, ...]
     fits: tuple[tuple[int, ...], ...]
-    parts: tuple[BlockMask | BlockExchange, ...]
+    parts: tuple[BlockMask | PartMask | BlockExchange, ...]
 
 
 def planned(
@@ -119,12 +119,12 @@ def planned(
         )
     choice = chosen(visits, layers, sizes, ranks, link_rate, allowed, node)
 
-    def part(one: Visits, strategy: Strategy) -> BlockMask | BlockExchange:
+    def part(one: Visits, strategy: Strategy) -> BlockMask | PartMask | BlockExchange:
         if ranks == 1:
             return one.mask
         if strategy == "heads":
             order = choice.owners.blocks.flatten()
-            return part_of(_heads_of(one.mask, rank, ranks), order, order)
+            return PartMask.of(_heads_of(one.mask, rank, ranks), order, order)
         if strategy == "nodes":
             number, within = divmod(rank, ranks_of_node)
             mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)

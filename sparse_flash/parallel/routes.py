@@ -46,11 +46,31 @@ class Peers:
 
 
 @dataclass(frozen=True, eq=False)
+class PartMask:
+    """The mask of some block rows and columns of a sequence, and where they stand in it. q_places, kv_places: as of ``Variant``; 0
+    for blocks that keep nothing."""
+
+    mask: BlockMask
+    q_places: torch.Tensor
+    kv_places: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> PartMask:
+        """rows, cols: as for ``part_of``."""
+        size = mask.block_size
+        places = [np.maximum(blocks, 0)[:, None] * size + np.arange(0, size, 16) for blocks in (rows, cols)]
+        return cls(part_of(mask, rows, cols), *(torch.from_numpy(of.ravel().astype(np.int32)) for of in places))
+
+    def to(self, device: torch.device) -> PartMask:
+        return PartMask(self.mask.to(device), self.q_places.to(device), self.kv_places.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class OneCall:
     """A pass in one call, after the exchange or before it. mask: rows: the rank's blocks; columns: these, then those that it
     gets."""
 
-    mask: BlockMask
+    mask: PartMask
 
     def to(self, device: torch.device) -> OneCall:
         return OneCall(self.mask.to(device))
@@ -65,8 +85,8 @@ class TwoCalls:
     rank's blocks; None: all of them.
     """
 
-    near: BlockMask
-    far: BlockMask | None
+    near: PartMask
+    far: PartMask | None
     rows: torch.Tensor | None
 
     def to(self, device: torch.device) -> TwoCalls:
@@ -84,7 +104,7 @@ class SharedRows:
 
     rows: torch.Tensor
     counts: list[int]
-    mask: BlockMask
+    mask: PartMask
     block_size: int
 
     @classmethod
@@ -92,7 +112,7 @@ class SharedRows:
         """shared: (blocks,) bool."""
         of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
         every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
-        own = part_of(mask, every, assignment.blocks[rank])
+        own = PartMask.of(mask, every, assignment.blocks[rank])
         return cls(torch.from_numpy(of_rank[rank]), [len(rows) for rows in of_rank], own, mask.block_size)
 
     def to(self, device: torch.device) -> SharedRows:
@@ -160,7 +180,7 @@ class BlockExchange:
         # A table is built once, and only if a pass walks it.
         calls: dict[bool, OneCall | TwoCalls] = {}
         if False in chosen:
-            calls[False] = OneCall(part_of(mask, rows, np.concatenate([own, fetched])))
+            calls[False] = OneCall(PartMask.of(mask, rows, np.concatenate([own, fetched])))
         if True in chosen:
             calls[True] = _two_calls(mask, rows, own, fetched, visiting)
         place = np.full(mask.grid.kv_blocks, -1)
@@ -209,11 +229,11 @@ def _runs_of(blocks: np.ndarray) -> list[tuple[slice, slice]]:
 
 def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, visiting: np.ndarray) -> TwoCalls:
     """rows: ``own``, with -1 for those that other calls attend. visiting: (rows,) bool, which visit fetched blocks."""
-    near, some = part_of(mask, rows, own), visiting.any()
+    near, some = PartMask.of(mask, rows, own), visiting.any()
     if not some or not gathers_rows(visiting.sum(), len(own)):
-        return TwoCalls(near, part_of(mask, rows, fetched) if some else None, None)
+        return TwoCalls(near, PartMask.of(mask, rows, fetched) if some else None, None)
     gathered = np.flatnonzero(visiting)
-    return TwoCalls(near, part_of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
+    return TwoCalls(near, PartMask.of(mask, rows[gathered], fetched), torch.from_numpy(gathered))
 
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:

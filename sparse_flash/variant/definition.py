@@ -118,8 +118,8 @@ def cleared(x: torch.Tensor, starts: torch.Tensor | None, lens: torch.Tensor | N
 
 
 def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.Tensor:
-    """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries are consecutive along q_axis, keys along the
-    last axis, each starting at a multiple of 16.
+    """Which pairs dropout keeps, bool, in the broadcast shape of ``pairs``. Queries along q_axis and keys along the last axis come
+    16 at a time, consecutive from a multiple of 16. The variant's places and lines, if it has any, count in place of the call's.
 
     Each batch entry and head has its own words: Philox-4x32-10 at the counter (batch * heads + head, 0, 0, 0), keyed by the seed's
     two words. Philox-2x32-7, keyed by the first of those words, at the counter (q ^ the second, k ^ the third), where q and k are
@@ -128,10 +128,10 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     of NVIDIA's tensor cores, and in its transpose, one thread holds these four pairs.
     """
     seed = cast(torch.Tensor, variant.seed)[0]
-    line = pairs.batch * pairs.heads + pairs.head
+    line = pairs.batch * pairs.heads + pairs.head if variant.lines is None else variant.lines[pairs.batch, pairs.head].long()
     zero = torch.zeros_like(line)
     key, q_mask, k_mask, _ = philox_4x32((line, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))
-    counter = _groups(pairs.query, q_axis) ^ q_mask, _groups(pairs.key, -1) ^ k_mask
+    counter = _groups(pairs.query, variant.q_places, q_axis) ^ q_mask, _groups(pairs.key, variant.kv_places, -1) ^ k_mask
     words = torch.broadcast_tensors(*philox_2x32(counter, key))
     threshold = round(variant.dropout_p * 2**16)
     kept = torch.stack([torch.stack([half >= threshold for half in (word & 0xFFFF, word >> 16)]) for word in words])
@@ -141,10 +141,12 @@ def kept_by_dropout(variant: Variant, pairs: Pairs, q_axis: int = -2) -> torch.T
     return kept.narrow(q_axis, 0, pairs.query.shape[q_axis]).narrow(-1, 0, pairs.key.shape[-1])
 
 
-def _groups(token: torch.Tensor, axis: int) -> torch.Tensor:
+def _groups(token: torch.Tensor, places: torch.Tensor | None, axis: int) -> torch.Tensor:
     """token // 16 * 8 + token % 8, once for the two tokens that share it."""
-    count = -(-token.shape[axis] // 16) * 8
-    return token.narrow(axis, 0, 1) // 2 + torch.arange(count, device=token.device).view(-1, *[1] * (-1 - axis))
+    first = token.movedim(axis, -1)[..., ::16, None]
+    if places is not None:
+        first = places[first // 16].long()
+    return (first // 2 + torch.arange(8, device=token.device)).flatten(-2).movedim(-1, axis)
 
 
 def philox_4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

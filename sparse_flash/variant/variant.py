@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
-_TENSORS = ("seed", *LENGTHS, "alibi_slopes", "rel_bias")
+_NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
+_PLACES = ("q_places", "kv_places", "lines")
+_TENSORS = ("seed", *_NAMED, *_PLACES)
 _ONE_NUMBER = "a number, the same for all heads"
 _DROPOUT_STEPS = 1 << 16  # the resolution of a 16-bit draw
 # (score, batch, head, q_pos, k_pos, params) -> score
@@ -60,7 +62,10 @@ class ScoreFunction:
 class Variant:
     """What a call does besides its mask. ``checked_variant`` creates it and checks its values.
 
-    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout.
+    seed: (1,) int64, for dropout; dropout_p: a multiple of 2^-16, 0 without dropout. q_places, kv_places: (tokens / 16,) int32, for
+    dropout of a part of a sequence: where the first of each 16 tokens, which stay together, stands in the whole, a multiple of 16;
+    None: tokens stand where the call has them. Both or neither; then all blocks are whole. lines: (batch, heads) int32, the batch *
+    heads + head that dropout counts for each head; None: the call's.
     q_starts, q_lens, kv_starts, kv_lens: (batch,) int32; a token exists at or after its start and before its length.
     alibi_slopes: (batch, heads), rel_bias: (heads, 2 * max_distance + 1), both float32, or float64 for float64 inputs.
     learned: whether rel_bias needs a gradient. softcap: 0 for none. score_mod, score_params: the user's own function and its
@@ -79,6 +84,9 @@ class Variant:
     dropout_p: float = 0.0
     softcap: float = 0.0
     learned: bool = False
+    q_places: torch.Tensor | None = None
+    kv_places: torch.Tensor | None = None
+    lines: torch.Tensor | None = None
 
     @property
     def lengths(self) -> bool:
@@ -92,8 +100,9 @@ class Variant:
 
     def features(self) -> tuple[str, ...]:
         """The arguments of ``attention`` that a back end must support for this call."""
-        used = [name for name in _TENSORS[1:] if getattr(self, name) is not None]
+        used = [name for name in _NAMED if getattr(self, name) is not None]
         used += ["dropout_p"] if self.seed is not None else []
+        used += [OF_A_PART] if any(getattr(self, name) is not None for name in _PLACES) else []
         used += ["softcap"] if self.softcap else []
         used += ["score_mod"] if self.score_mod is not None else []
         return (*used, LEARNED) if self.learned else tuple(used)
@@ -132,6 +141,7 @@ class Variant:
 
 NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
+OF_A_PART = "dropout of a part of a sequence"
 
 
 def checked_variant(
@@ -153,9 +163,7 @@ def checked_variant(
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     given: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
-    check_number("dropout_p", dropout_p, _ONE_NUMBER)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
+    check_dropout(dropout_p)
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     if share:
         given["dropout_p"] = share / _DROPOUT_STEPS
@@ -202,6 +210,13 @@ def checked_variant(
             check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         given["score_params"] = tuple(t.contiguous() for t in score_params)
     return Variant(**given) if given else None
+
+
+def check_dropout(dropout_p: object) -> None:
+    """Raises TypeError or ValueError unless dropout_p is a number in [0, 1)."""
+    check_number("dropout_p", dropout_p, _ONE_NUMBER)
+    if not 0.0 <= cast(float, dropout_p) < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:

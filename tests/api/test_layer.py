@@ -175,6 +175,19 @@ def test_a_layer_compiles_as_one_graph():
     torch.testing.assert_close(compiled(x), attn(x))
 
 
+def test_weights_are_dropped_out_in_training_alone():
+    attn, plain, x = layer(dropout_p=0.3), layer(), inputs()
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(attn(x))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    with pytest.raises(ValueError, match=r"with dropout_p=0.3 takes no cache; call layer.eval\(\)"):
+        attn(x, attn.new_cache(2, TOKENS))
+    assert torch.equal(attn.eval()(x), plain(x))
+    attn(x, attn.new_cache(2, TOKENS))
+
+
 def test_what_the_layer_shows_names_its_mask():
     assert f"mask={sf.parse('causal & (local(20) | sinks(2))')}" in repr(layer())
 
@@ -186,6 +199,8 @@ def test_what_the_layer_shows_names_its_mask():
         ({"head_dim": 5}, "even head_dim"),
         ({"rotary_base": -1.0}, "positive base"),
         ({"kv_heads": 0}, "positive"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\); got 1.0"),
+        ({"dropout_p": 0.1, "mask": "causal", "select": len}, "select takes no dropout; got dropout_p=0.1"),
         ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
     ],
 )

@@ -37,7 +37,7 @@ PTX = """
 {
 """
 SIGNATURE = {"q_tensor": "tensordesc<fp16[1,1,64,16]>", "lse_ptr": "*fp32", "heads": "i32", "one": "constexpr", "scale": "fp32"}
-SIGNATURE |= {"variant": KernelVariant("*i64", *["constexpr"] * 10), "DIM": "constexpr"}
+SIGNATURE |= {"variant": KernelVariant("*i64", *["constexpr"] * (len(KernelVariant._fields) - 1)), "DIM": "constexpr"}
 SIZES = [128, *[4] * 4, *[8] * 4, 8, 4, 4, 8, 8, 8]
 
 

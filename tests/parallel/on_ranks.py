@@ -48,6 +48,7 @@ CASES = {
     "grouped 6:3": ("causal & local(200)", 700, 64, 1, 6, 3),
 }
 HEAD_DIM, V_HEAD_DIM = 32, 16
+SEED = 7
 
 
 def mesh():
@@ -76,10 +77,11 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
 
 
-def of_one_process(name: str) -> list[torch.Tensor]:
+def of_one_process(name: str, dropout_p: float = 0.0) -> list[torch.Tensor]:
     mask, tokens, block, *_ = CASES[name]
     whole = mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
-    return results(lambda q, k, v: sf.attention(q, k, v, whole, return_lse=True), *inputs(name))
+    torch.manual_seed(SEED)
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *inputs(name))
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
@@ -149,6 +151,17 @@ def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tup
     return difference(once, of_one_process(name)), same
 
 
+def dropped(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
+    """As ``compared``, with dropout, where the generators of the other ranks are in another state than the first's."""
+    plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []
+    for _ in range(2):
+        torch.manual_seed(SEED + 100 * dist.get_rank())
+        with poisoned_memory():
+            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2))
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return difference(found[0], of_one_process(name, 0.2)), same
+
+
 def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
@@ -207,11 +220,12 @@ def differentiated_twice() -> str:
     return ""
 
 
-def of_a_layer(fullgraph: bool) -> tuple[float, float]:
+def of_a_layer(fullgraph: bool, dropout_p: float) -> tuple[float, float]:
     """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
     torch.manual_seed(0)
-    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2)
+    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2, dropout_p=dropout_p)
     x = torch.randn(2, 1000, 64)
+    torch.manual_seed(SEED)
     wanted = layer(x)
     wanted.sin().sum().backward()
     of_one = [p.grad.clone() for p in layer.parameters()]
@@ -219,6 +233,7 @@ def of_a_layer(fullgraph: bool) -> tuple[float, float]:
     plan = sf.context_parallel("causal & local(200)", 1000, mesh())
     layer.mask = plan
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
+    torch.manual_seed(SEED + dist.get_rank())
     out = run(plan.shard(x, 1))
     (out.sin() * plan.exists[:, None]).sum().backward()
     for p in layer.parameters():
@@ -252,8 +267,9 @@ def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]
 
 
 def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
-    """(the difference from one process, the exchanges of a forward pass, those of a backward pass). policy: "none": no
-    checkpointing; "all": everything is recomputed; "operator": everything but what the operator returns."""
+    """(the difference from one process, the exchanges of a forward pass, those of a backward pass), with dropout, whose seed is
+    drawn again where it is recomputed. policy: "none": no checkpointing; "all": everything is recomputed; "operator": everything
+    but what the operator returns."""
     plan = plan_of(name, **options)
 
     def of(_, function, *args, **kwargs):
@@ -265,16 +281,17 @@ def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
 
     def attend(*qkv):
         # A product, so that something is left to recompute.
-        found = plan.attention(qkv[0] * 1.0, *qkv[1:], return_lse=True)
+        found = plan.attention(qkv[0] * 1.0, *qkv[1:], dropout_p=0.2, return_lse=True)
         forward.append(exchanges.call_count)
         return found
 
     def checkpointed_attend(*qkv):
         return checkpoint(attend, *qkv, use_reentrant=False, **more)
 
+    torch.manual_seed(SEED + dist.get_rank())
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges:
         got = of_a_plan(plan, name, attend if policy == "none" else checkpointed_attend)
-    return difference(got, of_one_process(name)), forward[0], exchanges.call_count - forward[0]
+    return difference(got, of_one_process(name, 0.2)), forward[0], exchanges.call_count - forward[0]
 
 
 def on_two_dimensions(name: str, strategy: str) -> float:
@@ -326,7 +343,10 @@ def refused_calls() -> dict[str, str]:
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
     layer = sf.SparseAttention(16, 2, plan)
     calls = {
-        "dropout": lambda: plan.attention(q, k, v, dropout_p=0.1),
+        "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
+        "dropout": lambda: plan.attention(q, k, v, dropout_p=1.5),
+        "reference": lambda: plan.attention(q, k, v, backend="reference"),
+        "hopper": lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper"),
         "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
         "heads": lambda: plan.attention(k, k, v),
         "shard": lambda: plan.shard(q, 2),

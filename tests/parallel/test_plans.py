@@ -176,9 +176,9 @@ def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tupl
 
 def test_rows_are_gathered_for_blocks_of_others_where_less_than_a_quarter_visits_any():
     window = exchange_of("causal & local(100)", 2048, 1)[0].forward  # 2 of 16 rows
-    assert window.rows.tolist() == [0, 1] and window.far.q_len == 2 * 64
+    assert window.rows.tolist() == [0, 1] and window.far.mask.q_len == 2 * 64
     wide = exchange_of("causal & local(200)", 2048, 1)[0].forward  # 4 of 16, a quarter
-    assert wide.rows is None and wide.far.q_len == 16 * 64
+    assert wide.rows is None and wide.far.mask.q_len == 16 * 64
     nothing = exchange_of("causal & local(200)", 2048, 0)[0].forward
     assert nothing.rows is None and nothing.far is None
 

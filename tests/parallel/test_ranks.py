@@ -48,6 +48,23 @@ def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_proce
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize(
+    "ranks, name, strategy, options",
+    [
+        (2, "window", "blocks", {"overlap": True}),
+        (2, "1537 tokens", "blocks", {"overlap": False, "keep_fetched": False}),
+        (2, "butterfly", "heads", {}),
+        (2, "per head, grouped", "heads", {}),
+        (2, "global tokens", "queries", {"overlap": True}),
+        (4, "ranks that get nothing", "nodes", {"in_nodes": True}),
+        (1, "grouped 6:3", "blocks", {}),
+    ],
+)
+def test_all_ranks_drop_what_one_process_drops_with_the_first_ranks_seed(pools, ranks, name, strategy, options):
+    for error, same in pools(ranks).run(on_ranks.dropped, name, strategy, **options):
+        assert error < 1e-5 and same
+
+
 def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
     for said, strategy, explained in pools(4).run(on_ranks.of_meshes):
         assert strategy == "nodes" and explained == ["blocks", "nodes", "ring", "all-gather"]
@@ -91,9 +108,9 @@ def test_a_loss_may_use_one_result_alone(pools, which):
     assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph):
-    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph):
+@pytest.mark.parametrize("fullgraph, dropout_p", [(False, 0.1), (True, 0.0), (True, 0.1)])
+def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph, dropout_p):
+    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph, dropout_p):
         assert error < 1e-5 and of_parameters < 1e-5
 
 
@@ -201,7 +218,10 @@ def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
 
 def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
     for said in pools(2).run(on_ranks.refused_calls):
-        assert "does not support dropout_p" in said["dropout"]
+        assert "does not support softcap" in said["softcap"]
+        assert "dropout_p must be in [0, 1); got 1.5" in said["dropout"]
+        assert "it does not support dropout of a part of a sequence" in said["hopper"]
+        assert "backend 'reference' computes gradients from the softmax of the keys that it gets" in said["reference"]
         assert "q must hold the 512 tokens of this rank" in said["tokens"]
         assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
         assert "must hold the 1000 tokens of the whole sequence" in said["shard"]

@@ -1,8 +1,10 @@
 """Lengths, dropout and score terms: each matches its definition on every back end, and so do all together."""
 
+import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accepted import fitted
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
+from sparse_flash.parallel.routes import PartMask
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
 from sparse_flash.variant.variant import checked_variant
 
@@ -542,6 +545,36 @@ def test_the_smallest_and_the_largest_share_are_those_of_sixteen_bits(backend):
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = sf.attention(*leaves, dropout_p=1 - 2**-30, backend=backend)
     assert all(t.isfinite().all() for t in (out, *torch.autograd.grad(out.sum(), leaves)))
+
+
+@every_backend
+@parametrize("block", [16, 32])
+def test_a_part_of_a_sequence_drops_what_the_whole_drops(backend, block):
+    q, k, v, dout = inputs(q_len=96, kv_len=96)
+    whole, survives = sf.compile_mask("causal & strided(7, block=1)", 96, 96, block), surviving(q, k, 0.3, 3)
+    rows, cols = np.array([2, 0]), np.array([1, 2, -1, 0])  # blocks; -1 keeps nothing
+    part = PartMask.of(whole, rows, cols).to(torch.device(DEVICE))
+    torch.manual_seed(3)
+    given = checked_variant(q, k, dropout_p=0.3)
+    lines = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=DEVICE)  # with its two heads the other way round
+    given = dataclasses.replace(given, q_places=part.q_places, kv_places=part.kv_places, lines=lines)
+    if backend == "hopper":
+        refusal = backends.backend(backend).supports(make_call(q, k, part.mask, variant=given))
+        assert refusal == "it does not support dropout of a part of a sequence"
+        return
+    usable(backend, q, k, {"dropout_p": 0.3})
+    of_rows, of_cols = ((blocks[:, None].clip(0) * block + np.arange(block)).ravel() for blocks in (rows, cols))
+    q, k, v, dout = q[:, :, of_rows], k[:, :, of_cols], v[:, :, of_cols], dout[:, :, of_rows]
+    run, scale = backends.backend(backend), 0.25
+    out, lse = run.forward(q, k, v, part.mask, scale, given)
+    grads = run.backward(dout, None, q, k, v, out, lse, part.mask, scale, False, given)
+    kept = part.mask.to_dense()
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    wanted, _ = definition(*exact, kept, {"dropout_p": given.dropout_p}, survives.flip(1)[:, :, of_rows][..., of_cols])
+    wanted_grads = torch.autograd.grad(wanted, exact, dout.double())
+    for mine, right in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
+    compared[backend] += 1
 
 
 def test_dropout_follows_manual_seed():

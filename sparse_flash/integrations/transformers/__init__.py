@@ -279,9 +279,9 @@ def _masked(
     elif not isinstance(own, ModelMask):
         own = given(own, query, key)
     if settings.plan is not None:
-        unsupported = {"dropout": dropout, "a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
-        options = {"scale": scaling, "sinks": s_aux, "deterministic": settings.deterministic, "backend": settings.backend}
-        return attended(settings.plan, own, query, key, value, unsupported=unsupported, **options), None
+        unsupported = {"a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
+        options = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "deterministic": settings.deterministic}
+        return attended(settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options), None
     if own.refusal is not None:
         raise ValueError(f"{own.refusal}; {NAME!r} does not support that")
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):

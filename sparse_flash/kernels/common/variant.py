@@ -13,7 +13,8 @@ class KernelVariant(NamedTuple):
     """Which fields are None is fixed at compile time.
 
     seed: int64, used with dropout_p, a float. q_starts .. kv_lens: (batch,) int32. alibi_slopes: (batch, heads) float32. softcap: a
-    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE.
+    float. rel_bias and rel_bias_gradient: (heads, 2 * REACH + 1) float32. params: pointers for SCORE. q_places, kv_places: (tokens
+    / 16,) int32, lines: (batch, heads) int32, for dropout: see ``Variant``.
     """
 
     seed: Any = None
@@ -27,6 +28,9 @@ class KernelVariant(NamedTuple):
     rel_bias: Any = None
     rel_bias_gradient: Any = None
     params: Any = None
+    q_places: Any = None
+    kv_places: Any = None
+    lines: Any = None
 
     def pointers(self) -> list[int]:
         return [] if self is NO_VARIANT else [t.data_ptr() for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
@@ -54,6 +58,9 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
         variant.rel_bias,
         rel_bias_gradient,
         variant.score_params or None,
+        variant.q_places,
+        variant.kv_places,
+        variant.lines,
     )
     switches = {
         "SCORED": variant.scored,
@@ -61,7 +68,7 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
         "SCORE": variant.score_mod and variant.score_mod.triton,
         "DERIVATIVE": variant.score_mod and variant.score_mod.derivative,
     }
-    kinds = (*(field is not None for field in given[:-1]), *(param.dtype for param in variant.score_params))
+    kinds = (*(field is not None for field in given), *(param.dtype for param in variant.score_params))
     return given, switches, kinds
 
 

@@ -166,7 +166,7 @@ def _compute_grad_q(slot, line, tensors, scale, rows, table, sizes, scoring):
     if tensors.delta is not None:
         tl.store(tensors.delta + row_line + query, delta, mask=query < sizes.q_len)
     dq = tl.zeros([TILE_M, sizes.DIM], tl.float32)
-    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile.line))
+    operands = _QueryOperands(q, dout, lse, delta, tensors.k, tensors.v, dropout_stream(variant, tile, sizes))
     beyond = ()
     if variant.rel_bias_gradient is not None:
         beyond = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M], tl.float32)
@@ -358,7 +358,7 @@ def _compute_grad_kv(slot, line, tensors, scale, rows, table, sizes, scoring):
     for member in range(sizes.group):
         head = kv_head * sizes.group + member
         tile = Tile(batch, head, kv_head, batch * sizes.heads + head, first)
-        stream = dropout_stream(variant, tile.line)
+        stream = dropout_stream(variant, tile, sizes)
         row_line = tile.line.to(tl.int64) * sizes.q_len
         if table.SPARSE:
             bounds = row_bounds(rows, mask_of(rows, batch, head), first // table.BLOCK)

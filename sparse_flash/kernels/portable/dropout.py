@@ -7,11 +7,13 @@ from ..common.philox import stream_of_line, words_of_pairs
 
 
 @triton.jit
-def dropout_stream(variant, line):
-    """Three scalars that distinguish a line's draws from others'; empty without dropout. line: batch * heads + head."""
+def dropout_stream(variant, tile, sizes):
+    """(three scalars that distinguish a line's draws from others', the tile's first token in the sequence); () without dropout."""
     stream = ()
     if variant.seed is not None:
-        stream = stream_of_line(variant.seed, line)
+        line = tile.line if variant.lines is None else tl.load(variant.lines + tile.line)
+        own = _in_sequence(variant.kv_places if sizes.BY_KEY else variant.q_places, tile.first)
+        stream = stream_of_line(variant.seed, line), own
     return stream
 
 
@@ -19,8 +21,22 @@ def dropout_stream(variant, line):
 def kept_by_dropout(variant, stream, place, sizes):
     """Which pairs of a step dropout keeps, in the shape of its scores. stream: from ``dropout_stream``. The step's first query and
     key are multiples of the tile's sides, which are powers of two, at least 16."""
+    of_line, own = stream
     threshold = tl.full([1, 1], variant.dropout_p * 4294967296.0, tl.float32).to(tl.uint32)
     query, token = tl.arange(0, sizes.TILE_M).to(tl.uint32), tl.arange(0, sizes.TILE_N).to(tl.uint32)
-    query, token = (query[None, :], token[:, None]) if sizes.BY_KEY else (query[:, None], token[None, :])
-    word = words_of_pairs(stream, query, token, place.first_query, place.first_key)
+    if sizes.BY_KEY:
+        query, token = query[None, :], token[:, None]
+        first_query, first_key = _in_sequence(variant.q_places, place.first_query), own
+    else:
+        query, token = query[:, None], token[None, :]
+        first_query, first_key = own, _in_sequence(variant.kv_places, place.first_key)
+    word = words_of_pairs(of_line, query, token, first_query, first_key)
     return tl.where(query // 8 % 2 == 0, word << 16, word) >= threshold
+
+
+@triton.jit
+def _in_sequence(places, first):
+    """Where a tile's first token stands in the whole sequence. The others follow it, as tiles divide the blocks of a table."""
+    if places is not None:
+        first = tl.load(places + first // 16)
+    return first

@@ -110,7 +110,7 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
         tl.zeros([TILE_M], tl.float32),
     )
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)
-    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile.line))
+    operands = _Operands(q, k_tensor, v_tensor, dropout_stream(variant, tile, sizes))
     accumulator, running_max, running_sum = walk_row(_walk, state, operands, tile, bounds, valid_keys, table, sizes, scoring)
     keeps_nothing = running_sum == 0.0
     query = tile.first + tl.arange(0, TILE_M)

@@ -1,0 +1,23 @@
+"""Compiles kernels with dropout of a part of a sequence for sm_90, without a GPU, and prints their outcomes, like ``sm90.py``."""
+
+import json
+import re
+
+from sm90 import DROPOUT, compiled, resources
+
+from sparse_flash.kernels.portable import backward, configs, forward
+
+DIM = 128
+
+if __name__ == "__main__":
+    placed = DROPOUT._replace(q_places="*i32", kv_places="*i32", lines="*i32")
+    for name, kernel, table in (
+        ("forward", forward.attention_forward_kernel, configs._FORWARD),
+        ("grad_kv", backward.grad_kv_kernel, configs._GRAD_KV),
+    ):
+        config = table[DIM]
+        result = compiled(kernel, config, DIM, True, variant=placed)
+        threads = 32 * result.metadata.num_warps
+        row = {"kernel": name, "draws": config.tile_m * config.tile_n // threads // 4, "shared": result.metadata.shared}
+        row["products"] = len(re.findall(r"\bmul\.(?:wide|hi)\.u32", result.asm["ptx"]))
+        print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
