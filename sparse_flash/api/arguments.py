@@ -384,6 +384,13 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
 
 
+def check_positive(**sizes: int) -> None:
+    """Raises ValueError for a size below 1, by its name."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be positive; got {size}")
+
+
 def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
     if selection.device != q.device:

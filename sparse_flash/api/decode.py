@@ -78,7 +78,7 @@ def attention_decode(
     check_decoding_tensors(q, k, v, block_table)
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])
-    capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+    capacity = backends.cache_capacity(k, block_table)
     if isinstance(mask, BlockSelection):
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
         return (out, lse) if return_lse else out

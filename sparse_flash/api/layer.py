@@ -14,7 +14,7 @@ from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
 from ..variant.variant import check_dropout
-from .arguments import check_deterministic
+from .arguments import check_deterministic, check_positive
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -46,9 +46,7 @@ class KeyValueCache:
         device: torch.device | str | None = None,
     ) -> None:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
-        for name, value in ({"batch": batch, "kv_heads": kv_heads, "length": length} | widths).items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive; got {value}")
+        check_positive(batch=batch, kv_heads=kv_heads, length=length, **widths)
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens = 0
         sizes = batch, kv_heads, length, head_dim
@@ -216,9 +214,7 @@ class SparseAttention(nn.Module):
         if self.select is not None:
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
-        if cache is not None:
-            return self.out_proj(self._attended_with(cache, q, k, v, mask).transpose(1, 2).flatten(2))
-        out = self._attended(q, k, v, mask, dropout_p=dropout_p)
+        out = self._attended(q, k, v, mask, dropout_p=dropout_p) if cache is None else self._attended_with(cache, q, k, v, mask)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _attended_to_picks(self, cache: KeyValueCache | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

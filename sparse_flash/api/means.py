@@ -7,7 +7,7 @@ import torch
 from ..masks.block_selection import BlockSelection, check_selection_block
 from ..selection.choice import choose_by_means
 from ..selection.decode import positions, update_means
-from .arguments import MAX_QUERIES, check_keep, checked_cache_lengths
+from .arguments import MAX_QUERIES, check_keep, check_positive, checked_cache_lengths
 
 
 class BlockMeans:
@@ -33,9 +33,7 @@ class BlockMeans:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in {"batch": batch, "kv_heads": kv_heads, "length": length, "head_dim": head_dim}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive; got {value}")
+        check_positive(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
         check_selection_block(block_size)
         self.length, self.block_size = length, block_size
         exact = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)

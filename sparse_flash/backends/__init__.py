@@ -77,6 +77,12 @@ class Call:
         return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3])
 
 
+def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Tokens of a sequence that a cache of keys has room for. k: (batch, kv_heads, tokens, head_dim), or (pages, kv_heads, tokens of
+    a page, head_dim) with block_table, (batch, pages of a sequence)."""
+    return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+
+
 def backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:

@@ -21,7 +21,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
-from . import aten_cpu
+from . import aten_cpu, cache_capacity
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -125,7 +125,7 @@ def _by_pytorchs(q, v, variant) -> bool:
 def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
     """(out, lse). Reads only the keys that some query keeps. See the package's docstring."""
     batch, heads, q_len, _ = q.shape
-    capacity = k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
+    capacity = cache_capacity(k, block_table)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_compute_dtype(q))
     lengths = [capacity] * batch if kv_lens is None else kv_lens.clamp(0, capacity).tolist()
     for sequence, length in enumerate(lengths):

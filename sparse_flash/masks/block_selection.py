@@ -323,6 +323,7 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:
+    """What it keeps under causal; text stays text."""
     return f"causal & ({always})" if isinstance(always, str) else parse("causal") & always
 
 

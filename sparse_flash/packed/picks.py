@@ -86,7 +86,7 @@ class Places(NamedTuple):
 
 def places(side: Side) -> Places:
     """Where tokens are. Of one that is of no document the position is 0."""
-    bounds = side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
+    bounds = _borders(side)
     token = torch.arange(side.tokens, device=bounds.device)
     document = torch.searchsorted(bounds[1:], token, right=True).clamp(max=len(bounds) - 2)
     within = token - bounds[document]
@@ -94,9 +94,14 @@ def places(side: Side) -> Places:
     return Places(document, torch.where(exists, within, 0), exists)
 
 
+def _borders(side: Side) -> torch.Tensor:
+    """(documents + 1,) int64, ascending, within the tokens, whatever cu_seqlens holds."""
+    return side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
+
+
 def block_axis(side: Side, place: Places, block: int) -> Axis:
     """An axis where each document starts in a new block of this size."""
-    bounds = side.cu_seqlens.long().clamp(0, side.tokens).cummax(0).values
+    bounds = _borders(side)
     blocks = (bounds.diff().clamp(max=side.longest) + block - 1) // block
     first = (blocks.cumsum(0) - blocks) * block
     rows = most_blocks(side.tokens, len(blocks), block=block) * block

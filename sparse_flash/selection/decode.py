@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import Call, empty_out
+from ..backends import Call, cache_capacity, empty_out
 from ..backends.torch import own_precision
 
 _CHUNK = 1 << 27  # numbers of keys and values read at a time
@@ -29,7 +29,7 @@ def decode(
     """(out, lse), see ``backends``. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
     heads, q_len, slots = picks.shape[1:]
     exact = torch.promote_types(q.dtype, torch.float32)
-    position = positions(q, _capacity(k, block_table), kv_lens)[:, None, :, None]
+    position = positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]
     rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
     numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
@@ -64,10 +64,6 @@ def _lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: to
     return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
 
 
-def _capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
-
-
 def _taken(x: torch.Tensor, token: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
     int64."""
@@ -92,7 +88,7 @@ def update_means(
     means: (batch, kv_heads, blocks + 1, head_dim); the last one takes what is of no whole block.
     """
     batch, heads, blocks = means.shape[0], means.shape[1], means.shape[2] - 1
-    length = _lengths(batch, _capacity(k, block_table), kv_lens, k.device)
+    length = _lengths(batch, cache_capacity(k, block_table), kv_lens, k.device)
     touched = (tokens + block_size - 2) // block_size + 1
     block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
     sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))

@@ -1,7 +1,7 @@
 """Products over head dimensions that are no power of two.
 
 A tile in shared memory has 64 or 128 columns, the last of which may hold nothing but zeros. With 96 in use, each product is two: of
-the first 64 columns, and of the next 32. A ``Columns`` holds what has them as columns, in registers.
+the first 64 columns, and of the next 32. In registers, sums over rows of such columns are a tuple: of one tensor, or of these two.
 """
 
 from triton.experimental import gluon
