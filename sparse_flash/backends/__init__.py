@@ -78,8 +78,11 @@ class Call:
 
 
 def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Tokens of a sequence that a cache of keys has room for. k: (batch, kv_heads, tokens, head_dim), or (pages, kv_heads, tokens of
-    a page, head_dim) with block_table, (batch, pages of a sequence)."""
+    """Tokens of a sequence that a cache of keys has room for.
+
+    k: (batch, kv_heads, tokens, head_dim); with block_table, (batch, pages of a sequence): (pages, kv_heads, tokens of a page,
+    head_dim).
+    """
     return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
 
 
