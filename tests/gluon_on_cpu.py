@@ -127,7 +127,7 @@ class Descriptor:
     """Tiles of a tensor in global memory."""
 
     def __init__(self, tensor: torch.Tensor, block: list[int]):
-        self.array, self.block, self.layout = tensor.numpy(), block, None
+        self.array, self.block, self.layout, self.shape = tensor.numpy(), block, None, tensor.shape
         self.dtype = TRITON[self.array.dtype]
 
     def _parts(self, corner) -> tuple[tuple, tuple]:
@@ -457,6 +457,8 @@ ASSEMBLY = {
     "neg.f32 n, $1": lambda x, word, shift, threshold, _: _unless_dropped(x, word, shift, threshold, -x),
     "shl.b32 t, $2, $3": _unless_dropped,
     "relu": lambda x: np.maximum(x, 0).astype(np.float16),
+    "and.b32 $0, $1, $2": lambda x, words: (x.view(np.int32) & words.astype(np.int32)).view(np.float32),
+    "rcp.approx": lambda x, steepness: np.float32(1) - np.float32(2) / (np.exp2(x * steepness) + np.float32(1)),
     "abs.f32 a, $1": lambda p, dp, delta: np.where(p > 0, p, 0) * dp - np.abs(p) * delta,
 }
 
@@ -565,10 +567,15 @@ def ordinary(value):
     return value.value if isinstance(value, tl.constexpr) else value
 
 
+def _steps(*bounds):
+    """``range``, of numbers as a kernel has them."""
+    return (Tensor(np.int32(number)) for number in range(*map(int, bounds)))
+
+
 def _globals_of(function) -> dict:
     known = _globals.get(id(function.__globals__))
     if known is None:
-        known = _globals[id(function.__globals__)] = {}
+        known = _globals[id(function.__globals__)] = {"range": _steps}
         known |= {name: REPLACED.get(name) or ordinary(value) for name, value in function.__globals__.items()}
     return known
 
@@ -600,7 +607,7 @@ class _Launches:
 
     def launch(self, kernel, prepared, specialized=(), beside=None):
         grid, arguments, constants, options = prepared
-        run, given = ordinary(kernel), [*map(_argument, arguments), *constants.values()]
+        run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
         if kernel not in PARTITIONED:
             for program in np.ndindex(*grid):
                 _sequential.append((program, grid))
@@ -621,6 +628,9 @@ def _argument(value):
         return Pointer.to(value)
     if isinstance(value, Rows):
         return value._replace(base=Pointer.to(value.base))
+    if isinstance(value, tuple):
+        fields = [None if field is None else _argument(field) for field in value]
+        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
     if hasattr(value, "block_shape"):
         return Descriptor(value.base, value.block_shape)
     return Tensor(np.float32(value) if isinstance(value, float) else np.int32(value))

@@ -123,6 +123,8 @@ def compiled_for_hopper(
     dropout: bool = False,
     ragged: bool = False,
     dtype: str = "bf16",
+    variant=NO_VARIANT,
+    switches=NO_SWITCHES,
 ):
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
@@ -133,14 +135,14 @@ def compiled_for_hopper(
         constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
     constants |= {"KEYS": config.keys}
     used, dim = dim, padded_head_dim(dim)
-    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout}
+    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
-    source = GluonASTSource(kernel, *arguments(kernel, tensors, constants))
+    source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
 

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..variant.variant import LEARNED
 from . import Call, lacking
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # padded to 64 or 128
 BLOCK_SIZES = (None, 64, 128, 256)
-FEATURES = ("dropout_p",)
+FEATURES = ("dropout_p", "softcap", "alibi_slopes", "rel_bias", "score_mod")
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
@@ -68,6 +69,10 @@ def supports(call: Call) -> str | None:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
+    if LEARNED in call.features:
+        return "it has no gradient of rel_bias"
+    if call.score_mod is not None and call.score_mod.triton is None:
+        return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

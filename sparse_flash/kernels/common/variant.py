@@ -32,8 +32,11 @@ class KernelVariant(NamedTuple):
     kv_places: Any = None
     lines: Any = None
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self is NO_VARIANT else [t for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
+
     def pointers(self) -> list[int]:
-        return [] if self is NO_VARIANT else [t.data_ptr() for t in (*self, *(self.params or ())) if isinstance(t, torch.Tensor)]
+        return [t.data_ptr() for t in self.tensors()]
 
 
 NO_VARIANT = KernelVariant()

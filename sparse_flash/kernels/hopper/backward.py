@@ -35,7 +35,7 @@ from ..launch.replay import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
-from .masks import ZERO, column_bits, where_column_bits, where_run
+from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 from .products import (
     both_finished,
     scaled_by,
@@ -47,6 +47,8 @@ from .products import (
 )
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scores import Scoring
+from .variant import PLAIN, HopperVariant, hopper_variant
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
 
@@ -105,7 +107,7 @@ class BackwardArguments:
     table: TableArguments
     heads: Heads
     scale: gl.tensor
-    score_scale: gl.tensor
+    scoring: Scoring
     dropout: Dropout
     scheduler: Scheduler
     k: Ring  # one stage per tile
@@ -340,6 +342,17 @@ def _masked(p, tile, weights, words, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _operand(p, weights, layout: gl.constexpr):
+    """Weights of a step as the left operand of dV's product."""
+    dtype: gl.constexpr = p.q.data.dtype
+    if p.dropout.ENABLED:
+        operand = gl.convert_layout(kept_operand(weights, dtype), layout)
+    else:
+        operand = gl.convert_layout(weights.to(dtype), layout)
+    return operand
+
+
+@gluon.jit
 def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
     """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
     adjacent to its neighbours'. ``finish_kernel`` restores the order."""
@@ -356,7 +369,7 @@ def _rounded(numbers):
 
 
 @gluon.jit
-def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, dq_zeros, KIND: gl.constexpr):
+def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
     state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, during which the scores of the next
@@ -369,34 +382,45 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
+    if p.RAGGED and p.scoring.SCORED:
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
         values = p.v.stage(turn, fresh_zero(step))
         if KIND != FULL:
             words = _mask_words(p, tile, entry, exists, KIND, score_layout)
-        if p.dropout.ENABLED:
+        if p.dropout.ENABLED or p.scoring.SCORED:
             position = _first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
         started = times_transposed(values, dout, zeros, p.USED)
         lse = p.lse.index(p.q.place(step)).load(column)
-        weights = gl.exp2(scores * p.score_scale - lse[None, :])
+        products = scores
+        if p.scoring.SCORED:
+            scores = p.scoring.scored(products, place, position, tile.first)
+        weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
         if KIND != FULL:
             weights = _masked(p, tile, weights, words, KIND)
-        if p.RAGGED:
+        if p.RAGGED and p.scoring.SCORED:
+            # A score function may give anything for keys that do not exist.
+            weights = where_rows(weights, existing)
+        elif p.RAGGED:
             # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
             # rows of zeros. No existing key has a weight above 1.
             weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
         if p.dropout.ENABLED:
             # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
             weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
+        if p.scoring.SCORED:
+            # Here, so that the derivative's values need not stay in registers during the products.
+            operand = _operand(p, weights, operand_layout)
+            if not p.scoring.SIGNED:
+                weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.PIECES > 1:
             delta = p.delta.index(p.dout.place(step)).load(column)
-        if p.dropout.ENABLED:
-            operand = gl.convert_layout(kept_operand(weights, dtype), operand_layout)
-        else:
-            operand = gl.convert_layout(weights.to(dtype), operand_layout)
+        if not p.scoring.SCORED:
+            operand = _operand(p, weights, operand_layout)
         started_dv = times(operand, dout, dv)
         # What follows must stay behind the product's start; the compiler would move it before.
         if p.PIECES == 1:
@@ -408,6 +432,8 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, zeros, d
             dscores = score_gradients(weights, dweights, delta[None, :])
         else:
             dscores = weights * (dweights - delta[None, :])
+        if p.scoring.SIGNED:
+            dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
         p.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         started_dk = times(ds_operand, q, dk)
@@ -485,14 +511,15 @@ def _compute(p):
             scores = _first_scores(p, turn, step, zeros)
         state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
         stream = p.dropout.stream(tile.line)
+        place = p.scoring.place(p.heads, tile.line)
         p.v.wait(turn)
         if p.table.SPARSE:
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, zeros, dq_zeros, BITS)
-        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, zeros, dq_zeros, FULL)
+            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
+        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
@@ -610,6 +637,7 @@ def attention_backward_kernel(
     score_scale,
     seed,
     dropout_p,
+    variant,
     DIM: gl.constexpr,
     USED: gl.constexpr,
     KEYS: gl.constexpr,
@@ -623,6 +651,10 @@ def attention_backward_kernel(
     FIXED: gl.constexpr,
     DROPOUT: gl.constexpr,
     RAGGED: gl.constexpr,
+    SCORED: gl.constexpr,
+    REACH: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
 ):
     Q_STAGES: gl.constexpr = DOUT_STAGES + 1  # scores are computed a step ahead
     dtype: gl.constexpr = q_tensor.dtype
@@ -675,7 +707,17 @@ def attention_backward_kernel(
         table=table,
         heads=heads_of,
         scale=scale,
-        score_scale=score_scale,
+        scoring=Scoring(
+            score_scale,
+            k_tensor.shape[2] - q_len,
+            variant,
+            SCORED,
+            REACH,
+            SCORE,
+            DERIVATIVE,
+            BY_KEY=True,
+            SIGNED=DROPOUT and DERIVATIVE is not None,
+        ),
         dropout=Dropout(seed, dropout_p, DROPOUT),
         scheduler=scheduler,
         k=k,
@@ -746,7 +788,7 @@ def prepare_kernel(
     dout = load_tile(dout_tensor, batch, head, first, TILE, DIM).to(tl.float32)
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
-    lse = tl.load(lse_ptr + line, mask=query < q_len, other=0.0)
+    lse = tl.load(lse_ptr + line, mask=query < q_len, other=-float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
@@ -859,38 +901,42 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     does that of dK and dV if query heads share them.
 
     Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
-    variant: dropout only, or None.
     """
     room = _room(q, k, mask, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic, room)
-    key = _key(dout, dlse, q, k, v, out, scale, variant, deterministic, config)
+    of_variant = hopper_variant(variant)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
+    key = _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic, config)
     recording = Recording(mask, key, tensors, tensors[_ROOMS], room)
-    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, variant.dropout_p if variant else None, config)
+    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, of_variant, config)
     recording.finish()
     return tensors[_GRADIENTS]
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
     """``attention_backward`` by replayed launches, or None if there are none; any tensors."""
-    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, variant, deterministic))
+    of_variant = hopper_variant(variant)
+    known = known_call(mask, _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic))
     if known is None:
         return None
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic, known.facts)
+    tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, known.facts)
     return tensors[_GRADIENTS] if known.again(tensors) else None
 
 
-def _key(dout, dlse, q, k, v, out, scale, variant, deterministic: bool, config=None) -> tuple:
+def _key(dout, dlse, q, k, v, out, scale, of_variant: HopperVariant, deterministic: bool, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride(), q.dtype, q.device
-    more = scale, config, dlse is None, deterministic, variant.dropout_p if variant else None
+    more = scale, config, dlse is None, deterministic, of_variant.key
     return attention_backward_kernel.fn, tuned.times_read(), *layout, *more
 
 
 _GRADIENTS, _ROOMS = slice(7, 10), slice(10, 12)
+_OWN = 15  # tensors of a call, before those of its variant
 
 
-def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: "_Room") -> tuple[torch.Tensor, ...]:
+def _tensors(
+    dout, dlse, q, k, v, out, lse, variant, of_variant: HopperVariant, deterministic: bool, room: "_Room"
+) -> tuple[torch.Tensor, ...]:
     device = q.device
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
@@ -900,8 +946,9 @@ def _tensors(dout, dlse, q, k, v, out, lse, variant, deterministic: bool, room: 
         kv_sums = fill(room.kv_sums, dtype=torch.float32, device=device)
     bounds = torch.zeros((2, k.shape[0] * k.shape[1]), dtype=torch.float32, device=device) if deterministic else lse
     dlse = lse if dlse is None else dlse
-    seed = variant.seed if variant else lse
-    return q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(device), seed
+    seed = lse if of_variant.dropout_p is None else variant.seed
+    own = q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, tile_queue(device), seed
+    return *own, *of_variant.given.tensors()
 
 
 class _Room(NamedTuple):
@@ -936,13 +983,14 @@ def _room(q, k, mask, deterministic: bool) -> _Room:
     return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim, added, splits)
 
 
-def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, dropout_p, config) -> None:
-    q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, queue, seed = tensors
+def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, of_variant, config) -> None:
+    q, k, v, dout, out, lse, dlse, dq, dk, dv, workspace, kv_sums, bounds, queue, seed = tensors[:_OWN]
+    dropout_p = of_variant.dropout_p
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     block_size = mask.block_size if mask else TILE.value
-    if config is None and dropout_p is not None and block_size > 64:
+    if config is None and of_variant is not PLAIN and block_size > 64:
         config = BACKWARD_OF_DROPOUT[dim]
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
@@ -1011,13 +1059,15 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         scale * LOG2_E.value,
         seed,
         dropout_p or 0.0,
+        of_variant.given,
     ]
     constants = {"DIM": dim, "USED": used_columns(head_dim), "KEYS": config.keys, "QUERIES": config.queries}
     constants |= {"DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
+    constants |= of_variant.switches
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
-    recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options))
+    recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
     finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, config.pieces)]
     if room.added:

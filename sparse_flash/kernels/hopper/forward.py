@@ -34,6 +34,8 @@ from .masks import LOWEST, all_below, row_bits, row_run, where_bits
 from .products import finished, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scores import Scoring
+from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
 COMBINED = tl.constexpr(32)  # queries per program that combines splits
@@ -77,7 +79,7 @@ class ForwardArguments:
     heads: Heads
     q_len: gl.tensor
     kv_len: gl.tensor
-    score_scale: gl.tensor
+    scoring: Scoring
     dropout: Dropout
     scheduler: Scheduler
     q: Ring  # one stage per tile
@@ -153,9 +155,9 @@ def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, running_max, running_sum, score_scale):
-    new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
-    weights = gl.exp2(scores * score_scale - new_max[:, None])
+def _softmax(scores, running_max, running_sum, factor):
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - new_max[:, None])
     rescale = gl.exp2(running_max - new_max)
     return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
 
@@ -189,7 +191,7 @@ def _operand(p, kept, layout: gl.constexpr):
 
 
 @gluon.jit
-def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
     its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
     compilation."""
@@ -205,7 +207,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
-        if p.dropout.ENABLED:
+        if p.dropout.ENABLED or p.scoring.SCORED:
             position = p.table.position(entry, end, p.KEYS)
         p.k.wait(step)
         started_scores = times_transposed(q, keys, zeros, p.USED)
@@ -213,9 +215,11 @@ def _walk(p, tile, state, turn, step, begin, end, stream, zeros, HALF_INDEX: gl.
         started_values = times(_operand(p, kept, operand_layout), values, sums)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
+        if p.scoring.SCORED:
+            scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
-        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.score_scale)
+        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.scoring.factor())
         if p.dropout.ENABLED:
             weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
         sums = finished(started_values, 0)
@@ -244,13 +248,16 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     p.k.release(0)
     while tile.first >= 0:
         stream = p.dropout.stream(tile.line)
+        place = p.scoring.place(p.heads, tile.line)
         first_query = tile.first + HALF_INDEX * HALF
+        if p.scoring.SCORED:
+            scores = p.scoring.scored(scores, place, first_query, tile.position)
         if tile.end > tile.runs:
             scores = where_bits(scores, _mask_words(p, tile, tile.runs, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
             scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
         floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
-        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.score_scale)
+        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.scoring.factor())
         if p.dropout.ENABLED:
             weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
         if turn > 0:
@@ -260,9 +267,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE:
-            state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, zeros, HALF_INDEX, True)
+            state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, zeros, HALF_INDEX, False)
+        state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
 
         # The last values of this tile overlap with the first scores of the next.
@@ -361,6 +368,7 @@ def attention_forward_kernel(
     score_scale,
     seed,
     dropout_p,
+    variant,
     DIM: gl.constexpr,
     USED: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -371,6 +379,10 @@ def attention_forward_kernel(
     SPARSE: gl.constexpr,
     SPLIT: gl.constexpr,
     DROPOUT: gl.constexpr,
+    SCORED: gl.constexpr,
+    REACH: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
 ):
     # Tiles have two dimensions, as products need them. Triton 3.9 tracks each byte of every view, and views inside the walks cost
     # seconds of compilation.
@@ -408,7 +420,9 @@ def attention_forward_kernel(
         heads=heads_of,
         q_len=q_len,
         kv_len=kv_len,
-        score_scale=score_scale,
+        scoring=Scoring(
+            score_scale, kv_len - q_len, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False
+        ),
         dropout=Dropout(seed, dropout_p, DROPOUT),
         scheduler=scheduler,
         q=q,
@@ -488,12 +502,13 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
     """out like q, lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
-    variant: dropout only, or None. beside: see ``launch``.
+    beside: see ``launch``.
     """
-    split_rows, dropout_p = _split_rows(mask), variant.dropout_p if variant else None
-    tensors = _tensors(q, k, v, variant, split_rows)
-    recording = Recording(mask, _key(q, k, v, scale, variant, config), tensors, facts=split_rows)
-    recording.launch(attention_forward_kernel, _forward_launch(*tensors, mask, scale, split_rows, dropout_p, config), beside=beside)
+    split_rows, of_variant = _split_rows(mask), hopper_variant(variant)
+    tensors = _tensors(q, k, v, variant, of_variant, split_rows)
+    recording = Recording(mask, _key(q, k, v, scale, of_variant, config), tensors, facts=split_rows)
+    prepared = _forward_launch(*tensors[:_OWN], mask, scale, split_rows, of_variant, config)
+    recording.launch(attention_forward_kernel, prepared, of_variant.kinds, beside)
     _, _, _, out, lse, split_out, split_lse, *_ = tensors
     if split_rows:
         recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
@@ -503,26 +518,31 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
 
 def repeated_forward(q, k, v, mask, scale, variant=None):
     """``attention_forward`` by replayed launches, or None if there are none; any q, k and v."""
-    known = known_call(mask, _key(q, k, v, scale, variant))
+    of_variant = hopper_variant(variant)
+    known = known_call(mask, _key(q, k, v, scale, of_variant))
     if known is None:
         return None
-    tensors = _tensors(q, k, v, variant, known.facts)
+    tensors = _tensors(q, k, v, variant, of_variant, known.facts)
     return tensors[3:5] if known.again(tensors) else None
 
 
-def _key(q, k, v, scale, variant, config=None) -> tuple:
+def _key(q, k, v, scale, of_variant: HopperVariant, config=None) -> tuple:
     layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device
-    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, variant.dropout_p if variant else None
+    return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, of_variant.key
 
 
-def _tensors(q, k, v, variant, split_rows: int) -> tuple[torch.Tensor, ...]:
+_OWN = 9  # tensors of a call, before those of its variant
+
+
+def _tensors(q, k, v, variant, of_variant: HopperVariant, split_rows: int) -> tuple[torch.Tensor, ...]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     split_out = split_lse = lse
     if split_rows:
         split_lse = torch.empty(q.shape[0] * q.shape[1] * split_rows, dtype=torch.float32, device=q.device)
         split_out = torch.empty((*split_lse.shape, padded_head_dim(q.shape[3])), dtype=torch.float32, device=q.device)
-    return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), variant.seed if variant else lse
+    seed = lse if of_variant.dropout_p is None else variant.seed
+    return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), seed, *of_variant.given.tensors()
 
 
 def _split_rows(mask) -> int:
@@ -531,7 +551,7 @@ def _split_rows(mask) -> int:
     return mask.by_query.splits.shape[1] * mask.block_size if split else 0
 
 
-def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, dropout_p, config):
+def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, of_variant, config):
     """(grid, arguments, constants, options)"""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -544,10 +564,10 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     def tiles_of(queries: int) -> int:
         return items_of(queries) * (mask.block_size // queries if mask else 1) * lines
 
-    if config is None and dropout_p is None:
+    if config is None and of_variant is PLAIN:
         config = forward_of_call(q.dtype, dim, mask and mask.block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
-        # Dropout's draws need the registers that a third warp group, or a second program, would take.
+        # A variant needs the registers that a third warp group, or a second program, would take.
         config = forward_config(q.dtype, dim, mask.block_size, q.device) if mask else FORWARD[dim]
     block_size = mask.block_size if mask else config.queries
     items, tiles = items_of(config.queries), tiles_of(config.queries)
@@ -578,12 +598,13 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         queue,
         scale * LOG2_E.value,
         seed,
-        dropout_p or 0.0,
+        of_variant.dropout_p or 0.0,
+        of_variant.given,
     ]
     constants = {"DIM": dim, "USED": used_columns(head_dim), "GROUPS": config.queries // HALF.value, "KEYS": config.keys}
     constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": split_rows > 0}
-    constants |= {"DROPOUT": dropout_p is not None}
+    constants |= {"DROPOUT": of_variant.dropout_p is not None} | of_variant.switches
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
 

@@ -103,3 +103,17 @@ def where_column_bits(scores, words, otherwise: gl.constexpr):
     bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout)))
     kept = _where_bit(parts, words[:, None, :], (1 << bit)[None, :, None], otherwise)
     return gl.convert_layout(kept.reshape([ROWS, COLS]), scores.type.layout)
+
+
+@gluon.jit
+def row_words(first, stop, ROWS: gl.constexpr, layout: gl.constexpr):
+    """All bits for rows first .. stop - 1, none for others: for ``where_rows``, of tensors of this layout."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    return gl.where((rows >= first) & (rows < stop), -1, 0)
+
+
+@gluon.jit
+def where_rows(numbers, words):
+    """fp32 numbers in rows that exist, 0 in others, whatever they hold. words: from ``row_words``."""
+    keep: gl.constexpr = "and.b32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(keep, "=f,f,r", [numbers, words[:, None]], dtype=gl.float32, is_pure=True, pack=1)
