@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ..compat.dynamo import constant_in_graphs
-from ..variant.variant import LEARNED
+from ..variant.variant import LEARNED, LENGTHS
 from . import Call, lacking
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 129)  # padded to 64 or 128
 BLOCK_SIZES = (None, 64, 128, 256)
-FEATURES = ("dropout_p", "softcap", "alibi_slopes", "rel_bias", "score_mod")
+FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 

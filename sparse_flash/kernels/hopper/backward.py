@@ -35,6 +35,7 @@ from ..launch.replay import known_call
 from .configs import BACKWARD_OF_DROPOUT, backward_config
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
+from .lengths import Lengths, load_existing, new_lengths, own_barrier
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 from .products import (
     both_finished,
@@ -108,6 +109,8 @@ class BackwardArguments:
     heads: Heads
     scale: gl.tensor
     scoring: Scoring
+    lengths: Lengths
+    arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
     k: Ring  # one stage per tile
@@ -134,40 +137,77 @@ def _first_query(p, tile, step, stop, exists):
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
     if table.SPARSE:
-        block = gl.load(table.entries + step // STEPS, mask=exists, other=0)
+        entry = step
+        if p.lengths.ANY:
+            entry += tile.cuts.shift(step, tile.bits)
+        block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
         position = block * table.BLOCK + step % STEPS * p.QUERIES
     else:
-        step += p.scheduler.first_step(tile.first, step, stop, stop)
-        position = gl.where(step < stop, step, step - stop) * p.QUERIES
+        step += p.scheduler.first_step(tile.first, tile.begin, stop, stop) - tile.begin
+        position = gl.where(step < stop, step, step - (stop - tile.begin)) * p.QUERIES
     return position
 
 
 @gluon.jit
-def _load_keys(ring, turn, tensor, batch, kv_head, first_key):
-    """Loads keys or values of a tile."""
+def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key):
+    """Loads keys or values of a tile. Here and below: returns ``cuts``, how often the barrier for tiles with nonexistent tokens was
+    used."""
     ring.acquire(turn)
-    ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
-    ring.load(turn, tensor, [batch, kv_head, first_key, 0])
+    source = [batch, kv_head, first_key, 0]
+    if p.lengths.KV_CUT:
+        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.KEYS):
+            first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
+            cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
+            ring.commit(turn)
+        else:
+            ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
+            ring.load(turn, tensor, source)
+    else:
+        ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
+        ring.load(turn, tensor, source)
+    return cuts
 
 
 @gluon.jit
-def _load_queries(p, step, batch, head, line, position):
+def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
+    """Expects queries of a step, or their gradients, and BESIDE bytes more; with lengths, also loads them."""
+    if p.lengths.Q_CUT:
+        if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
+            first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+            cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
+            ring.expect(step, BESIDE)
+        else:
+            ring.expect(step, p.QUERIES * p.DIM * 2 + BESIDE)
+            ring.load(step, tensor, source)
+    else:
+        ring.expect(step, p.QUERIES * p.DIM * 2 + BESIDE)
+    return cuts
+
+
+@gluon.jit
+def _load_queries(p, tile, cuts, step, batch, head, line, position):
     ROWS: gl.constexpr = 2 if p.grads.FIXED else 1
+    source = [batch, head, position, 0]
     p.q.acquire(step)
-    p.q.expect(step, p.QUERIES * p.DIM * 2 + p.QUERIES * 4 * ROWS)
+    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.QUERIES * 4 * ROWS)
     place = p.q.place(step)
     if p.grads.FIXED:
         async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
     async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
-    p.q.load(step, p.inputs.q, [batch, head, position, 0])
+    if not p.lengths.Q_CUT:
+        p.q.load(step, p.inputs.q, source)
+    return cuts
 
 
 @gluon.jit
-def _load_dout(p, step, batch, head, line, position):
+def _load_dout(p, tile, cuts, step, batch, head, line, position):
+    source = [batch, head, position, 0]
     p.dout.acquire(step)
-    p.dout.expect(step, p.QUERIES * p.DIM * 2 + p.QUERIES * 4)
+    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.QUERIES * 4)
     async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
-    p.dout.load(step, p.inputs.dout, [batch, head, position, 0])
+    if not p.lengths.Q_CUT:
+        p.dout.load(step, p.inputs.dout, source)
+    return cuts
 
 
 @gluon.jit
@@ -175,6 +215,7 @@ def _load(p):
     """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
     turn = 0
+    cuts = 0
     # With room for the keys of one tile, they are requested after its first queries, which need not wait for room.
     AHEAD: gl.constexpr = p.k.STAGES > 1
     tile = p.scheduler.tile(turn)
@@ -182,7 +223,7 @@ def _load(p):
         batch, head = p.heads.of_line(tile.line)
         kv_head = head // p.heads.group
         if AHEAD:
-            _load_keys(p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
         first = step
         position = tile.position
         line = tile.line * p.grads.padded_q_len
@@ -191,21 +232,21 @@ def _load(p):
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no load waits for it.
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
-            upcoming = p.table.position(entry, tile.end, p.QUERIES)
-            _load_queries(p, step, batch, head, line, position)
+            upcoming = p.scheduler.position(tile, entry, tile.end)
+            cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
             if step == first:
                 if not AHEAD:
-                    _load_keys(p.k, turn, p.inputs.k, batch, kv_head, tile.first)
-                _load_keys(p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-            _load_dout(p, step, batch, head, line, position)
+                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+                cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
+            cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
             position = upcoming
             step += 1
         turn += 1
         tile = p.scheduler.tile(turn)
     if AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
-        _load_keys(p.k, turn, p.inputs.k, 0, 0, 0)
-        _load_queries(p, step, 0, 0, 0, 0)
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
+        _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -226,7 +267,7 @@ def _send(p):
         steps = gl.maximum(tile.end - tile.begin, 1)
         last = step + steps - 1
         for _ in range(steps):
-            position = p.table.position(entry, tile.end, p.QUERIES)
+            position = p.scheduler.position(tile, entry, tile.end)
             rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
             for piece in gl.static_range(p.PIECES):
                 p.dq.wait(sent)
@@ -318,7 +359,10 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
     """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
     table = p.table
     STEPS: gl.constexpr = table.BLOCK // p.QUERIES
-    mask_tile = gl.load(table.tile_idx + step // STEPS, mask=exists, other=0)
+    entry = step
+    if p.lengths.ANY:
+        entry += tile.cuts.shift(step, tile.bits)
+    mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
     query = step % STEPS * p.QUERIES
     if KIND == RUNS:
         columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
@@ -382,7 +426,10 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    if p.RAGGED and p.scoring.SCORED:
+    CUT: gl.constexpr = p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED)
+    if p.lengths.KV_CUT:
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, score_layout)
+    elif CUT:
         existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
@@ -399,10 +446,13 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
         if p.scoring.SCORED:
             scores = p.scoring.scored(products, place, position, tile.first)
         weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
+        if p.scoring.SCORE is not None:
+            # Nor need its results for queries that keep nothing be numbers.
+            weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
         if KIND != FULL:
             weights = _masked(p, tile, weights, words, KIND)
-        if p.RAGGED and p.scoring.SCORED:
-            # A score function may give anything for keys that do not exist.
+        if CUT:
+            # A score function may give anything for keys that do not exist; without one, their scores are 0.
             weights = where_rows(weights, existing)
         elif p.RAGGED:
             # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
@@ -684,8 +734,16 @@ def attention_backward_kernel(
         SPARSE=SPARSE,
     )
     heads_of = Heads(heads, group)
+    lengths = new_lengths(variant, q_len, q_len)
+    kv_len = q_len  # what warps share is only what they use
+    if SCORED or lengths.ANY:
+        kv_len = k_tensor.shape[2]
+        lengths = new_lengths(variant, q_len, kv_len)
+    arrived = k.full
+    if lengths.ANY:
+        arrived = own_barrier()
     scheduler = new_scheduler(
-        k, table, heads_of, heads_together, items, tiles, queue, q_len, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
     )
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
@@ -709,7 +767,7 @@ def attention_backward_kernel(
         scale=scale,
         scoring=Scoring(
             score_scale,
-            k_tensor.shape[2] - q_len,
+            kv_len - q_len,
             variant,
             SCORED,
             REACH,
@@ -718,6 +776,8 @@ def attention_backward_kernel(
             BY_KEY=True,
             SIGNED=DROPOUT and DERIVATIVE is not None,
         ),
+        lengths=lengths,
+        arrived=arrived,
         dropout=Dropout(seed, dropout_p, DROPOUT),
         scheduler=scheduler,
         k=k,
@@ -740,7 +800,7 @@ def attention_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["kv_heads"])
-def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TILE: tl.constexpr):
+def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, TILE: tl.constexpr):
     """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
     They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
@@ -753,6 +813,13 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, DIM: tl.constexpr, TI
     first = tl.program_id(0) * TILE
     k = load_tile(k_tensor, batch, head, first, TILE, DIM).to(tl.float32)
     v = load_tile(v_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    token = first + tl.arange(0, TILE)
+    if variant.kv_starts is not None:
+        exist = (token >= tl.load(variant.kv_starts + batch))[:, None]
+        k, v = tl.where(exist, k, 0.0), tl.where(exist, v, 0.0)
+    if variant.kv_lens is not None:
+        exist = (token < tl.load(variant.kv_lens + batch))[:, None]
+        k, v = tl.where(exist, k, 0.0), tl.where(exist, v, 0.0)
     tl.atomic_max(bounds_ptr + tl.program_id(1), tl.max(tl.max(tl.abs(k), 1), 0))
     longest = tl.max(tl.sqrt_rn(tl.sum(v * v, 1)), 0)
     tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
@@ -777,10 +844,11 @@ def prepare_kernel(
     HAS_DLSE: tl.constexpr,
     FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
     delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
-    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ."""
+    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not exist, whose rows may be anything."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
@@ -789,10 +857,14 @@ def prepare_kernel(
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=-float("inf"))
+    if CUT:
+        dout = tl.where((lse > -float("inf"))[:, None], dout, 0.0)
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
+    if CUT:
+        delta = tl.where(lse < float("inf"), delta, 0.0)
     if DROPOUT:
         delta *= share
     padded = tl.program_id(1).to(tl.int64) * padded_q_len + query
@@ -998,9 +1070,9 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     row_lse, row_delta, row_unit = rows[0], rows[1], rows[2 if deterministic else 0]
     share = 1.0 - (dropout_p or 0.0)
     if deterministic:
-        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads]
+        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads, of_variant.given]
         grid = (triton.cdiv(kv_len, ROWS), batch * kv_heads)
-        recording.launch(bound_kernel, (grid, arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}))
+        recording.launch(bound_kernel, (grid, arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}), of_variant.kinds)
 
     arguments = [
         described_for_triton(out, ROWS, dim),
@@ -1017,6 +1089,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         share,
     ]
     constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
+    constants["CUT"] = of_variant.given.q_starts is not None or of_variant.given.q_lens is not None
     recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, {"num_warps": 4}))
 
     work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse

@@ -30,8 +30,9 @@ from ..launch.replay import known_call
 from .configs import FORWARD, forward_config, forward_of_call
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
-from .masks import LOWEST, all_below, row_bits, row_run, where_bits
-from .products import finished, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
+from .lengths import Lengths, load_existing, new_lengths, own_barrier
+from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
+from .products import finished, only_rows, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import Scoring
@@ -80,6 +81,8 @@ class ForwardArguments:
     q_len: gl.tensor
     kv_len: gl.tensor
     scoring: Scoring
+    lengths: Lengths
+    arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
     q: Ring  # one stage per tile
@@ -108,10 +111,21 @@ def _load_step(ring, step, tensor, batch, kv_head, position):
 
 
 @gluon.jit
+def _load_cut_values(p, tile, step, cuts, batch, kv_head, position):
+    """Loads values of a step, with zeros for keys that do not exist. Returns ``cuts``, how often that was done, plus 1."""
+    p.v.acquire(step)
+    first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+    cuts = load_existing(p.v, step, p.v_tensor, [batch, kv_head, position, 0], p.arrived, cuts, first, last)
+    p.v.commit(step)
+    return cuts
+
+
+@gluon.jit
 def _load(p):
     """The loading warp: each tile's queries, then keys and values of each step, in order of use."""
     step = 0
     turn = 0
+    cuts = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         batch, head = p.heads.of_line(tile.line)
@@ -123,9 +137,15 @@ def _load(p):
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
-            upcoming = p.table.position(entry, tile.end, p.KEYS)
+            upcoming = p.scheduler.position(tile, entry, tile.end)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
-            _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
+            if p.lengths.KV_CUT:
+                if tile.cuts.is_cut(position, p.kv_len, p.KEYS):
+                    cuts = _load_cut_values(p, tile, step, cuts, batch, kv_head, position)
+                else:
+                    _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
+            else:
+                _load_step(p.v, step, p.v_tensor, batch, kv_head, position)
             position = upcoming
             step += 1
         turn += 1
@@ -139,18 +159,35 @@ def _load(p):
 def _mask_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     """The mask of a step, counted from the table's start, for this half's queries, as words for ``where_bits``."""
     table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.KEYS
-    if not table.SPARSE:
+    if p.lengths.ANY:
+        position = p.scheduler.position(tile, step, tile.end)
+        words = all_within(tile.cuts.walked_first - position, tile.cuts.walked_last - position, HALF, p.KEYS, layout)
+        if table.SPARSE:
+            if step >= tile.cuts.own:
+                words &= _own_words(p, tile, step, HALF_INDEX, layout)
+    elif not table.SPARSE:
         words = all_below(p.kv_len - step * p.KEYS, HALF, p.KEYS, layout)
     else:
-        mask_tile = gl.load(table.tile_idx + step // STEPS)
-        row = tile.first % table.BLOCK + HALF_INDEX * HALF
-        if step < tile.bits:
-            words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
-        else:
-            WORDS: gl.constexpr = table.BLOCK // 32
-            first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (p.KEYS // 32)
-            words = row_bits(first, HALF, p.KEYS, WORDS, layout)
+        words = _own_words(p, tile, step, HALF_INDEX, layout)
+    return words
+
+
+@gluon.jit
+def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
+    """The words of a step's mask tile."""
+    table = p.table
+    STEPS: gl.constexpr = table.BLOCK // p.KEYS
+    entry = step
+    if p.lengths.ANY:
+        entry += tile.cuts.shift(step, tile.bits)
+    mask_tile = gl.load(table.tile_idx + entry // STEPS)
+    row = tile.first % table.BLOCK + HALF_INDEX * HALF
+    if step < tile.bits:
+        words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
+    else:
+        WORDS: gl.constexpr = table.BLOCK // 32
+        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (p.KEYS // 32)
+        words = row_bits(first, HALF, p.KEYS, WORDS, layout)
     return words
 
 
@@ -208,7 +245,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
-            position = p.table.position(entry, end, p.KEYS)
+            position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
         started_scores = times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
@@ -266,7 +303,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             p.q.release(turn - 1)
         state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
-        if p.table.SPARSE:
+        if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
@@ -286,12 +323,19 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         p.v.release(step)
 
         keeps_nothing = running_sum == 0.0
+        if p.lengths.Q_CUT:
+            # A query that does not exist may have made anything of its row.
+            query = first_query + gl.arange(0, HALF, layout=row_layout)
+            keeps_nothing |= (query < tile.cuts.own_first) | (query >= tile.cuts.own_last)
         total = gl.where(keeps_nothing, 1.0, running_sum)
         divisor = total
         if p.dropout.ENABLED:
             divisor *= 1.0 - p.dropout.p
         lse = gl.where(keeps_nothing, -float("inf"), (running_max + gl.log2(total)) * LN_2)
-        _store(p, tile, turn, scaled(sums, 1.0 / divisor), lse, HALF_INDEX)
+        result = scaled(sums, 1.0 / divisor)
+        if p.lengths.Q_CUT:
+            result = only_rows(result, gl.where(keeps_nothing, 0, -1))
+        _store(p, tile, turn, result, lse, HALF_INDEX)
 
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
@@ -404,9 +448,13 @@ def attention_forward_kernel(
     )
     heads_of = Heads(heads, group)
     QUERIES: gl.constexpr = HALF * GROUPS
+    lengths = new_lengths(variant, q_len, kv_len)
     scheduler = new_scheduler(
-        q, table, heads_of, heads_together, items, tiles, queue, kv_len, QUERIES, STEP=KEYS, BY_KEY=False, SPLIT=SPLIT
+        q, table, heads_of, heads_together, items, tiles, queue, kv_len, lengths, QUERIES, STEP=KEYS, BY_KEY=False, SPLIT=SPLIT
     )
+    arrived = q.full
+    if lengths.KV_CUT:
+        arrived = own_barrier()
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -423,6 +471,8 @@ def attention_forward_kernel(
         scoring=Scoring(
             score_scale, kv_len - q_len, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False
         ),
+        lengths=lengths,
+        arrived=arrived,
         dropout=Dropout(seed, dropout_p, DROPOUT),
         scheduler=scheduler,
         q=q,

@@ -63,6 +63,13 @@ def all_below(stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
+def all_within(first, stop, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """The same words if all rows keep columns first .. stop - 1."""
+    rows, columns = _word_layout(ROWS, COLS, layout)
+    return _run_bits((rows * 0 + first)[:, None], (rows * 0 + stop)[:, None], columns[None, :] * 32)
+
+
+@gluon.jit
 def _run_bits(first, stop, position):
     # In PTX, a shift of 32 or more gives 0.
     make: gl.constexpr = "{ .reg .b32 a, b; shl.b32 a, -1, $1; shl.b32 b, -1, $2; not.b32 b, b; and.b32 $0, a, b; }"

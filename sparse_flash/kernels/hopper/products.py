@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from .masks import where_rows
+
 FIRST = gl.constexpr(64)
 
 
@@ -79,6 +81,17 @@ def scaled(sums, factors):
         result = (first,)
     else:
         result = (first, sums[1] * gl.convert_layout(factors, gl.SliceLayout(1, sums[1].type.layout))[:, None])
+    return result
+
+
+@gluon.jit
+def only_rows(sums, words):
+    """Sums, with 0 in rows without words: see ``where_rows``."""
+    first = where_rows(sums[0], gl.convert_layout(words, gl.SliceLayout(1, sums[0].type.layout)))
+    if len(sums) == 1:
+        result = (first,)
+    else:
+        result = (first, where_rows(sums[1], gl.convert_layout(words, gl.SliceLayout(1, sums[1].type.layout))))
     return result
 
 

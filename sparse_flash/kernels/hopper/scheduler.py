@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
+from .lengths import Cuts, Lengths, cut_walk
 from .ring import Ring, ring_beside, ring_of
 
 TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
@@ -79,9 +80,11 @@ class TileInfo:
     end: gl.tensor  # end of its bit steps
     position: gl.tensor  # the first token of its first step
     split: gl.tensor  # its number from 1 if it is a split of a row, otherwise 0
+    cuts: Cuts
 
 
-# Fields of a TileInfo in shared memory: with splits, and without.
+# Fields of a TileInfo in shared memory: with lengths, with splits, and without.
+CUT_FIELDS = gl.constexpr(17)
 SPLIT_FIELDS = gl.constexpr(8)
 WHOLE_FIELDS = gl.constexpr(7)
 
@@ -96,6 +99,7 @@ class Scheduler:
     tiles: gl.tensor  # of all items
     queue: gl.tensor  # (2,) int32, both 0 at the start
     length: gl.tensor  # of the walked axis
+    lengths: Lengths
     TILE: gl.constexpr  # tokens of a tile
     STEP: gl.constexpr  # tokens of a step along the walked axis
     BY_KEY: gl.constexpr
@@ -111,10 +115,24 @@ class Scheduler:
     def known_tile(self, turn):
         """``tile``, without waiting again."""
         split = turn * 0
-        if self.slots.PIECES == SPLIT_FIELDS:
+        if self.slots.PIECES >= SPLIT_FIELDS:
             split = self._read(turn, 7)
+        first = self._read(turn, 0)
+        cuts = Cuts(first, first, first, first, first, first, first, first, first)
+        if self.lengths.ANY:
+            cuts = Cuts(
+                low=self._read(turn, 8),
+                own=self._read(turn, 9),
+                shift_low=self._read(turn, 10),
+                shift_runs=self._read(turn, 11),
+                shift_bits=self._read(turn, 12),
+                walked_first=self._read(turn, 13),
+                walked_last=self._read(turn, 14),
+                own_first=self._read(turn, 15),
+                own_last=self._read(turn, 16),
+            )
         return TileInfo(
-            first=self._read(turn, 0),
+            first=first,
             line=self._read(turn, 1),
             begin=self._read(turn, 2),
             runs=self._read(turn, 3),
@@ -122,6 +140,7 @@ class Scheduler:
             end=self._read(turn, 5),
             position=self._read(turn, 6),
             split=split,
+            cuts=cuts,
         )
 
     @gluon.jit
@@ -133,11 +152,14 @@ class Scheduler:
     def hand_over(self, turn, number, items, tiles):
         """Hands a tile to the other warps. number: its index in the queue. items, tiles: from ``in_use``."""
         tile = self.lookup(number, items, tiles)
-        self._write(turn, (tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split))
+        cuts = tile.cuts
+        plain = tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
+        shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
+        self._write(turn, plain + shifts + (cuts.walked_first, cuts.walked_last, cuts.own_first, cuts.own_last))
 
     @gluon.jit
     def hand_over_end(self, turn):
-        self._write(turn, (-1, 0, 0, 0, 0, 0, 0, 0))
+        self._write(turn, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
     @gluon.jit
     def _write(self, turn, values):
@@ -145,6 +167,16 @@ class Scheduler:
         for field in gl.static_range(self.slots.PIECES):
             self.slots.stage(turn, field).store(gl.full([1], values[field], gl.int32, layout=layout))
         self.slots.commit(turn)
+
+    @gluon.jit
+    def position(self, tile, step, stop):
+        """The first token of a step of a tile, whose walk stops at ``stop``."""
+        if self.lengths.ANY:
+            shift = tile.cuts.shift(step, tile.bits)
+            position = self.table.position(step + shift, stop + shift, self.STEP)
+        else:
+            position = self.table.position(step, stop, self.STEP)
+        return position
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
@@ -155,6 +187,8 @@ class Scheduler:
             step = gl.where(end > runs, runs, begin)
         else:
             step = first // self.STEP % end
+            if self.lengths.ANY:
+                step = begin + first // self.STEP % (end - begin)
         return step
 
     @gluon.jit
@@ -194,9 +228,18 @@ class Scheduler:
             # By query, a ragged last step is masked like a run entry; by key, tokens past the end are zeros.
             runs = end if self.BY_KEY else self.length // self.STEP
             bits = end
-        begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
-        position = table.position(self.first_step(first, begin, runs, end), end, self.STEP)
-        return TileInfo(first, line, begin, runs, bits, end, position, split)
+        cuts = Cuts(first, first, first, first, first, first, first, first, first)
+        if self.lengths.ANY:
+            batch, head = self.heads.of_line(line)
+            bounds = begin, runs, bits, end
+            begin, runs, bits, end, cuts = cut_walk(
+                self.lengths, table, batch, first, bounds, TILE=self.TILE, STEP=self.STEP, BY_KEY=self.BY_KEY
+            )
+        else:
+            begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
+        tile = TileInfo(first, line, begin, runs, bits, end, first, split, cuts)
+        position = self.position(tile, self.first_step(first, begin, runs, end), end)
+        return TileInfo(first, line, begin, runs, bits, end, position, split, cuts)
 
 
 @gluon.jit
@@ -209,20 +252,21 @@ def new_scheduler(
     tiles,
     queue,
     length,
+    lengths,
     TILE: gl.constexpr,
     STEP: gl.constexpr,
     BY_KEY: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
     """released_with: the ring of the tiles' queries (forward) or keys (backward)."""
-    FIELDS: gl.constexpr = SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
+    FIELDS: gl.constexpr = CUT_FIELDS if lengths.ANY else SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
     if released_with.STAGES > 1:
         slots = ring_beside(released_with, data, 2, FIELDS)
     else:
         slots = ring_of(data, 2, FIELDS)
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, TILE, STEP, BY_KEY, SPLIT)
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, SPLIT)
 
 
 @gluon.jit

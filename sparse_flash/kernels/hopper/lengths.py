@@ -1,0 +1,210 @@
+"""Token existence: which steps of a tile's walk have existing tokens, which of them also have others, and zeros in place of those.
+
+A walk's steps are numbered without gaps: whole steps of full blocks, then those with some nonexistent keys, at the upper and at the
+lower end, then runs, then bits. Where a part begins elsewhere in the table, ``Cuts`` has the difference.
+
+Nonexistent tokens may hold anything, and a weight of 0 times that is not always 0. The loading warp waits for the few tiles that
+have some, and clears them: to the computing warps they are tiles like others.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..common.gluon import async_load, barrier, fresh_zero, of_tensor, record
+
+_CHUNK = gl.constexpr(128)
+_ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # that the loading warp clears at a time
+
+
+@record
+class Valid:
+    """Tokens first .. last - 1 of an axis exist."""
+
+    first: gl.tensor
+    last: gl.tensor
+
+
+@record
+class Cuts:
+    """What lengths make of a tile's walk; anything without them. Steps from ``low`` on have nonexistent keys at their lower end, and
+    from ``own`` on mask tiles. shift_*: from a step's number to its place in the table. walked, own: tokens that exist."""
+
+    low: gl.tensor
+    own: gl.tensor
+    shift_low: gl.tensor
+    shift_runs: gl.tensor
+    shift_bits: gl.tensor
+    walked_first: gl.tensor
+    walked_last: gl.tensor
+    own_first: gl.tensor
+    own_last: gl.tensor
+
+    @gluon.jit
+    def shift(self, step, bits):
+        """From a step's number to its place in the table. bits: the tile's first step of bits."""
+        partial = gl.where(step < bits, self.shift_runs, self.shift_bits)
+        return gl.where(step < self.low, 0, gl.where(step < self.own, self.shift_low, partial))
+
+    @gluon.jit
+    def is_cut(self, position, length, STEP: gl.constexpr):
+        """Whether STEP tokens of the walked axis have nonexistent ones, other than past its length, where TMA reads zeros."""
+        return _is_cut(position, self.walked_first, self.walked_last, length, STEP)
+
+    @gluon.jit
+    def is_own_cut(self, position, length, TILE: gl.constexpr):
+        """Likewise of the tile's axis."""
+        return _is_cut(position, self.own_first, self.own_last, length, TILE)
+
+
+@gluon.jit
+def _is_cut(position, first, last, length, COUNT: gl.constexpr):
+    return (position < first) | ((position + COUNT > last) & (last < length))
+
+
+@record
+class Lengths:
+    variant: gl.tuple
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    Q_CUT: gl.constexpr  # whether some queries may not exist
+    KV_CUT: gl.constexpr
+    ANY: gl.constexpr
+
+    @gluon.jit
+    def queries(self, batch):
+        return _valid(self.variant.q_starts, self.variant.q_lens, batch, self.q_len)
+
+    @gluon.jit
+    def keys(self, batch):
+        return _valid(self.variant.kv_starts, self.variant.kv_lens, batch, self.kv_len)
+
+
+@gluon.jit
+def _valid(starts, lens, batch, length):
+    # Triton 3.6 fails where it knows that a walk's first token is 0.
+    first, last = fresh_zero(length), length
+    if starts is not None:
+        first = gl.minimum(gl.maximum(gl.load(starts + batch), 0), length)
+    if lens is not None:
+        last = gl.maximum(gl.minimum(gl.load(lens + batch), length), first)
+    return Valid(first, last)
+
+
+@gluon.jit
+def new_lengths(variant, q_len, kv_len):
+    Q_CUT: gl.constexpr = variant.q_starts is not None or variant.q_lens is not None
+    KV_CUT: gl.constexpr = variant.kv_starts is not None or variant.kv_lens is not None
+    return Lengths(variant, q_len, kv_len, Q_CUT, KV_CUT, Q_CUT or KV_CUT)
+
+
+@gluon.jit
+def _entries_below(entries, begin, end, block):
+    """How many of entries begin .. end - 1, which are ascending, lie in blocks before ``block``. Counts rather than searches, as
+    each search step would wait for memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    count = begin * 0
+    for start in range(begin, end, _CHUNK):
+        entry = start + gl.arange(0, _CHUNK, layout=layout)
+        blocks = gl.load(entries + entry, mask=entry < end, other=2147483647)
+        count += gl.sum((blocks < block).to(gl.int32), 0)
+    return count
+
+
+@gluon.jit
+def _existing(table, begin, end, valid, length):
+    """(low, high): the entries of begin .. end - 1 with existing tokens."""
+    low, high = begin, end
+    if valid.first > 0:
+        low = begin + _entries_below(table.entries, begin, end, valid.first // table.BLOCK)
+    if valid.last < length:
+        high = begin + _entries_below(table.entries, begin, end, (valid.last + table.BLOCK - 1) // table.BLOCK)
+    # Without an existing token, both count the same blocks, or one more.
+    return low, gl.where(valid.first < valid.last, gl.maximum(low, high), low)
+
+
+@gluon.jit
+def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.constexpr, BY_KEY: gl.constexpr):
+    """(begin, runs, bits, end, ``Cuts``) of a tile's walk, from the bounds of its row's entries, in steps of the walk. A dense walk
+    has no entries but steps."""
+    STEPS: gl.constexpr = table.BLOCK // STEP if table.SPARSE else 1
+    begin, runs, bits, end = bounds
+    queries, keys = lengths.queries(batch), lengths.keys(batch)
+    if BY_KEY:
+        own, walked, length = keys, queries, lengths.q_len
+    else:
+        own, walked, length = queries, keys, lengths.kv_len
+    has_own = (first < own.last) & (first + TILE > own.first)
+    valid = Valid(walked.first, gl.where(has_own, walked.last, walked.first))
+    if table.SPARSE:
+        low, high = _existing(table, begin, runs, valid, length)
+        runs_low, runs_high = _existing(table, runs, bits, valid, length)
+        bits_low, bits_high = _existing(table, bits, end, valid, length)
+    else:
+        low = valid.first // STEP
+        high = gl.where(valid.first < valid.last, (valid.last + STEP - 1) // STEP, low)
+        runs_low, runs_high, bits_low, bits_high = high, high, high, high
+    whole_low, whole_high = low, high
+    if not BY_KEY:
+        # By key, nonexistent queries get weights of 0 from their lse.
+        if low < high:
+            if table.SPARSE:
+                below = gl.load(table.entries + low) * table.BLOCK < valid.first
+                above = ((gl.load(table.entries + (high - 1)) + 1) * table.BLOCK > valid.last) & (valid.last < length)
+            else:
+                below = low * STEP < valid.first
+                above = high * STEP > valid.last
+            whole_low = low + below.to(gl.int32)
+            whole_high = gl.maximum(whole_low, high - above.to(gl.int32))
+    own_begin = high + (whole_low - low)
+    bits_begin = own_begin + (runs_high - runs_low)
+    stop = bits_begin + (bits_high - bits_low)
+    if BY_KEY and not table.SPARSE:
+        # Its only walk takes one step even if there is nothing: then all weights are 0.
+        whole_low = gl.where(low < high, low, 0)
+        whole_high = gl.where(low < high, high, 1)
+        bits_begin, stop = whole_high, whole_high
+    cuts = Cuts(
+        low=high * STEPS,
+        own=own_begin * STEPS,
+        shift_low=(low - high) * STEPS,
+        shift_runs=(runs_low - own_begin) * STEPS,
+        shift_bits=(bits_low - bits_begin) * STEPS,
+        walked_first=walked.first,
+        walked_last=walked.last,
+        own_first=own.first,
+        own_last=own.last,
+    )
+    return whole_low * STEPS, whole_high * STEPS, bits_begin * STEPS, stop * STEPS, cuts
+
+
+@gluon.jit
+def load_existing(ring, n, tensor, source, arrived, turn, first, last):
+    """Fills the stage of n with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: a barrier of
+    the loading warp's own. turn: how often it was used before."""
+    tile = ring.stage(n)
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    mbarrier.expect(arrived, ROWS * COLUMNS * 2)
+    async_load(tensor, source, arrived, of_tensor(tile, tensor))
+    mbarrier.wait(arrived, turn & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for row in gl.static_range(0, ROWS, _ROWS):
+        if (first > row) | (last < row + _ROWS):
+            rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+            exist = ((rows >= first) & (rows < last))[:, None]
+            for column in gl.static_range(0, COLUMNS, _COLUMNS):
+                piece = tile.slice(row, _ROWS, dim=0).slice(column, _COLUMNS, dim=1)
+                numbers = piece.load(layout)
+                piece.store(gl.where(exist, numbers, gl.zeros_like(numbers)))
+    fence_async_shared()
+    barrier()
+    return turn + 1
+
+
+@gluon.jit
+def own_barrier():
+    """A barrier for ``load_existing``."""
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    return arrived
