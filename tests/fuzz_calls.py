@@ -20,12 +20,44 @@ import torch
 import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
+from sparse_flash.variant.definition import existing
+from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 CALLS_PER_MASK = 8
 LONGEST = 700  # tokens
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HEAD_DIMS = (16, 32, 40, 64, 64, 80, 96, 128, 128, 192, 256)  # the common ones more often
 UNITS = (1, 2, 7, 16, 24, 32, 64, 100, 128, 300)
+
+
+if triton:
+
+    @triton.jit
+    def own_in_triton(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
+        return tl.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
+
+    @triton.jit
+    def own_derivative(score, batch, head, q_pos, k_pos, params):
+        weight = tl.load(params[0] + batch * tl.load(params[1]) + head)
+        return 1.0 + 2.0 * weight * score
+
+else:
+    own_in_triton = own_derivative = None
+
+
+def own_in_torch(score, batch, head, q_pos, k_pos, params):
+    weight = params[0][batch, head].to(score.dtype)
+    return torch.where((q_pos + 3 * k_pos) % 7 == 0, -float("inf"), score + weight * score * score)
+
+
+OWN = sf.ScoreFunction(own_in_torch, own_in_triton, own_derivative)
 
 
 @dataclass(frozen=True)
@@ -59,6 +91,7 @@ class DrawnCall:
     deterministic: bool
     score_shift: float
     short: bool  # as in short calls: the portable backward pass in one launch, Hopper's forward pass in tiles of 64 queries
+    terms: tuple[str, ...] = ()  # what the call does besides its mask: names of ``TERMS``
 
     def __str__(self):
         drawn, size = self.drawn, "" if self.drawn.mask is None else f" in blocks of {self.drawn.mask.block_size}"
@@ -68,7 +101,7 @@ class DrawnCall:
             f"{self.v_head_dim}, q, k, v, dout {', '.join(self.layouts)}, scale {self.scale}, "
             f"scores shifted by {self.score_shift}, lse "
             f"{'' if self.lse_gradient else 'not '}differentiated, {'' if self.deterministic else 'not '}deterministic, "
-            f"{'as a short call, ' if self.short else ''}mask {drawn.text}{size}"
+            f"{'as a short call, ' if self.short else ''}{', '.join((*self.terms, ''))}mask {drawn.text}{size}"
         )
 
 
@@ -98,26 +131,77 @@ def draw(seed: int, backend: str) -> DrawnCall:
         return v_head_dim if backends.backend(backend).supports(asked) is None else None
 
     sizes = batch, heads, kv_heads, head_dim, _first(fitting_v, backend)
-    return DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift, short)
+    call = DrawnCall(seed, backend, drawn, dtype, *sizes, layouts, scale, lse_gradient, deterministic, score_shift, short)
+    # From numbers of its own, so that the rest of a seed's call stays what it was. The peer of shifted scores is another.
+    rng = random.Random(f"terms {seed}")
+    if score_shift or rng.random() < 0.5:
+        return call
+
+    def fitting_terms() -> DrawnCall | None:
+        with_terms = replace(call, terms=tuple(rng.sample(sorted(TERMS), rng.choice((1, 1, 2, 3)))))
+        q, k, v, *_ = (torch.empty(size, dtype=dtype, device="meta") for size in _shapes(call))
+        variant = checked_variant(q, k, **_moved(_given(with_terms), "meta"))
+        block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
+        fields = {"device": torch.device(oracle.DEVICE), "block_size": block_size}
+        asked = replace(backends.Call.of(q, k, v, None, variant, deterministic), **fields)
+        return with_terms if backends.backend(backend).supports(asked) is None else None
+
+    return _first(fitting_terms, backend)
+
+
+def _shapes(call: DrawnCall) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v and the incoming gradient."""
+    queries, keys = (call.batch, call.heads, call.drawn.q_len), (call.batch, call.kv_heads, call.drawn.kv_len)
+    return (*queries, call.head_dim), (*keys, call.head_dim), (*keys, call.v_head_dim), (*queries, call.v_head_dim)
+
+
+def _lengths_of(call: DrawnCall, rng: random.Random, side: str) -> torch.Tensor:
+    tokens = call.drawn.q_len if side == "q" else call.drawn.kv_len
+    ends = 0, 1, tokens // 2, tokens - 1, tokens, tokens + 9
+    return torch.tensor([rng.choice(ends) if rng.random() < 0.3 else rng.randint(0, tokens) for _ in range(call.batch)])
+
+
+# Arguments of ``attention`` by a name for them.
+TERMS: dict[str, Callable[[DrawnCall, random.Random], dict]] = {
+    "dropout": lambda call, rng: {"dropout_p": rng.choice((0.1, 0.5))},
+    "softcap": lambda call, rng: {"softcap": rng.choice((0.5, 3.0, 30.0))},
+    "alibi": lambda call, rng: {"alibi_slopes": torch.tensor([rng.uniform(0, 0.2) for _ in range(call.heads)])},
+    "frozen bias": lambda call, rng: {"rel_bias": torch.tensor([[rng.gauss(0, 1) for _ in range(2 * 9 + 1)]] * call.heads)},
+    "own function": lambda call, rng: {"score_mod": OWN, "score_params": _own_params(call, rng)},
+    "kv_lens": lambda call, rng: {"kv_lens": _lengths_of(call, rng, "kv")},
+    "kv_starts": lambda call, rng: {"kv_starts": _lengths_of(call, rng, "kv")},
+    "q_lens": lambda call, rng: {"q_lens": _lengths_of(call, rng, "q")},
+    "q_starts": lambda call, rng: {"q_starts": _lengths_of(call, rng, "q")},
+}
+
+
+def _own_params(call: DrawnCall, rng: random.Random) -> tuple[torch.Tensor, ...]:
+    weights = [[rng.uniform(-0.1, 0.1) for _ in range(call.heads)] for _ in range(call.batch)]
+    return torch.tensor(weights), torch.tensor([call.heads], dtype=torch.int32)
+
+
+def _given(call: DrawnCall) -> dict:
+    """The arguments of ``attention`` for a call's terms, on the CPU."""
+    given: dict = {}
+    for name in call.terms:
+        given |= TERMS[name](call, random.Random(f"{name} {call.seed}"))
+    return given
 
 
 def failure(call: DrawnCall) -> str | None:
     """Runs a call forward and backward. Returns what is wrong with its results, or None. Other exceptions pass through."""
     drawn = call.drawn
     generator = torch.Generator(oracle.DEVICE).manual_seed(call.seed)
-    queries, keys = (call.heads, drawn.q_len), (call.kv_heads, drawn.kv_len)
-    of_keys, of_values = call.head_dim, call.v_head_dim
-    sizes = (*queries, of_keys), (*keys, of_keys), (*keys, of_values), (*queries, of_values)
     with torch.device(oracle.DEVICE):  # so a GPU's own generator draws the numbers
         q, k, v, dout = (
-            oracle.tensor((call.batch, *size), layout, dtype=call.dtype, generator=generator)
-            for size, layout in zip(sizes, call.layouts, strict=True)
+            oracle.tensor(size, layout, dtype=call.dtype, generator=generator)
+            for size, layout in zip(_shapes(call), call.layouts, strict=True)
         )
         dlse = torch.randn(q.shape[:3], generator=generator) if call.lse_gradient else None
     oracle.shifted(q, k, call.scale, call.score_shift)
     try:
         with _launches(call):
-            errors = oracle.measure(
+            errors = _errors_with_terms(call, (q, k, v), dout, dlse) if call.terms else oracle.measure(
                 call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic
             )
     except AssertionError as error:
@@ -127,6 +211,50 @@ def failure(call: DrawnCall) -> str | None:
     few = call.score_shift and min(dout.shape[:3].numel(), k.shape[:3].numel()) < 64
     wrong = {name: both for name, both in errors.items() if not both[0] <= both[1] * (4 if few else 1)}
     return "; ".join(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed" for name, (error, allowed) in wrong.items()) or None
+
+
+def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[float, float]]:
+    """As ``oracle.measure``, but beside this package's definition and its PyTorch operations. Tokens that do not exist are NaN."""
+    given = _moved(_given(call), oracle.DEVICE)
+    exact = {name: value.double() if name in ("alibi_slopes", "rel_bias") else value for name, value in given.items()}
+
+    def results(backend, tensors, dout, dlse, given):
+        def attend(*tensors):
+            torch.manual_seed(call.seed)  # of dropout
+            options = {"scale": call.scale, "return_lse": True, "backend": backend, "deterministic": call.deterministic}
+            return sf.attention(*tensors, call.drawn.mask, **options, **given)
+
+        return oracle.gradients(attend, tensors, dout, dlse)
+
+    def spoiled(tensor, side):
+        variant = Variant(**{name: given[name] for name in LENGTHS if name in given})
+        spoil = torch.full_like(tensor, float("nan"))
+        starts, lens = getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens")
+        batch, token = torch.arange(call.batch, device=tensor.device)[:, None], torch.arange(tensor.shape[2], device=tensor.device)
+        exist = existing(starts, lens, batch, token[None])
+        return tensor if exist is None else tensor.copy_(torch.where(exist[:, None, :, None], tensor, spoil))
+
+    peer = "torch" if call.backend != "torch" else "reference"
+    wanted = results("reference", [t.double() for t in inputs], dout.double(), dlse, exact)
+    theirs = results(peer, inputs, dout, dlse, given)
+    for tensor, side in (*zip(inputs, ("q", "kv", "kv"), strict=True), (dout, "q")):
+        spoiled(tensor, side)
+    ours = results(call.backend, inputs, dout, dlse, given)
+    exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
+    terms = float(max(t.nan_to_num().abs().max() for t in (*inputs, dout))) ** 3
+    return {
+        name: oracle.compare(*both, exponent, terms if name in ("dq", "dk") else 0.0)
+        for name, *both in zip(oracle.NAMES, ours, theirs, wanted, strict=True)
+    }
+
+
+def _moved(value, device):
+    """An argument's tensors, or those of several arguments, on a device."""
+    if isinstance(value, dict):
+        return {name: _moved(argument, device) for name, argument in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(tensor, device) for tensor in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager

@@ -143,8 +143,11 @@ def _first_query(p, tile, step, stop, exists):
         block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
         position = block * table.BLOCK + step % STEPS * p.QUERIES
     else:
-        step += p.scheduler.first_step(tile.first, tile.begin, stop, stop) - tile.begin
-        position = gl.where(step < stop, step, step - (stop - tile.begin)) * p.QUERIES
+        begin = 0
+        if p.lengths.ANY:
+            begin = tile.begin
+        step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
+        position = gl.where(step < stop, step, step - (stop - begin)) * p.QUERIES
     return position
 
 

@@ -66,12 +66,12 @@ class Scoring:
     @gluon.jit
     def times_derivative(self, values, products, place, first_query, first_key):
         """values times the derivative of scores by scaled products."""
-        if self.DERIVATIVE is not None:
-            before = self._before_function(products, place, first_query, first_key)
-            values *= self._of_function(self.DERIVATIVE, before, place, first_query, first_key)
         if self.variant.softcap is not None:
             tanh = self._tanh(products)
             values *= 1.0 - tanh * tanh
+        if self.DERIVATIVE is not None:
+            before = self._before_function(products, place, first_query, first_key)
+            values *= self._of_function(self.DERIVATIVE, before, place, first_query, first_key)
         return values
 
     @gluon.jit
