@@ -76,6 +76,13 @@ def derivative_of_by_pair(score, batch, head, q_pos, k_pos, params):
 EVERY_TERM = KernelVariant("*i64", "fp32", *["*i32"] * 4, "*fp32", "fp32", "*fp32", "*fp32", ("*fp32",))
 DROPOUT = KernelVariant("*i64", "fp32")
 EVERY_SWITCH = {"SCORED": True, "REACH": 128, "SCORE": doubled, "DERIVATIVE": derivative_of_doubled}
+SCORED = NO_SWITCHES | {"SCORED": True}
+OF_VARIANTS = {  # of Hopper's kernels: a variant, and its switches
+    "softcap": (KernelVariant(softcap="fp32"), SCORED),
+    "alibi": (KernelVariant(alibi_slopes="*fp32"), SCORED),
+    "own": (KernelVariant(params=("*fp32",)), EVERY_SWITCH | {"REACH": 0}),
+    "lengths": (KernelVariant(q_starts="*i32", q_lens="*i32", kv_starts="*i32", kv_lens="*i32"), NO_SWITCHES),
+}
 
 
 def compiled(
@@ -279,6 +286,22 @@ def of_the_tests():
         )
         yield partial(report, f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         yield partial(report, f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
+    for name, (given, switches) in OF_VARIANTS.items():
+        for dim, block in ((64, 128), (128, 128), (128, 64)):
+            forward_configs = hopper_configs.FORWARD_OF_64 if block == 64 else hopper_configs.FORWARD
+            crowded = name == "own"
+            for kernel, pass_, config in (
+                (hopper_forward.attention_forward_kernel, "forward", forward_configs[dim]),
+                (
+                    hopper_backward.attention_backward_kernel,
+                    "backward",
+                    hopper_configs.backward_of_variant(dim, block, crowded),
+                ),
+            ):
+                details = kernel, config, dim, True, block
+                row = f"hopper_{pass_}_of_{name}" + ("_of_64" if block == 64 else "")
+                options = {"variant": given, "switches": switches}
+                yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
 
 
 def of_the_record():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..compat.dynamo import constant_in_graphs
-from ..variant.variant import LEARNED, LENGTHS
+from ..variant.variant import LEARNED, LENGTHS, ScoreFunction
 from . import Call, lacking
 from . import triton as portable
 
@@ -44,7 +44,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and _capability(device) == (9, 0)
 
 
-for _function in (available, _is_hopper):  # torch.compile cannot trace their imports
+def _own_scores(score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why the kernels cannot take a score function, or None."""
+    from ..kernels.hopper.own_scores import refusal
+
+    return refusal(score_mod, dtypes)
+
+
+for _function in (available, _is_hopper, _own_scores):  # torch.compile cannot trace their imports
     constant_in_graphs(_function)
 
 
@@ -73,6 +80,8 @@ def supports(call: Call) -> str | None:
         return "it has no gradient of rel_bias"
     if call.score_mod is not None and call.score_mod.triton is None:
         return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
+    if call.score_mod is not None and (reason := _own_scores(call.score_mod, call.score_params)):
+        return reason
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:
         return f"it runs up to {MAX_ROWS:,} queries over batch and heads; got {call.batch} x {call.heads} x {call.q_len}"
     return None

@@ -32,7 +32,7 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import BACKWARD_OF_DROPOUT, backward_config
+from .configs import backward_config, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .lengths import Lengths, load_existing, new_lengths, own_barrier
@@ -1065,8 +1065,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     kv_heads, kv_len = k.shape[1:3]
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     block_size = mask.block_size if mask else TILE.value
-    if config is None and of_variant is not PLAIN and block_size > 64:
-        config = BACKWARD_OF_DROPOUT[dim]
+    if config is None and of_variant is not PLAIN:
+        config = backward_of_variant(dim, mask and mask.block_size, of_variant.crowded)
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
     rows = workspace[room.dq_sums :].view(-1, batch * heads * room.padded_q)

@@ -67,8 +67,10 @@ SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 
 # the portable kernels 1.55 and 6.73.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
-# Dropout's draws need the registers that steps of 128 queries would take.
+# Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
 BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
+# As BACKWARD_OF_64, with the registers of two programs, without which the assembler would let products wait for each other.
+BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2)}
 
 # Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
@@ -110,6 +112,13 @@ def forward_of_call(
 def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
     """For the backward pass."""
     return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
+
+
+def backward_of_variant(dim: int, block_size: int | None, crowded: bool) -> BackwardConfig:
+    """For the backward pass of a call with a variant. dim: padded. crowded: whether it has a score function, or several terms."""
+    if block_size != 64:
+        return BACKWARD_OF_DROPOUT[dim]
+    return (BACKWARD_OF_64_ALONE if crowded else BACKWARD_OF_64)[dim]
 
 
 @dataclass(frozen=True)

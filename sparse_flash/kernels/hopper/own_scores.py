@@ -1,0 +1,48 @@
+"""Whether Gluon compiles a user's score function. It takes Triton's, unless they make tensors of their own (``tl.arange``,
+``tl.zeros``): in Gluon these need a layout."""
+
+from functools import cache
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ..launch.launch import FUSED
+
+_TYPES = {torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+_TYPES |= {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@gluon.jit
+def own_scores_kernel(scores, batch, head, params, SCORE: gl.constexpr, DERIVATIVE: gl.constexpr):
+    """Evaluates both functions on a tile of scores, (64, 128), in place."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
+    place = scores + (row * 128 + column)
+    score = gl.load(place)
+    derivative = DERIVATIVE(score, batch, head, row, column, params)
+    gl.store(place, SCORE(score, batch, head, row, column, params) * derivative)
+
+
+@cache
+def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why the Hopper kernels cannot take a ``ScoreFunction`` with params of these dtypes, or None. Compiles a small kernel, once."""
+    if unknown := [dtype for dtype in dtypes if dtype not in _TYPES]:
+        return f"it does not read score_params of {unknown[0]}"
+    pointers = tuple(f"*{_TYPES[dtype]}" for dtype in dtypes)
+    signature = {"scores": "*fp32", "batch": "i32", "head": "i32", "params": pointers, "SCORE": "constexpr", "DERIVATIVE": "constexpr"}
+    constants = {"SCORE": score_mod.triton, "DERIVATIVE": score_mod.derivative}
+    if not pointers:
+        signature["params"], constants["params"] = "constexpr", None
+    try:
+        triton.compile(GluonASTSource(own_scores_kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=FUSED)
+    except CompilationError as error:
+        while isinstance(error.__cause__, CompilationError):
+            error = error.__cause__
+        return f"Gluon cannot compile the score_mod {score_mod.name} ({str(error).splitlines()[-1].strip() or 'see triton'})"
+    return None
