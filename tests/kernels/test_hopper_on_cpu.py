@@ -6,6 +6,8 @@ import torch
 from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
+from sparse_flash.variant.definition import existing
+from sparse_flash.variant.variant import LENGTHS, Variant
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
@@ -70,6 +72,107 @@ def test_dropout_drops_the_pairs_that_it_drops_elsewhere():
         found = results("hopper")
     for one, other in zip(found, results("torch"), strict=True):
         assert (one.float() - other.float()).norm() < 1e-3 * other.float().norm()
+
+
+def lens(*values):
+    return torch.tensor(values)
+
+
+BIAS = torch.linspace(-2, 2, 2 * 41).view(2, 41)
+TERMS = {
+    "softcap": {"softcap": 0.7},
+    "alibi": {"alibi_slopes": torch.tensor([0.3, 0.05])},
+    "alibi of batch": {"alibi_slopes": torch.tensor([[0.3, 0.05], [0.0, 0.2]])},
+    "frozen bias": {"rel_bias": BIAS},
+    "short bias": {"rel_bias": BIAS[:, :3]},
+    "own function": {"score_mod": fuzz_calls.OWN, "score_params": (torch.tensor([[0.1, -0.05], [0.0, 0.08]]), lens(2).int())},
+    "kv_lens": {"kv_lens": lens(41, 290)},
+    "kv_lens of nothing": {"kv_lens": lens(0, 1000)},
+    "q_lens": {"q_lens": lens(300, 133).int()},
+    "starts": {"kv_starts": lens(150, -3), "q_starts": lens(133, 264).int()},
+    "lengths": {"kv_starts": lens(10, 164), "kv_lens": lens(20, 275), "q_starts": lens(9, 0), "q_lens": lens(240, 0)},
+}
+TERMS["all"] = {**TERMS["softcap"], **TERMS["alibi"], **TERMS["frozen bias"], **TERMS["own function"], **TERMS["lengths"]}
+TERMS["all, dropout"] = {**TERMS["all"], "dropout_p": 0.25}
+UNDER = {
+    "causal": ("causal", 300, 300, {}),
+    "dense, ragged": (None, 270, 310, {}),
+    "bits": ("causal & (local(170) | strided(7, block=1))", 300, 310, {"head_dim": 96}),
+    "whole blocks": ("butterfly(block=128)", 512, 512, {"head_dim": 128}),
+    "blocks of 64": ("local(90)", 300, 300, {"block_size": 64}),
+    "blocks of 256": ("local(200)", 400, 400, {"block_size": 256}),
+}
+OF_TERMS = [*((name, "causal", False) for name in TERMS), *(("all", under, False) for under in UNDER)]
+OF_TERMS += [("lengths", under, under == "bits") for under in UNDER] + [("all, dropout", "dense, ragged", True)]
+
+
+@pytest.mark.parametrize("name, under, deterministic", OF_TERMS)
+def test_each_term_is_as_it_is_defined_whatever_nonexistent_tokens_hold(name, under, deterministic):
+    spec, q_len, kv_len, changed = UNDER[under]
+    shape = {"block_size": 128, "head_dim": 64} | changed
+    mask = spec and sf.compile_mask(spec, q_len, kv_len, shape["block_size"])
+    generator, given = torch.Generator().manual_seed(0), TERMS[name]
+    # Heads share keys.
+    sizes = (2, 2, q_len), (2, 1, kv_len), (2, 1, kv_len), (2, 2, q_len)
+    q, k, v, dout = (torch.randn((*size, shape["head_dim"]), generator=generator).half() for size in sizes)
+    variant = Variant(**{side: given[side] for side in LENGTHS if side in given})
+
+    def results(backend, dtype, filling):
+        spoiled = []
+        for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
+            exist = existing(getattr(variant, f"{side}_starts"), getattr(variant, f"{side}_lens"), *tokens_of(tensor))
+            spoiled.append(tensor if exist is None else torch.where(exist[:, None, :, None], tensor, filling))
+        *leaves, cotangent = (tensor.to(dtype) for tensor in spoiled)
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        torch.manual_seed(3)  # of dropout
+        options = {"return_lse": True, "backend": backend, "deterministic": deterministic}
+        out, lse = sf.attention(*leaves, mask, **options, **given)
+        dlse = torch.linspace(-1, 1, lse.numel(), dtype=lse.dtype).view_as(lse)
+        return [out, lse, *torch.autograd.grad([out, lse], leaves, [cotangent, dlse])]
+
+    wanted = results("reference", torch.float64, 0.0)
+    with emulated.gluon_on_cpu(seed=len(name)):
+        found = results("hopper", torch.float16, float("nan"))
+    for label, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert not one.isnan().any() and torch.equal(one.isneginf(), other.isneginf()), label
+        finite = ~other.isneginf()
+        if finite.any():
+            error = (one[finite].double() - other[finite]).abs().max()
+            assert error <= 4e-3 * max(1.0, other[finite].abs().max()), f"{label} is off by {error:.2g}"
+
+
+def tokens_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch entries and tokens, of shapes that broadcast."""
+    return torch.arange(tensor.shape[0])[:, None], torch.arange(tensor.shape[2])[None]
+
+
+def test_splits_of_heavy_rows_are_combined_where_lengths_leave_some_empty():
+    with heavy_rows_split():
+        mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
+    assert mask.by_query.is_split and mask.by_key.is_split
+    given = {"kv_lens": lens(140, 512), "kv_starts": lens(0, 300), "q_lens": lens(500, 290)}
+    inputs = [torch.randn(2, heads, 512, 64, dtype=torch.float16) for heads in (2, 1, 1)]
+
+    def results(backend, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        out, lse = sf.attention(*leaves, mask, return_lse=True, backend=backend, **given)
+        return out, lse, *torch.autograd.grad(out.square().sum(), leaves)
+
+    with emulated.gluon_on_cpu():
+        found = results("hopper", torch.float16)
+    for one, other in zip(found, results("reference", torch.float64), strict=True):
+        assert torch.equal(one.isneginf(), other.isneginf())
+        finite = ~other.isneginf()
+        assert (one[finite].double() - other[finite]).abs().max() < 4e-3 * other[finite].abs().max()
+
+
+def test_a_learned_bias_and_a_function_without_triton_are_refused_by_name():
+    q = torch.randn(1, 2, 64, 64, dtype=torch.float16)
+    with emulated.gluon_on_cpu():
+        with pytest.raises(ValueError, match="no gradient of rel_bias"):
+            sf.attention(q, q, q, backend="hopper", rel_bias=BIAS.clone().requires_grad_())
+        with pytest.raises(ValueError, match="has no triton function"):
+            sf.attention(q, q, q, backend="hopper", score_mod=sf.ScoreFunction(fuzz_calls.own_in_torch), score_params=(q[0, :, :1, 0],))
 
 
 @pytest.mark.parametrize("seed", (0, 24, 60))
