@@ -201,8 +201,12 @@ def failure(call: DrawnCall) -> str | None:
     oracle.shifted(q, k, call.scale, call.score_shift)
     try:
         with _launches(call):
-            errors = _errors_with_terms(call, (q, k, v), dout, dlse) if call.terms else oracle.measure(
-                call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic
+            errors = (
+                _errors_with_terms(call, (q, k, v), dout, dlse)
+                if call.terms
+                else oracle.measure(
+                    call.backend, (q, k, v), dout, dlse, drawn.mask, drawn.kept, call.scale, deterministic=call.deterministic
+                )
             )
     except AssertionError as error:
         return str(error)

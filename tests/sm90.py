@@ -289,17 +289,13 @@ def of_the_tests():
     for name, (given, switches) in OF_VARIANTS.items():
         for dim, block in ((64, 128), (128, 128), (128, 64)):
             forward_configs = hopper_configs.FORWARD_OF_64 if block == 64 else hopper_configs.FORWARD
-            crowded = name == "own"
+            backward_config = hopper_configs.backward_of_variant(dim, block, switches["SCORED"])
             for kernel, pass_, config in (
                 (hopper_forward.attention_forward_kernel, "forward", forward_configs[dim]),
-                (
-                    hopper_backward.attention_backward_kernel,
-                    "backward",
-                    hopper_configs.backward_of_variant(dim, block, crowded),
-                ),
+                (hopper_backward.attention_backward_kernel, "backward", backward_config),
             ):
                 details = kernel, config, dim, True, block
-                row = f"hopper_{pass_}_of_{name}" + ("_of_64" if block == 64 else "")
+                row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
 

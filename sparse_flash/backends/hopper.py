@@ -60,8 +60,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _lacking_of_terms(call: Call) -> str | None:
+    """The refusal of a term in the form in which this call has it."""
+    if LEARNED in call.features:
+        return "it computes no gradient of rel_bias"
+    if call.deterministic and call.score_mod is not None:
+        return "it adds up dQ in units that a score_mod's derivative may exceed, and this call is deterministic"
+    if call.score_mod is not None and call.score_mod.triton is None:
+        return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
+    return None
+
+
 def supports(call: Call) -> str | None:
-    reason = lacking(call, FEATURES) or available()
+    reason = lacking(call, FEATURES) or _lacking_of_terms(call) or available()
     if reason:
         return reason
     if call.device.type != "cuda" or not _is_hopper(call.device):
@@ -76,10 +87,6 @@ def supports(call: Call) -> str | None:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
-    if LEARNED in call.features:
-        return "it has no gradient of rel_bias"
-    if call.score_mod is not None and call.score_mod.triton is None:
-        return f"it does not support the score_mod {call.score_mod.name}, which has no triton function"
     if call.score_mod is not None and (reason := _own_scores(call.score_mod, call.score_params)):
         return reason
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:

@@ -93,6 +93,7 @@ TERMS = {
     "lengths": {"kv_starts": lens(10, 164), "kv_lens": lens(20, 275), "q_starts": lens(9, 0), "q_lens": lens(240, 0)},
 }
 TERMS["all"] = {**TERMS["softcap"], **TERMS["alibi"], **TERMS["frozen bias"], **TERMS["own function"], **TERMS["lengths"]}
+TERMS["biased lengths"] = {**TERMS["softcap"], **TERMS["alibi"], **TERMS["frozen bias"], **TERMS["lengths"], "dropout_p": 0.25}
 TERMS["all, dropout"] = {**TERMS["all"], "dropout_p": 0.25}
 UNDER = {
     "causal": ("causal", 300, 300, {}),
@@ -103,7 +104,8 @@ UNDER = {
     "blocks of 256": ("local(200)", 400, 400, {"block_size": 256}),
 }
 OF_TERMS = [*((name, "causal", False) for name in TERMS), *(("all", under, False) for under in UNDER)]
-OF_TERMS += [("lengths", under, under == "bits") for under in UNDER] + [("all, dropout", "dense, ragged", True)]
+OF_TERMS += [("lengths", under, under == "bits") for under in UNDER] + [("all, dropout", "dense, ragged", False)]
+OF_TERMS += [("biased lengths", "causal", True)]
 
 
 @pytest.mark.parametrize("name, under, deterministic", OF_TERMS)
@@ -169,10 +171,12 @@ def test_splits_of_heavy_rows_are_combined_where_lengths_leave_some_empty():
 def test_a_learned_bias_and_a_function_without_triton_are_refused_by_name():
     q = torch.randn(1, 2, 64, 64, dtype=torch.float16)
     with emulated.gluon_on_cpu():
-        with pytest.raises(ValueError, match="no gradient of rel_bias"):
+        with pytest.raises(ValueError, match="computes no gradient of rel_bias"):
             sf.attention(q, q, q, backend="hopper", rel_bias=BIAS.clone().requires_grad_())
         with pytest.raises(ValueError, match="has no triton function"):
-            sf.attention(q, q, q, backend="hopper", score_mod=sf.ScoreFunction(fuzz_calls.own_in_torch), score_params=(q[0, :, :1, 0],))
+            sf.attention(q, q, q, backend="hopper", score_mod=sf.ScoreFunction(fuzz_calls.own_in_torch))
+        with pytest.raises(ValueError, match="derivative may exceed"):
+            sf.attention(q, q, q, backend="hopper", score_mod=fuzz_calls.OWN, deterministic=True)
 
 
 @pytest.mark.parametrize("seed", (0, 24, 60))

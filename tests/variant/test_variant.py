@@ -746,13 +746,19 @@ def test_the_shadow_check_finds_calls_with_terms_right(name):
 # Calls that cannot run, and arguments that do not fit.
 
 
-@parametrize("name", [name for name in TERMS if name not in ("dropout", "sinks")])
-def test_hopper_names_what_it_lacks_and_nothing_else(name):
+@parametrize("deterministic", (False, True))
+@parametrize("name", [name for name in TERMS if name != "sinks"])
+def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
+    hopper = backends.backend("hopper")
     q, k, *_ = inputs()
     given = {n: t for n, t in variant(name).items() if n != "sinks"}
-    reason = backends.backend("hopper").supports(make_call(q, k, variant=checked_variant(q, k, **given)))
-    carried = {"score_params", "dropout_p"}
-    assert reason.startswith("it does not support") and all((part in reason) == (part not in carried) for part in given)
+    reason = hopper.supports(make_call(q, k, variant=checked_variant(q, k, **given), deterministic=deterministic))
+    if "rel_bias" in given:
+        assert reason == "it computes no gradient of rel_bias"
+    elif "score_mod" in given and deterministic:
+        assert "score_mod" in reason and "deterministic" in reason
+    else:
+        assert reason == hopper.supports(make_call(q, k))
 
 
 @pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")

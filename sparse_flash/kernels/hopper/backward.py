@@ -48,7 +48,7 @@ from .products import (
 )
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import Scoring
+from .scores import ScoreTerms
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
@@ -108,7 +108,7 @@ class BackwardArguments:
     table: TableArguments
     heads: Heads
     scale: gl.tensor
-    scoring: Scoring
+    scoring: ScoreTerms
     lengths: Lengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
@@ -768,7 +768,7 @@ def attention_backward_kernel(
         table=table,
         heads=heads_of,
         scale=scale,
-        scoring=Scoring(
+        scoring=ScoreTerms(
             score_scale,
             kv_len - q_len,
             variant,
@@ -851,7 +851,8 @@ def prepare_kernel(
 ):
     """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
     delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
-    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not exist, whose rows may be anything."""
+    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not
+    exist, whose rows may be anything."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
@@ -1066,7 +1067,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     group, dim = heads // kv_heads, padded_head_dim(head_dim)
     block_size = mask.block_size if mask else TILE.value
     if config is None and of_variant is not PLAIN:
-        config = backward_of_variant(dim, mask and mask.block_size, of_variant.crowded)
+        config = backward_of_variant(dim, mask and mask.block_size, of_variant.switches["SCORED"])
     config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
     rows = workspace[room.dq_sums :].view(-1, batch * heads * room.padded_q)

@@ -114,11 +114,11 @@ def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device
     return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
 
 
-def backward_of_variant(dim: int, block_size: int | None, crowded: bool) -> BackwardConfig:
-    """For the backward pass of a call with a variant. dim: padded. crowded: whether it has a score function, or several terms."""
+def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
+    """For the backward pass of a call with a variant. dim: padded. scored: whether scores are more than scaled products."""
     if block_size != 64:
         return BACKWARD_OF_DROPOUT[dim]
-    return (BACKWARD_OF_64_ALONE if crowded else BACKWARD_OF_64)[dim]
+    return (BACKWARD_OF_64_ALONE if scored else BACKWARD_OF_64)[dim]
 
 
 @dataclass(frozen=True)
@@ -150,4 +150,28 @@ FOOTPRINT = {
     ("forward_of_dropout", 128): Footprint(197176, 0),
     ("backward_of_dropout", 64): Footprint(142828, 0),
     ("backward_of_dropout", 128): Footprint(232156, 176),
+    ("forward_of_softcap", 64): Footprint(131656, 0),
+    ("backward_of_softcap", 64): Footprint(141756, 0),
+    ("forward_of_softcap", 128): Footprint(197128, 0),
+    ("backward_of_softcap", 128): Footprint(231340, 136),
+    ("forward_of_softcap_of_64", 128): Footprint(98756, 0),
+    ("backward_of_softcap_of_64_alone", 128): Footprint(108012, 144),
+    ("forward_of_alibi", 64): Footprint(131656, 0),
+    ("backward_of_alibi", 64): Footprint(141756, 0),
+    ("forward_of_alibi", 128): Footprint(197128, 0),
+    ("backward_of_alibi", 128): Footprint(231340, 168),
+    ("forward_of_alibi_of_64", 128): Footprint(98756, 0),
+    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 144),
+    ("forward_of_own", 64): Footprint(131656, 0),
+    ("backward_of_own", 64): Footprint(141756, 0),
+    ("forward_of_own", 128): Footprint(197128, 0),
+    ("backward_of_own", 128): Footprint(231340, 48),
+    ("forward_of_own_of_64", 128): Footprint(98756, 0),
+    ("backward_of_own_of_64_alone", 128): Footprint(108012, 104),
+    ("forward_of_lengths", 64): Footprint(131776, 112),
+    ("backward_of_lengths", 64): Footprint(141900, 120),
+    ("forward_of_lengths", 128): Footprint(197248, 120),
+    ("backward_of_lengths", 128): Footprint(231484, 128),
+    ("forward_of_lengths_of_64", 128): Footprint(98908, 48),
+    ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
 }

@@ -35,7 +35,7 @@ from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
 from .products import finished, only_rows, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import Scoring
+from .scores import ScoreTerms
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
@@ -80,7 +80,7 @@ class ForwardArguments:
     heads: Heads
     q_len: gl.tensor
     kv_len: gl.tensor
-    scoring: Scoring
+    scoring: ScoreTerms
     lengths: Lengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
@@ -468,9 +468,7 @@ def attention_forward_kernel(
         heads=heads_of,
         q_len=q_len,
         kv_len=kv_len,
-        scoring=Scoring(
-            score_scale, kv_len - q_len, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False
-        ),
+        scoring=ScoreTerms(score_scale, kv_len - q_len, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False),
         lengths=lengths,
         arrived=arrived,
         dropout=Dropout(seed, dropout_p, DROPOUT),

@@ -18,7 +18,7 @@ _ROWS, _COLUMNS = gl.constexpr(8), gl.constexpr(64)  # that the loading warp cle
 
 
 @record
-class Valid:
+class ExistingTokens:
     """Tokens first .. last - 1 of an axis exist."""
 
     first: gl.tensor
@@ -27,8 +27,8 @@ class Valid:
 
 @record
 class Cuts:
-    """What lengths make of a tile's walk; anything without them. Steps from ``low`` on have nonexistent keys at their lower end, and
-    from ``own`` on mask tiles. shift_*: from a step's number to its place in the table. walked, own: tokens that exist."""
+    """What lengths make of a tile's walk; anything without them. Steps from ``low`` on have nonexistent keys at their lower end,
+    and from ``own`` on mask tiles. shift_*: from a step's number to its place in the table. walked, own: tokens that exist."""
 
     low: gl.tensor
     own: gl.tensor
@@ -88,7 +88,7 @@ def _valid(starts, lens, batch, length):
         first = gl.minimum(gl.maximum(gl.load(starts + batch), 0), length)
     if lens is not None:
         last = gl.maximum(gl.minimum(gl.load(lens + batch), length), first)
-    return Valid(first, last)
+    return ExistingTokens(first, last)
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.
     else:
         own, walked, length = queries, keys, lengths.kv_len
     has_own = (first < own.last) & (first + TILE > own.first)
-    valid = Valid(walked.first, gl.where(has_own, walked.last, walked.first))
+    valid = ExistingTokens(walked.first, gl.where(has_own, walked.last, walked.first))
     if table.SPARSE:
         low, high = _existing(table, begin, runs, valid, length)
         runs_low, runs_high = _existing(table, runs, bits, valid, length)
@@ -180,8 +180,8 @@ def cut_walk(lengths, table, batch, first, bounds, TILE: gl.constexpr, STEP: gl.
 
 @gluon.jit
 def load_existing(ring, n, tensor, source, arrived, turn, first, last):
-    """Fills the stage of n with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: a barrier of
-    the loading warp's own. turn: how often it was used before."""
+    """Fills the stage of n with a tile, with zeros in rows outside first .. last - 1, without marking it full. arrived: a barrier
+    of the loading warp's own. turn: how often it was used before. Returns turn + 1."""
     tile = ring.stage(n)
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]

@@ -31,11 +31,18 @@ def own_scores_kernel(scores, batch, head, params, SCORE: gl.constexpr, DERIVATI
 
 @cache
 def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Why the Hopper kernels cannot take a ``ScoreFunction`` with params of these dtypes, or None. Compiles a small kernel, once."""
+    """Why Hopper's kernels cannot take a ``ScoreFunction`` with params of these dtypes; or None. Compiles a small kernel, once."""
     if unknown := [dtype for dtype in dtypes if dtype not in _TYPES]:
         return f"it does not read score_params of {unknown[0]}"
     pointers = tuple(f"*{_TYPES[dtype]}" for dtype in dtypes)
-    signature = {"scores": "*fp32", "batch": "i32", "head": "i32", "params": pointers, "SCORE": "constexpr", "DERIVATIVE": "constexpr"}
+    signature = {
+        "scores": "*fp32",
+        "batch": "i32",
+        "head": "i32",
+        "params": pointers,
+        "SCORE": "constexpr",
+        "DERIVATIVE": "constexpr",
+    }
     constants = {"SCORE": score_mod.triton, "DERIVATIVE": score_mod.derivative}
     if not pointers:
         signature["params"], constants["params"] = "constexpr", None

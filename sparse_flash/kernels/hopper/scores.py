@@ -13,8 +13,8 @@ from ..common.tiles import LOG2_E
 
 
 @record
-class Place:
-    """The tile that a walk serves."""
+class ScoredLine:
+    """The query head that a tile belongs to."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -22,7 +22,7 @@ class Place:
 
 
 @record
-class Scoring:
+class ScoreTerms:
     """How products become scores: see ``common.variant``. scale: times log2(e). offset: of the last query from the last key."""
 
     scale: gl.tensor
@@ -37,12 +37,12 @@ class Scoring:
 
     @gluon.jit
     def place(self, heads, line):
-        """The ``Place`` of a line, batch * heads + head."""
+        """The ``ScoredLine`` of a line, batch * heads + head."""
         batch, head = heads.of_line(line)
         slope = self.scale
         if self.variant.alibi_slopes is not None:
             slope = gl.load(self.variant.alibi_slopes + line) * self._unit()
-        return Place(batch, head, slope)
+        return ScoredLine(batch, head, slope)
 
     @gluon.jit
     def factor(self):

@@ -16,12 +16,6 @@ class HopperVariant(NamedTuple):
     dropout_p: float | None = None
 
     @property
-    def crowded(self) -> bool:
-        """Whether scores have a function of the user's, or several terms."""
-        terms = self.given.softcap, self.given.alibi_slopes, self.given.rel_bias
-        return self.switches["SCORE"] is not None or sum(term is not None for term in terms) > 1
-
-    @property
     def key(self) -> tuple:
         """Everything but addresses that launches depend on."""
         return self.kinds, self.numbers, self.dropout_p, *self.switches.values()

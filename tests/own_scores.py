@@ -1,0 +1,45 @@
+"""Prints why the Hopper back end does not take each of some score functions, or null, one JSON value per line.
+
+Run it as a separate process: kernels defined under TRITON_INTERPRET cannot be compiled.
+"""
+
+import json
+
+import torch
+import triton
+import triton.language as tl
+
+import sparse_flash as sf
+from sparse_flash.kernels.hopper.own_scores import refusal
+
+
+@triton.jit
+def faded(score):
+    return tl.exp(-tl.abs(score))
+
+
+@triton.jit
+def elementwise(score, batch, head, q_pos, k_pos, params):
+    same = tl.load(params[0] + q_pos) == tl.load(params[0] + k_pos)
+    return tl.where(same, score + faded((q_pos - k_pos).to(tl.float32)), -float("inf"))
+
+
+@triton.jit
+def of_its_own(score, batch, head, q_pos, k_pos, params):
+    return score + tl.arange(0, 128)[None, :]
+
+
+@triton.jit
+def one(score, batch, head, q_pos, k_pos, params):
+    return 1.0
+
+
+def in_torch(score, batch, head, q_pos, k_pos, params):
+    return score
+
+
+ASKED = (elementwise, torch.int32), (of_its_own, torch.float32), (elementwise, torch.complex64)
+
+if __name__ == "__main__":
+    for function, dtype in ASKED:
+        print(json.dumps(refusal(sf.ScoreFunction(in_torch, function, one), (dtype,))))
