@@ -35,7 +35,7 @@ from ..launch.replay import known_call
 from .configs import backward_config, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
-from .lengths import Lengths, load_existing, new_lengths, own_barrier
+from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 from .products import (
     both_finished,
@@ -109,7 +109,7 @@ class BackwardArguments:
     heads: Heads
     scale: gl.tensor
     scoring: ScoreTerms
-    lengths: Lengths
+    lengths: TokenLengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler

@@ -30,7 +30,7 @@ from ..launch.replay import known_call
 from .configs import FORWARD, forward_config, forward_of_call
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
-from .lengths import Lengths, load_existing, new_lengths, own_barrier
+from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
 from .products import finished, only_rows, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
 from .ring import Ring, ring_of
@@ -81,7 +81,7 @@ class ForwardArguments:
     q_len: gl.tensor
     kv_len: gl.tensor
     scoring: ScoreTerms
-    lengths: Lengths
+    lengths: TokenLengths
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler

@@ -63,7 +63,7 @@ def _is_cut(position, first, last, length, COUNT: gl.constexpr):
 
 
 @record
-class Lengths:
+class TokenLengths:
     variant: gl.tuple
     q_len: gl.tensor
     kv_len: gl.tensor
@@ -95,7 +95,7 @@ def _valid(starts, lens, batch, length):
 def new_lengths(variant, q_len, kv_len):
     Q_CUT: gl.constexpr = variant.q_starts is not None or variant.q_lens is not None
     KV_CUT: gl.constexpr = variant.kv_starts is not None or variant.kv_lens is not None
-    return Lengths(variant, q_len, kv_len, Q_CUT, KV_CUT, Q_CUT or KV_CUT)
+    return TokenLengths(variant, q_len, kv_len, Q_CUT, KV_CUT, Q_CUT or KV_CUT)
 
 
 @gluon.jit

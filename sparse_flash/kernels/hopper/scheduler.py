@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.gluon import record
-from .lengths import Cuts, Lengths, cut_walk
+from .lengths import Cuts, TokenLengths, cut_walk
 from .ring import Ring, ring_beside, ring_of
 
 TILE = gl.constexpr(128)  # queries (forward), or keys (backward) unless blocks are smaller
@@ -99,7 +99,7 @@ class Scheduler:
     tiles: gl.tensor  # of all items
     queue: gl.tensor  # (2,) int32, both 0 at the start
     length: gl.tensor  # of the walked axis
-    lengths: Lengths
+    lengths: TokenLengths
     TILE: gl.constexpr  # tokens of a tile
     STEP: gl.constexpr  # tokens of a step along the walked axis
     BY_KEY: gl.constexpr
