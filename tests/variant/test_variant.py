@@ -265,6 +265,20 @@ def test_terms_are_right_at_the_tile_sizes_of_a_gpu(name, mask, dtype, head_dim)
     check("triton", name, MASKS[mask], dtype, block_size=128, head_dim=of_keys, v_head_dim=of_values, q_len=700, kv_len=900)
 
 
+ON_HOPPER = [(name, "causal", 128, 128) for name in TERMS]
+ON_HOPPER += [
+    (name, mask, head_dim, block_size)
+    for name in ("lengths", "softcap", "alibi of batch", "own")
+    for mask, head_dim, block_size in (("bits", 64, 128), ("local", 96, 256), ("dense", 128, None), ("causal", 128, 64))
+]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@parametrize("name, mask, head_dim, block_size", ON_HOPPER)
+def test_terms_are_right_in_the_kernels_for_hopper(name, mask, head_dim, block_size):
+    check("hopper", name, MASKS[mask], torch.bfloat16, block_size=block_size, head_dim=head_dim, q_len=700, kv_len=900)
+
+
 @parametrize("mask", ["causal", None])
 def test_the_torch_back_end_is_right_where_a_row_takes_many_pieces(monkeypatch, mask):
     from sparse_flash.backends import torch as torch_backend
