@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from oracle import poisoned_memory
+from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -52,7 +53,7 @@ SEED = 7
 
 
 def mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def mask_of(name: str):
@@ -63,7 +64,7 @@ def mask_of(name: str):
 def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
     """q, k, v, dout, dlse of the whole sequence"""
     _, tokens, _, batch, heads, kv_heads = CASES[name]
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    generator = torch.Generator(DEVICE).manual_seed(sum(map(ord, name)))
     sizes = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, v_head_dim), (heads, v_head_dim)]
     drawn = [torch.randn(batch, h, tokens, d, generator=generator) for h, d in sizes]
     return [*drawn, torch.randn(batch, heads, tokens, generator=generator)]
@@ -116,7 +117,7 @@ RATES = 50e9, 163e9  # between nodes, within
 
 def nodes():
     """2 x 2 ranks"""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("node", "cp"))
 
 
 def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
@@ -296,7 +297,7 @@ def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
 
 def on_two_dimensions(name: str, strategy: str) -> float:
     """The difference on dp x cp, each cp group with a sequence of its own."""
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     plan = plan_of(name, strategy, both["cp"])
     factor = 1 + both["dp"].get_local_rank()
     q, k, v, dout, dlse = (t * factor for t in inputs(name))
@@ -322,10 +323,10 @@ def of_meshes() -> tuple[dict[str, str], str, list[str]]:
     """(what is said of meshes that cannot be, by what they lack; the strategy that is chosen for 2 x 2 ranks whose links between
     nodes are slow; the strategies of its explanation)"""
     given = {
-        "names": lambda: init_device_mesh("cpu", (2, 2)),
-        "two": lambda: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
+        "names": lambda: init_device_mesh(DEVICE, (2, 2)),
+        "two": lambda: init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
         "rates": nodes,
-        "order": lambda: DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
+        "order": lambda: DeviceMesh(DEVICE, [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
     }
     said = {}
     for name, make in given.items():
