@@ -61,6 +61,12 @@ def mask_of(name: str):
     return sf.BlockMask.per_head(list(mask), tokens, tokens, block) if isinstance(mask, tuple) else mask
 
 
+def whole_of(name: str) -> sf.BlockMask:
+    """The mask that a process alone attends under."""
+    mask, tokens, block, *_ = CASES[name]
+    return (mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)).to(DEVICE)
+
+
 def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
     """q, k, v, dout, dlse of the whole sequence"""
     _, tokens, _, batch, heads, kv_heads = CASES[name]
@@ -79,8 +85,7 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
 
 
 def of_one_process(name: str, dropout_p: float = 0.0) -> list[torch.Tensor]:
-    mask, tokens, block, *_ = CASES[name]
-    whole = mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
+    whole = whole_of(name)
     torch.manual_seed(SEED)
     return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *inputs(name))
 
@@ -122,11 +127,7 @@ def nodes():
 
 def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
     """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
-    whole = (
-        mask_of(name)
-        if isinstance(CASES[name][0], tuple)
-        else sf.compile_mask(mask_of(name), *CASES[name][1:2], block_size=CASES[name][2])
-    )
+    whole = whole_of(name)
     given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
     exact, one = (
         results(
@@ -167,7 +168,7 @@ def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), mask_of(name)
+    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), whole_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -181,7 +182,7 @@ def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
 def of_one_result(which: str) -> float:
     """The difference of dq, dk and dv for a loss of out alone, or of lse alone."""
     name = "causal"
-    plan, whole = plan_of(name), sf.compile_mask("causal", 2048, block_size=64)
+    plan, whole = plan_of(name), whole_of(name)
     given = inputs(name)[:3]
     found = []
     for attend, qkv in ((sf.attention, given), (plan.attention, [plan.shard(t, 2) for t in given])):
@@ -301,8 +302,7 @@ def on_two_dimensions(name: str, strategy: str) -> float:
     plan = plan_of(name, strategy, both["cp"])
     factor = 1 + both["dp"].get_local_rank()
     q, k, v, dout, dlse = (t * factor for t in inputs(name))
-    _, tokens, block, *_ = CASES[name]
-    whole = sf.compile_mask(mask_of(name), tokens, block_size=block)
+    whole = whole_of(name)
     wanted = results(lambda *qkv: sf.attention(*qkv, whole, return_lse=True), q, k, v, dout, dlse)
     mine = [plan.shard(t, 2) for t in (q, k, v, dout, dlse)]
     got = results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)
@@ -376,7 +376,7 @@ def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
     plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), 0.0
     given = [t[:, :, :1000] for t in inputs("per head")]
     for plan, mask in zip(plans, BY_LAYER, strict=True):
-        whole = sf.compile_mask(mask, 1000, block_size=64)
+        whole = sf.compile_mask(mask, 1000, block_size=64, device=DEVICE)
         wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
         mine = [plans.shard(t, 2) for t in given]
         got = results(lambda q, k, v, plan=plan: plan.attention(q, k, v, return_lse=True), *mine)
@@ -406,7 +406,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
             plans = pending.result()
             for mask, plan in zip(masks, plans, strict=True):
                 apart = sf.parse(mask) & sf.documents(cu_seqlens)
-                whole = sf.compile_mask(apart, 1000, block_size=64)
+                whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
                 wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
                 mine = [plan.shard(t, 2) for t in given]
