@@ -33,7 +33,7 @@ from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward, selection_parts
+from sparse_flash.kernels.hopper import backward, forward, selection_grads, selection_parts
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
@@ -173,6 +173,7 @@ class Shared:
         return Shared(self.array[number])
 
     def slice(self, start, length, dim=0):
+        start = int(plain(start))
         return Shared(np.moveaxis(np.moveaxis(self.array, dim, 0)[start : start + length], 0, dim))
 
     def permute(self, order):
@@ -393,7 +394,7 @@ def view(buffer, dtype, shape, layout):
 
 
 def allocate_shared_memory(dtype, shape, layout):
-    if dtype == gl.int64:
+    if dtype == gl.int64:  # barriers
         return Barriers([Barrier() for _ in range(shape[0])])
     kind = np.dtype(NUMPY[dtype.name])
     return Shared(np.full(shape, undefined(kind), kind))
@@ -681,7 +682,8 @@ def gluon_on_cpu(seed: int = 0):
         for module in (forward, backward):
             patch.setattr(module, "Recording", _Launches)
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
-        patch.setattr(selection_parts, "launch", run_partitioned)
+        for module in (selection_parts, selection_grads):
+            patch.setattr(module, "launch", run_partitioned)
         patch.setattr(hopper, "available", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
         patch.setattr(hopper, "supports", _supports)

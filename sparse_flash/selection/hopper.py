@@ -28,7 +28,23 @@ def forward(
     return portable.forward(q, k, v, selection, scale, picked_parts)
 
 
-backward = portable.backward
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), which repeat bit for bit."""
+    from ..kernels.hopper.selection_grads import picked_grads
+
+    return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads)
+
+
 # The masses of picked blocks are a single product, and are not often asked for.
 block_lse = portable.block_lse
 block_lse_backward = portable.block_lse_backward

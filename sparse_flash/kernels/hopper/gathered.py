@@ -129,6 +129,12 @@ class Lists:
         place = entry.to(gl.int64) * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
         return RowsOfTile(query, head, exists, place)
 
+    @gluon.jit
+    def line_of(self, rows, block):
+        """Where a row's number is in a (batch, heads, q_len) tensor."""
+        heads = self.kv_heads * (self.PICKERS * self.MEMBERS)
+        return (block.batch * heads + rows.head).to(gl.int64) * self.q_len + rows.query
+
 
 @record
 class RowTensor:
@@ -142,13 +148,42 @@ class RowTensor:
     pieces: gl.tensor
 
     @gluon.jit
-    def copy(self, tile, rows, batch, layout: gl.constexpr):
-        """Starts the copy of a tile's rows into shared memory; zeros where there are none. rows: of the layout's first axis."""
-        piece = rows.query.to(gl.int64) * self.token_stride + rows.head.to(gl.int64) * self.head_stride
-        piece += batch.to(gl.int64) * self.batch_stride
-        column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-        pointers = self.base + (piece * 8)[:, None] + column[None, :]
-        copy_elements(tile, pointers, mask=rows.exists[:, None] & (column < self.pieces * 8)[None, :])
+    def copy(self, tile, known, batch):
+        """Starts the copy of a tile's rows into shared memory, some at a time, so that few registers hold addresses; zeros where
+        there are none. known: ``KnownRows``."""
+        DIM: gl.constexpr = tile.shape[1]
+        TOGETHER: gl.constexpr = gl.num_warps() * 256 // DIM
+        layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
+        column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+        for first in gl.static_range(0, ROWS, TOGETHER):
+            query = known.queries.slice(first, TOGETHER).load(gl.SliceLayout(1, layout))
+            head = known.heads.slice(first, TOGETHER).load(gl.SliceLayout(1, layout))
+            piece = query.to(gl.int64) * self.token_stride + head.to(gl.int64) * self.head_stride
+            piece += batch.to(gl.int64) * self.batch_stride
+            pointers = self.base + (piece * 8)[:, None] + column[None, :]
+            mask = (query >= 0)[:, None] & (column < self.pieces * 8)[None, :]
+            copy_elements(tile.slice(first, TOGETHER), pointers, mask=mask)
+
+
+@record
+class KnownRows:
+    """Each row's query and head, (ROWS,) int32 in shared memory: one thread finds them, those that copy the row read them. -1 for a
+    query that does not exist."""
+
+    queries: gl.shared_memory_descriptor
+    heads: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def tell(self, rows):
+        self.queries.store(gl.where(rows.exists, rows.query, -1))
+        self.heads.store(rows.head)
+
+
+@gluon.jit
+def known_rows():
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.int32, [ROWS], layout)
+    return KnownRows(queries, gl.allocate_shared_memory(gl.int32, [ROWS], layout))
 
 
 @triton.constexpr_function
@@ -173,13 +208,12 @@ def storing_layout(columns, warps):
 
 
 @gluon.jit
-def store_by_rows(base, values, rows, exists):
-    """Stores (rows, columns), in ``storing_layout``, each row at ``rows`` of its width. Read once and late, they would displace
-    gathered queries from the L2 cache: hence the cache modifier."""
-    WIDTH: gl.constexpr = values.shape[1]
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, values.type.layout))
-    places = (base + rows * WIDTH)[:, None] + column[None, :]
-    gl.store(places, values, mask=exists[:, None] & (column >= 0)[None, :], cache_modifier=".cs")
+def store_by_rows(base, values, places, exists):
+    """Stores (rows, columns), in ``storing_layout``, each row from its place on. Read once and late, they would displace gathered
+    queries from the L2 cache: hence the cache modifier."""
+    column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, values.type.layout))
+    pointers = (base + places)[:, None] + column[None, :]
+    gl.store(pointers, values, mask=exists[:, None] & (column >= 0)[None, :], cache_modifier=".cs")
 
 
 def list_arguments(lists, turn) -> tuple:

@@ -90,11 +90,11 @@ def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.
 
 
 @gluon.jit
-def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1):
-    """A ring whose n is released together with that of ``other``, a ring with at least as many stages."""
+def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FILLS: gl.constexpr = 1):
+    """A ring whose n is released together with that of ``other``, a ring with at least as many stages. FILLS: see ``ring_of``."""
     full = _barriers(STAGES)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(_barrier(full, stage, STAGES), count=1)
+        mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)
     return Ring(data, full, other.empty, STAGES, PIECES, other.STAGES)
 
 

@@ -22,9 +22,10 @@ from .gathered import (
     GATHERING_WARPS,
     NOT_SPECIALIZED,
     ROWS,
+    KnownRows,
     Lists,
     RowTensor,
-    copying_layout,
+    known_rows,
     list_arguments,
     row_arguments,
     store_by_rows,
@@ -41,6 +42,7 @@ class PartsArguments:
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     queries: RowTensor
+    rows: KnownRows  # of the gathering warps
     part_ptr: gl.tensor
     lse_ptr: gl.tensor
     lists: Lists
@@ -54,21 +56,20 @@ class PartsArguments:
 @gluon.jit
 def _gather(p):
     """The gathering warps: the queries of each tile."""
-    layout: gl.constexpr = copying_layout(p.DIM, gl.num_warps())
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     turn = 0
     tiles = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
         block = p.lists.block_of(item)
         upcoming = p.lists.item(turn + 1)
-        entry, exists = p.lists.entries_of(item.whole, item.end, 0, row_layout)
+        entry, exists = p.lists.entries_of(item.whole, item.end, 0, layout)
         for step in range(p.lists.steps(item.whole, item.end)):
-            rows = p.lists.rows_of(entry, exists, step, block, row_layout)
+            p.rows.tell(p.lists.rows_of(entry, exists, step, block, layout))
             # Read a tile ahead, so no copy waits for it.
-            entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, row_layout)
+            entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
             p.q.acquire(tiles)
-            p.queries.copy(p.q.stage(tiles), rows, block.batch, layout)
+            p.queries.copy(p.q.stage(tiles), p.rows, block.batch)
             p.q.commit_copies(tiles)
             tiles += 1
         turn += 1
@@ -138,7 +139,7 @@ def _compute(p, GROUP: gl.constexpr):
             share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sum_layout))
             sums = warpgroup_mma_wait(0, deps=(started,))
             part = gl.convert_layout((sums * share[:, None]).to(dtype), part_layout)
-            store_by_rows(p.part_ptr, part, rows.place, rows.exists)
+            store_by_rows(p.part_ptr, part, rows.place * p.DIM, rows.exists)
         tiles += steps
         p.k.release(turn)
         turn += 1
@@ -203,6 +204,7 @@ def picked_parts_kernel(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
         queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
+        rows=known_rows(),
         part_ptr=part_ptr,
         lse_ptr=lse_ptr,
         lists=Lists(
