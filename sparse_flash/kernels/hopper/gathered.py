@@ -2,8 +2,8 @@
 copy what they name into shared memory.
 
 TMA gathers no rows on Hopper. Warps of their own copy them, 16 bytes a thread and asynchronously, so many copies are under way while
-others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so every n-th of them is an
-even share, and all that follow an empty one are empty.
+others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so one of each round of items
+is an even share, and all rounds after an empty item are empty.
 """
 
 import triton
@@ -78,8 +78,9 @@ class Lists:
 
     @gluon.jit
     def item(self, turn):
-        """A program's item after ``turn`` others."""
-        number = gl.program_id(0) + turn * gl.num_programs(0)
+        """A program's item after ``turn`` others. Every second round goes backwards, as the first of a round are the heaviest."""
+        place = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+        number = place + turn * gl.num_programs(0)
         exists = number < self.count
         place = self.items + number * 5
         return Item(
@@ -148,11 +149,10 @@ class RowTensor:
     pieces: gl.tensor
 
     @gluon.jit
-    def copy(self, tile, known, batch):
-        """Starts the copy of a tile's rows into shared memory, some at a time, so that few registers hold addresses; zeros where
-        there are none. known: ``KnownRows``."""
+    def copy(self, tile, known, batch, TOGETHER: gl.constexpr):
+        """Starts the copy of a tile's rows into shared memory; zeros where there are none. known: ``KnownRows``. TOGETHER: rows whose
+        addresses are computed at once."""
         DIM: gl.constexpr = tile.shape[1]
-        TOGETHER: gl.constexpr = gl.num_warps() * 256 // DIM
         layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
         column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
         for first in gl.static_range(0, ROWS, TOGETHER):

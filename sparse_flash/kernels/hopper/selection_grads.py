@@ -38,6 +38,9 @@ from .gathered import (
 from .products import times_transposed
 from .ring import Ring, ring_beside, ring_of
 
+# Rows whose addresses the gathering warps hold at once, in few registers.
+TOGETHER = gl.constexpr(32)
+
 
 @record
 class GradsArguments:
@@ -95,10 +98,10 @@ def _gather_list(p, begin, end, block, tiles):
         p.rows.tell(rows)
         line = p.lists.line_of(rows, block)
         p.q.acquire(tiles)
-        p.queries.copy(p.q.stage(tiles), p.rows, block.batch)
+        p.queries.copy(p.q.stage(tiles), p.rows, block.batch, TOGETHER)
         copy_elements(p.log2_sum.index(p.q.place(tiles)), p.log2_sum_ptr + line, mask=rows.exists)
         p.q.commit_copies(tiles)
-        p.douts.copy(p.dout.stage(tiles), p.rows, block.batch)
+        p.douts.copy(p.dout.stage(tiles), p.rows, block.batch, TOGETHER)
         copy_elements(p.delta.index(p.q.place(tiles)), p.delta_ptr + line, mask=rows.exists)
         p.dout.commit_copies(tiles)
         tiles += 1
@@ -183,11 +186,12 @@ def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CU
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        p.dscores.index(0).store(dscores)
+        if p.PARTS:
+            p.dscores.index(0).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
-        fence_async_shared()
         k = p.k.stage(0, fresh_zero(tiles))
         if p.PARTS:
+            fence_async_shared()
             barrier()
             stored = p.dscores.index(fresh_zero(tiles))
             started_dq = warpgroup_mma(stored.permute((1, 0)), k, dq_zeros, use_acc=False, is_async=True)
@@ -275,10 +279,11 @@ def _walk_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        p.dscores.index(GROUP).store(dscores)
-        started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
-        fence_async_shared()
         if p.PARTS:
+            p.dscores.index(GROUP).store(dscores)
+        started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
+        if p.PARTS:
+            fence_async_shared()
             barrier()
             # dQ takes twice the registers here: they hold half its columns at a time.
             HALF: gl.constexpr = p.DIM // 2

@@ -69,7 +69,7 @@ def _gather(p):
             # Read a tile ahead, so no copy waits for it.
             entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
             p.q.acquire(tiles)
-            p.queries.copy(p.q.stage(tiles), p.rows, block.batch)
+            p.queries.copy(p.q.stage(tiles), p.rows, block.batch, ROWS)
             p.q.commit_copies(tiles)
             tiles += 1
         turn += 1
