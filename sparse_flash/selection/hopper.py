@@ -1,5 +1,5 @@
-"""Attention over picked key blocks on Hopper GPUs (H100, H200): as ``portable``, but the kernels that gather queries by key block, which
-take most of the time, are written for these chips."""
+"""Attention over picked key blocks on Hopper GPUs (H100, H200): as ``portable``, but the two kernels that gather queries by key
+block are written for these chips."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ BLOCK_SIZES = (64, 128)
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
+    if (reason := of_masks.available()) is not None:
+        return reason
     if call.block_size not in BLOCK_SIZES:
-        return of_masks.available() or f"it runs picks of blocks of {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys; got {call.block_size}"
+        return f"it runs picks of blocks of {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys; got {call.block_size}"
     return of_masks.supports(call) or portable.supports(call, selection)
 
 

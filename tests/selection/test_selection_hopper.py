@@ -1,5 +1,5 @@
-"""The Hopper kernels of key blocks chosen by query, against dense attention in float64: on a Hopper GPU the compiled ones, elsewhere
-run on the CPU in drawn orders of events (``gluon_on_cpu``)."""
+"""The Hopper kernels of key blocks chosen by query, against dense attention in float64: on a Hopper GPU the compiled ones,
+elsewhere run on the CPU in drawn orders of events (``gluon_on_cpu``)."""
 
 import contextlib
 from dataclasses import replace
@@ -19,10 +19,11 @@ from sparse_flash import backends
 from sparse_flash.selection import hopper, operators, portable
 
 parametrize = pytest.mark.parametrize
+# The kernels around them are portable: without a GPU, Triton's interpreter runs those.
+NEEDED = "hopper" if DEVICE == "cuda" else "triton"
 pytestmark = [
     pytest.mark.skipif(
-        backends.backend("triton").available() is not None or DEVICE == "cuda" and backends.backend("hopper").available() is not None,
-        reason="needs triton, and a Hopper GPU or the interpreter of the kernels around",
+        backends.backend(NEEDED).available() is not None, reason="needs triton, and a Hopper GPU or its interpreter"
     ),
     pytest.mark.usefixtures("poison"),
 ]

@@ -146,8 +146,8 @@ FOOTPRINT = {
 
 @dataclass(frozen=True)
 class PickedPartsConfig:
-    """Of key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and of
-    their values."""
+    """Of key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and
+    of their values."""
 
     stages: int
     key_stages: int

@@ -1,9 +1,9 @@
 """Rows of queries gathered from anywhere, for the kernels of key blocks chosen by query: the lists by key block, and the warps that
 copy what they name into shared memory.
 
-TMA gathers no rows on Hopper. Warps of their own copy them, 16 bytes a thread and asynchronously, so many copies are under way while
-others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so one of each round of items
-is an even share, and all rounds after an empty item are empty.
+TMA gathers no rows on Hopper. Warps of their own copy them, 16 bytes a thread and asynchronously, so many copies are under way
+while others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so one of each round
+of items is an even share, and all rounds after an empty item are empty.
 """
 
 import triton
@@ -15,9 +15,10 @@ from ..common.gluon import copy_elements, record
 ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice
 GATHERING_WARPS = gl.constexpr(4)
 
-# What the kernels take as ``Lists``, and strides: new lengths, heads or picks never recompile.
+# Of ``Lists`` and ``RowTensor``: new lengths, heads or picks never recompile.
 NOT_SPECIALIZED = ["item", "item_count", "line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
-NOT_SPECIALIZED += [f"{tensor}_{of}" for tensor in ("q", "dout") for of in ("batch_stride", "head_stride", "token_stride", "pieces")]
+NOT_SPECIALIZED += [f"{of}_{number}_stride" for of in ("q", "dout") for number in ("batch", "head", "token")]
+NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
 
 
 @record
@@ -44,7 +45,7 @@ class Block:
 
 
 @record
-class RowsOfTile:
+class GatheredRows:
     """Of each row of a tile: its query, its head, whether it exists, and its place among the rows of all entries of a turn."""
 
     query: gl.tensor
@@ -114,7 +115,7 @@ class Lists:
 
     @gluon.jit
     def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
-        """``RowsOfTile``. entry, exists: from ``entries_of``."""
+        """``GatheredRows``. entry, exists: from ``entries_of``."""
         row = gl.arange(0, ROWS, layout=layout)
         OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
         token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
@@ -128,7 +129,7 @@ class Lists:
         exists = exists & (token < self.EVERY) & (query < self.q_len)
         head = (block.kv_head * self.PICKERS + picker) * self.MEMBERS + member
         place = entry.to(gl.int64) * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
-        return RowsOfTile(query, head, exists, place)
+        return GatheredRows(query, head, exists, place)
 
     @gluon.jit
     def line_of(self, rows, block):
@@ -150,8 +151,8 @@ class RowTensor:
 
     @gluon.jit
     def copy(self, tile, known, batch, TOGETHER: gl.constexpr):
-        """Starts the copy of a tile's rows into shared memory; zeros where there are none. known: ``KnownRows``. TOGETHER: rows whose
-        addresses are computed at once."""
+        """Starts the copy of a tile's rows into shared memory; zeros where there are none. known: ``KnownRows``. TOGETHER: rows
+        whose addresses are computed at once."""
         DIM: gl.constexpr = tile.shape[1]
         layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
         column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))

@@ -1,5 +1,5 @@
-"""Gradients of attention over key blocks that each query picked, for Hopper: ``picked_grads`` of the portable kernels, with the same
-lists and results.
+"""Gradients of attention over key blocks that each query picked, for Hopper: ``picked_grads`` of the portable kernels, with the
+same lists and results.
 
 Persistent programs: four warps that gather queries and their gradients, and eight that compute, and load keys and values.
 Scores are transposed, with keys along rows: this makes them the left operand of dV without a pass through shared memory.
