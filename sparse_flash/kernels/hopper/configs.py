@@ -142,3 +142,34 @@ FOOTPRINT = {
     ("backward_of_dropout", 64): Footprint(142828, 0),
     ("backward_of_dropout", 128): Footprint(232156, 176),
 }
+
+
+@dataclass(frozen=True)
+class PickedPartsConfig:
+    """Of key blocks chosen by query, forward. stages: tiles of gathered queries in shared memory. key_stages: blocks of keys, and
+    of their values."""
+
+    stages: int
+    key_stages: int
+
+
+@dataclass(frozen=True)
+class PickedGradsConfig:
+    """The same, backward. stages: tiles of gathered queries, and of their gradients."""
+
+    stages: int
+
+
+# By padded head_dim and keys of a block.
+PICKED_PARTS = {
+    (64, 64): PickedPartsConfig(8, 2),
+    (64, 128): PickedPartsConfig(8, 2),
+    (128, 64): PickedPartsConfig(8, 2),
+    (128, 128): PickedPartsConfig(5, 2),
+}
+PICKED_GRADS = {
+    (64, 64): PickedGradsConfig(6),
+    (64, 128): PickedGradsConfig(6),
+    (128, 64): PickedGradsConfig(4),
+    (128, 128): PickedGradsConfig(4),
+}
