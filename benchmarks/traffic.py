@@ -1,10 +1,11 @@
-"""Bytes of DRAM that the forward kernel reads, against the density of the mask.
+"""Bytes that the kernels read, from DRAM and from the L2 cache into the multiprocessors, against the density of the mask.
 
     python -m benchmarks.traffic --out runs/traffic
 
-After arXiv:2205.14135, Prop. 4: the traffic of block-sparse attention is a part for its inputs and outputs and a part
-proportional to density, bytes = a + b x density. Each density runs in its own process under Nsight Compute (``ncu``), which empties
-the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
+After arXiv:2205.14135, Prop. 4: what block-sparse attention brings into fast memory is a part for its inputs and outputs and a
+part proportional to density, bytes = a + b x density. ``counted`` counts both from the algorithm. Fast memory is that of a
+multiprocessor; DRAM is read less often, as the L2 cache holds what is read again. Each density runs in its own process under Nsight
+Compute (``ncu``), which empties the caches before it counts. Writes traffic.json, traffic.png and traffic-dark.png.
 """
 
 from __future__ import annotations
@@ -22,23 +23,29 @@ import numpy as np
 
 from .report.plots import draw_traffic
 
-DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 TOKENS, HEADS, HEAD_DIM, BLOCK = 16384, 16, 128, 128
-BYTES_ONCE = 3 * TOKENS * HEADS * HEAD_DIM * 2  # q, k and v in bfloat16
+PASSES = ("forward", "backward")
 METRICS = {
-    "read_bytes": "dram__bytes_read.sum",
-    "write_bytes": "dram__bytes_write.sum",
+    "multiprocessor_bytes": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "dram_bytes": "dram__bytes_read.sum",
+    "dram_written_bytes": "dram__bytes_write.sum",
     "ns": "gpu__time_duration.sum",
 }
+LEVELS = tuple(METRICS)[:2]  # where bytes are read from
 _WARM_UP = 2
 _SECONDS = 900  # for one density: compiling, and a few launches, each several times
-# ncu scales its units by 1000; their names differ between versions.
+# ncu scales its units by 1000; their names differ between versions. A sector of a cache is 32 bytes.
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")} | {
-    f"{prefix}{name}": scale
-    for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
-    for name in ("second", "seconds", "sec", "s")
-}
+_UNITS = (
+    {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")}
+    | {f"{prefix}{name}": 32 * scale for prefix, scale in _PREFIXES.items() for name in ("sector", "sectors")}
+    | {
+        f"{prefix}{name}": scale
+        for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
+        for name in ("second", "seconds", "sec", "s")
+    }
+)
 
 
 def launches(text: str) -> list[dict]:
@@ -82,18 +89,36 @@ def _number(name: str, value: str, unit: str) -> float:
 
 
 def point(density: float, text: str) -> dict:
-    """The figures of one density: those of the last launch, which the others warmed up."""
+    """The figures of one density, by pass: those of the last launch, which the others warmed up."""
     found = launches(text)
-    missing = [name for name in METRICS.values() if not found or name not in found[-1]]
-    if missing:
-        raise ValueError(f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_forward?")
-    last = found[-1]
-    return {"density": density, "kernel": last["kernel"]} | {key: last[name] for key, name in METRICS.items()}
+    of_passes: dict = {"density": density}
+    for name in PASSES:
+        last: dict = next((launch for launch in reversed(found) if f"attention_{name}" in launch["kernel"]), {})
+        missing = [metric for metric in METRICS.values() if metric not in last]
+        if missing:
+            raise ValueError(
+                f"ncu gave no {', '.join(missing)} at density {density:g}; is the kernel still named attention_{name}?"
+            )
+        of_passes[name] = {"kernel": last["kernel"]} | {key: last[metric] for key, metric in METRICS.items()}
+    return of_passes
 
 
-def fit(points: list[dict]) -> dict[str, float]:
-    """Least squares: {"a", "b"} of read bytes = a + b x density, in bytes, and "r2", the share of the variance explained."""
-    density, read = (np.array([point[key] for point in points], float) for key in ("density", "read_bytes"))
+def counted(name: str) -> dict[str, float]:
+    """{"a", "b"} of bytes read = a + b x density, by the algorithm: a tile stays in fast memory, and each block that it visits is
+    brought there once. Forward: a tile of queries, and keys and values. Backward: a tile of keys and values; and queries,
+    gradients of the output, and two float32 numbers a query."""
+    rows = HEADS * TOKENS
+    two = 2 * rows * HEAD_DIM * 2  # both of two tensors in bfloat16, once
+    if name == "forward":
+        return {"a": two / 2, "b": two * TOKENS / BLOCK}
+    return {"a": two, "b": (two + 2 * rows * 4) * TOKENS / BLOCK}
+
+
+def fit(points: list[dict], name: str, level: str) -> dict[str, float]:
+    """Least squares, of a pass and a level: {"a", "b"} of bytes read = a + b x density, and "r2", the share of the variance
+    explained."""
+    density = np.array([point["density"] for point in points], float)
+    read = np.array([point[name][level] for point in points], float)
     terms = np.stack([np.ones_like(density), density], 1)
     (a, b), *_ = np.linalg.lstsq(terms, read, rcond=None)
     left, all_of_it = ((read - terms @ (a, b)) ** 2).sum(), ((read - read.mean()) ** 2).sum()
@@ -118,21 +143,21 @@ def work(density: float, backend: str) -> None:
 
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, HEADS, TOKENS, HEAD_DIM)
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    mask = None
-    if density < 1:
-        mask = sparse_flash.BlockMask.from_blocks(block_map(density, generator, "cuda"), BLOCK)
-    with torch.no_grad():
-        for _ in range(_WARM_UP + 1):
-            sparse_flash.attention(q, k, v, mask, backend=backend)
-            torch.cuda.synchronize()
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    # A table at density 1 too: dense calls have tiles of their own.
+    mask = sparse_flash.BlockMask.from_blocks(block_map(density, generator, "cuda"), BLOCK)
+    for _ in range(_WARM_UP + 1):
+        torch.autograd.grad(sparse_flash.attention(q, k, v, mask, backend=backend), (q, k, v), dout)
+        torch.cuda.synchronize()
 
 
 def profile(ncu: str, density: float, backend: str) -> str:
     """The output of ncu for a worker, with its own messages."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS.values()), "-k", "regex:attention_forward"]
+        command = [ncu, "--clock-control", "none", "--metrics", ",".join(METRICS.values())]
+        command += ["-k", "regex:attention_(forward|backward)"]
         command += ["--csv", "--print-units", "base", "--log-file", str(log)]
         command += [sys.executable, "-m", __spec__.name, "--worker", repr(density), "--backend", backend]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
@@ -147,13 +172,14 @@ def write(folder: Path, environment: dict, points: list[dict], backend: str = "a
     """Writes the JSON and its plots; returns the JSON's contents."""
     shape = {"name": f"B1 H{HEADS} N{TOKENS} D{HEAD_DIM}", "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "block": BLOCK}
     data = {
-        "format": 1,
+        "format": 2,
         "environment": environment,
         "shape": shape | {"dtype": "bfloat16"},
         "backend": backend,
-        "bytes_once": BYTES_ONCE,
+        "metrics": METRICS,
         "points": points,
-        "fit": fit(points),
+        "fits": {name: {level: fit(points, name, level) for level in LEVELS} for name in PASSES},
+        "counted": {name: counted(name) for name in PASSES},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "traffic.json").write_text(json.dumps(data, indent=1) + "\n")
@@ -184,13 +210,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for density in DENSITIES:
             points.append(point(density, profile(ncu, density, options.backend)))
-            print(f"density {density:<7g} read {points[-1]['read_bytes'] / 1e9:.3f} GB  {points[-1]['kernel']}", flush=True)
+            for name in PASSES:
+                inner, outer = (points[-1][name][level] / 1e9 for level in LEVELS)
+                print(f"density {density:<7g} {name:8} into multiprocessors {inner:.3f} GB, from DRAM {outer:.3f} GB", flush=True)
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr)
         return 1
     found = environment(torch.device("cuda")) | {"ncu": _version(ncu)}
-    result = write(options.out, found, points, options.backend)["fit"]
-    print(f"read = {result['a'] / 1e9:.3f} GB + {result['b'] / 1e9:.3f} GB x density, R^2 {result['r2']:.4f}; in {options.out}")
+    data = write(options.out, found, points, options.backend)
+    for name in PASSES:
+        lines = {**data["fits"][name], "counted": data["counted"][name]}
+        said = "; ".join(f"{what} {line['a'] / 1e9:.3f} + {line['b'] / 1e9:.3f} x density" for what, line in lines.items())
+        print(f"{name}, GB: {said}; R^2 {data['fits'][name][LEVELS[0]]['r2']:.4f}")
+    print(options.out)
     return 0
 
 

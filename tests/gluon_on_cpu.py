@@ -33,7 +33,7 @@ from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward
+from sparse_flash.kernels.hopper import backward, forward, selection_grads, selection_parts
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
@@ -113,6 +113,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __getitem__(self, index):
+        return Pointer(self.memory, np.asarray(self.place)[index])
+
     @property
     def dtype(self):
         return types.SimpleNamespace(element_ty=TRITON[self.memory.dtype])
@@ -170,6 +173,7 @@ class Shared:
         return Shared(self.array[number])
 
     def slice(self, start, length, dim=0):
+        start = int(plain(start))
         return Shared(np.moveaxis(np.moveaxis(self.array, dim, 0)[start : start + length], 0, dim))
 
     def permute(self, order):
@@ -187,6 +191,11 @@ class Barrier:
     """One mbarrier."""
 
     count = pending = bytes = phase = 0
+
+    def arrive(self, count):
+        self.pending -= count
+        assert self.pending >= 0, "more arrivals than a barrier counts"
+        self.advance()
 
     def advance(self):
         if self.pending == 0 and self.bytes == 0:
@@ -218,6 +227,7 @@ class Partition(threading.Thread):
         self.turn, self.ended = threading.Event(), False
         self.products: list[Product] = []
         self.copies: list[Callable] = []
+        self.elements: list[tuple[Shared, np.ndarray]] = []  # copied, and not yet bound to a barrier
 
     def run(self):
         try:
@@ -338,6 +348,28 @@ def async_load(tensor, corner, barrier, target):
     here().pause()
 
 
+def copy_elements(target, pointer, mask=None):
+    values = load(pointer, mask, 0).array
+    assert target.shape == values.shape, (target.shape, values.shape)
+    target.array[...] = undefined(values.dtype)
+    here().elements.append((target, values))
+    here().pause()
+
+
+def copies_arrive(barrier, increment_count):
+    assert not increment_count
+    copied, here().elements = here().elements, []
+    threads = 32 * here().warps
+
+    def arrive():
+        for target, values in copied:
+            target.array[...] = values
+        barrier.one.arrive(threads)
+
+    here().world.arriving.append(arrive)
+    here().pause()
+
+
 def _leave(tensor, corner, source, add: bool):
     before = source.array.copy()
 
@@ -362,7 +394,7 @@ def view(buffer, dtype, shape, layout):
 
 
 def allocate_shared_memory(dtype, shape, layout):
-    if dtype == gl.int64:
+    if dtype == gl.int64:  # barriers
         return Barriers([Barrier() for _ in range(shape[0])])
     kind = np.dtype(NUMPY[dtype.name])
     return Shared(np.full(shape, undefined(kind), kind))
@@ -389,9 +421,7 @@ class mbarrier:
     @staticmethod
     def arrive(barrier, count, pred=True):
         if pred:
-            barrier.one.pending -= count
-            assert barrier.one.pending >= 0, "more arrivals than a barrier counts"
-            barrier.one.advance()
+            barrier.one.arrive(count)
         here().pause()
 
 
@@ -414,7 +444,7 @@ def load(pointer, mask=None, other=None):
     return Tensor(np.where(kept, read, undefined(read.dtype) if other is None else plain(other)).astype(read.dtype))
 
 
-def store(pointer, value, mask=None):
+def store(pointer, value, mask=None, cache_modifier=None):
     places, value = np.broadcast_arrays(pointer.place, plain(value))
     kept = np.broadcast_to(True if mask is None else plain(mask), places.shape)
     assert ((places >= 0) & (places < len(pointer.memory)) | ~kept).all(), "a write outside a tensor"
@@ -547,6 +577,8 @@ REPLACED = {
     "fence_async_shared": lambda: None,
     "barrier": lambda: None,
     "async_load": async_load,
+    "copy_elements": copy_elements,
+    "copies_arrive": copies_arrive,
     "async_store": lambda tensor, corner, source: _leave(tensor, corner, source, False),
     "async_add": lambda tensor, corner, source: _leave(tensor, corner, source, True),
     "store_wait": store_wait,
@@ -597,6 +629,15 @@ def _record(kind: type) -> type:
 PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel
 
 
+def run_partitioned(kernel, grid, arguments, constants, options) -> None:
+    """In place of ``launch``, for a kernel of several partitions."""
+    world = World(_Launches.seed, grid)
+    given = (*map(_argument, arguments), *map(ordinary, constants.values()))
+    for program in np.ndindex(*grid):
+        world.start(ordinary(kernel), given, program, options["num_warps"], "the first partition")
+    world.run()
+
+
 class _Launches:
     """In place of ``Recording``: runs each launch."""
 
@@ -607,17 +648,14 @@ class _Launches:
 
     def launch(self, kernel, prepared, specialized=(), beside=None):
         grid, arguments, constants, options = prepared
-        run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
-        if kernel not in PARTITIONED:
-            for program in np.ndindex(*grid):
-                _sequential.append((program, grid))
-                run(*given)
-                _sequential.pop()
+        if kernel in PARTITIONED:
+            run_partitioned(kernel, grid, arguments, constants, options)
             return
-        world = World(_Launches.seed, grid)
+        run, given = ordinary(kernel), [*map(_argument, arguments), *map(ordinary, constants.values())]
         for program in np.ndindex(*grid):
-            world.start(run, tuple(given), program, options["num_warps"], "the first partition")
-        world.run()
+            _sequential.append((program, grid))
+            run(*given)
+            _sequential.pop()
 
     def finish(self):
         pass
@@ -654,6 +692,8 @@ def gluon_on_cpu(seed: int = 0):
         for module in (forward, backward):
             patch.setattr(module, "Recording", _Launches)
             patch.setattr(module, "tile_queue", lambda device: torch.zeros(2, dtype=torch.int32))
+        for module in (selection_parts, selection_grads):
+            patch.setattr(module, "launch", run_partitioned)
         patch.setattr(hopper, "available", lambda: None)
         patch.setattr(hopper, "_is_hopper", lambda device: True)
         patch.setattr(hopper, "_own_scores", lambda score_mod, dtypes: None)  # kernels cannot be compiled beside the interpreter

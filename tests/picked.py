@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from accepted import DEVICE
+from oracle import measure
+
+import sparse_flash as sf
 
 
 def drawn_picks(shape: tuple[int, int, int, int], every: int, block: int, q_len: int, kv_len: int, seed: int = 0) -> torch.Tensor:
@@ -31,3 +34,32 @@ def kept_by_picks(picks: torch.Tensor, every: int, block: int, q_len: int, kv_le
     key, query = torch.arange(kv_len), torch.arange(q_len)
     causal = key <= (query + kv_len - q_len)[:, None]
     return (pick >= 0) & (key // block == pick) & causal[:, None]
+
+
+def tensors(batch, heads, kv_heads, q_len, kv_len, dim, dtype=torch.float32, v_dim=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim or dim), (heads, q_len, v_dim or dim)
+    return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def check_selected(
+    backend, heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None, always_block=32, picks=None, batch=1, **options
+):  # fmt: skip
+    """Compares attention over drawn or given picks with the oracle, by its rule."""
+    q, k, v, dout = tensors(batch, heads, kv_heads, q_len, kv_len, options.pop("dim", 16), **options)
+    if picks is None:
+        picks = drawn_picks((batch, pickers, -(-q_len // every), n), every, block, q_len, kv_len)
+    mask = always and sf.compile_mask(always, q_len, kv_len, always_block, device=DEVICE)
+    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1)
+    if mask:
+        causal = torch.arange(kv_len) <= (torch.arange(q_len) + kv_len - q_len)[:, None]
+        kept = kept | (mask.to_dense().cpu() & causal)
+
+    selection = sf.BlockSelection(picks, q_len, kv_len, block, every, always=mask)
+
+    def attend(q, k, v, _, scale, return_lse, backend):
+        return sf.attention(q, k, v, selection, scale=scale, return_lse=return_lse, backend=backend)
+
+    dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for name, (error, allowed) in measure(backend, (q, k, v), dout, dlse, None, kept.to(DEVICE), None, attend).items():
+        assert error <= allowed, f"{name} is off by {error:.3g}; {allowed:.3g} is allowed"

@@ -6,7 +6,9 @@ them. Prints the outcome of each, like ``sm90.py``.
 """
 
 import contextlib
+import io
 import json
+import re
 import sys
 from functools import partial
 from unittest import mock
@@ -14,16 +16,19 @@ from unittest import mock
 import torch
 import triton
 from sm90 import TARGET, resources
+from triton import knobs
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.kernels.hopper import selection_grads, selection_parts
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.portable import selection_backward, selection_forward, selection_tables
-from sparse_flash.selection import portable
+from sparse_flash.selection import hopper, portable
 
 BACKEND = make_backend(TARGET)
-MODULES = selection_backward, selection_forward, selection_tables
+MODULES = selection_backward, selection_forward, selection_tables, selection_grads, selection_parts
 # heads, key heads, head_dim, block, every, always
 CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
 CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
@@ -36,20 +41,28 @@ def compiled(kernel, arguments, constants, options):
     binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
     bound, specialization, left = binder(*arguments, **constants, **options, **FUSED, debug=False)
     options, signature, constants, attributes = kernel._pack_args(BACKEND, left, bound, specialization, left)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=options.__dict__)
+    source = GluonASTSource if of_hopper(kernel) else ASTSource
+    return triton.compile(source(kernel, signature, constants, attributes), target=TARGET, options=options.__dict__)
+
+
+def of_hopper(kernel) -> bool:
+    return ".hopper." in kernel.fn.__module__
 
 
 def report(case: tuple, known: set, kernel, grid, arguments, constants, options, specialized=()) -> None:
-    name = kernel.fn.__name__.removesuffix("_kernel")
+    name = "hopper_" * of_hopper(kernel) + kernel.fn.__name__.removesuffix("_kernel")
     key = name, *constants.values(), *options.values()
     if key in known:
         return
     known.add(key)
-    result = compiled(kernel, arguments, constants, options)
+    # See ``sm90.report``.
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        result = compiled(kernel, arguments, constants, options)
     ptx = result.asm["ptx"]
     row = {"kernel": name, "case": case, "tile_n": constants.get("TILE_N"), **options, "shared": result.metadata.shared}
     row |= {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "async": ptx.count("cp.async.cg.shared.global")}
-    row |= {"tma": ptx.count("cp.async.bulk.tensor")}
+    row |= {"tma": ptx.count("cp.async.bulk.tensor"), "serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue())))}
     print(json.dumps(row | resources(result.asm["cubin"])), flush=True)
 
 
@@ -70,9 +83,13 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
         if always is None:
             masses = portable.block_lse(q, k, selection, 1.0)
             portable.block_lse_backward(masses, q, k, masses, selection, 1.0)
+        if block in hopper.BLOCK_SIZES and dim in (64, 128):
+            hopper.forward(q, k, k, selection, 1.0)
+            hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)
 
 
 if __name__ == "__main__":
+    knobs.compilation.always_compile = True  # a result from Triton's cache has no log
     known: set = set()
     for case in [*CASES, *OTHERS] if "--all" in sys.argv else CASES:
         compile_case(case, known)

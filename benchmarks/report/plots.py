@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..measure.noise import MARK, spread
 from ..workload.cases import OURS
 from .rows import Row, rows
@@ -304,24 +306,32 @@ def _peers(data: dict, theme: Theme):
 def _traffic(data: dict, theme: Theme):
     from matplotlib.lines import Line2D
 
-    figure, (ax,) = _figure(6.5, 4.6, 1, theme)
-    fit, once = data["fit"], data["bytes_once"] / 1e9
-    line = [(fit["a"] + fit["b"] * density) / 1e9 for density in (0, 1)]
-    ax.plot((0, 1), line, color=_COLOURS[0], linewidth=1.7)
-    ax.axhline(once, color=theme.faint, linewidth=1, linestyle="--")
-    for point in data["points"]:
-        ax.scatter(
-            point["density"], point["read_bytes"] / 1e9, s=42, color=_COLOURS[1], edgecolor=theme.paper, linewidth=0.8, zorder=3
-        )
-    ax.set_xlim(0, 1.04)
-    ax.set_ylim(0, 1.1 * max(once, *line, *(point["read_bytes"] / 1e9 for point in data["points"])))
-    _label(ax, theme, f"Forward, {data['shape']['name']}", "blocks kept / all blocks", "GB read from DRAM")
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=_COLOURS[1], label="measured"),
-        Line2D([], [], color=_COLOURS[0], label=f"{fit['a'] / 1e9:.3g} + {fit['b'] / 1e9:.3g} x density, R² {fit['r2']:.3f}"),
-        Line2D([], [], color=theme.faint, linestyle="--", label="q, k and v once"),
-    ]
-    _legend(figure, theme, handles, 3)
+    figure, axes = _figure(10, 4.6, 2, theme)
+    levels = {"multiprocessor_bytes": "into the multiprocessors", "dram_bytes": "from DRAM"}
+    densities = np.geomspace(min(point["density"] for point in data["points"]), 1.0)
+    for ax, (name, fits) in zip(axes, data["fits"].items(), strict=True):
+        of_paper, said = data["counted"][name], []
+        ax.plot(densities, (of_paper["a"] + of_paper["b"] * densities) / 1e9, color=theme.faint, linewidth=1, linestyle="--")
+        for colour, marker, level in zip(_COLOURS, _MARKERS, levels, strict=False):
+            fit = fits[level]
+            ax.plot(densities, (fit["a"] + fit["b"] * densities) / 1e9, color=colour, linewidth=1.4)
+            for point in data["points"]:
+                ax.scatter(point["density"], point[name][level] / 1e9, s=36, marker=marker, color=colour, zorder=3)
+            said.append(f"{fit['a'] / 1e9:.2g} + {fit['b'] / 1e9:.3g} x density, R² {fit['r2']:.3f}")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ticks = sorted(point["density"] for point in data["points"])
+        ax.set_xticks(ticks, [f"1/{round(1 / tick)}" if tick < 1 else "1" for tick in ticks])
+        of_count = f"{of_paper['a'] / 1e9:.2g} + {of_paper['b'] / 1e9:.3g} x density"
+        _label(ax, theme, f"{name.capitalize()}, {data['shape']['name']}", "blocks kept / all blocks", "GB read")
+        handles = [
+            Line2D([], [], marker=marker, color=colour, label=f"{levels[level]}: {text}")
+            for colour, marker, level, text in zip(_COLOURS, _MARKERS, levels, said, strict=False)
+        ]
+        handles.append(Line2D([], [], color=theme.faint, linestyle="--", label=f"counted: {of_count}"))
+        legend = ax.legend(handles=handles, fontsize=8, frameon=False, labelcolor=theme.ink, loc="upper left")
+        legend.set_zorder(4)
+        ax.set_ylim(top=ax.get_ylim()[1] * 8)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The commands: train, compare, evaluate, generate, export, plot.
+"""The commands: train, compare, evaluate, picks, generate, export, plot.
 
 python -m examples.train_lm train --preset 150M --mask "causal & (local(1024) | power_of_two(block=128))"
 torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fsdp --length 65536
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -273,6 +273,42 @@ def evaluate(
                 table.add_row(f"{part.first:,} to {part.last - 1:,}", f"{part.nats:.4f}")
             table.add_row("all", f"{nats.mean():.4f}", style="bold")
             console.print(table)
+
+
+@app.command()
+def picks(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
+    length: Annotated[int | None, typer.Option(help="Tokens of the held-out sequence. [the trained length]")] = None,
+    keep: Annotated[int, typer.Option(help="Blocks that a query picks, its own among them.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Keys of a block.")] = 128,
+    start: Annotated[int, typer.Option(help="Where in the held-out text the sequence starts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
+    folder: Data = Path("runs/train_lm/data"),
+    device: Device = "auto",
+) -> None:
+    """How alike would neighbouring queries of a trained model choose blocks of keys?"""
+    from . import picks as picks_of
+
+    with user_errors(), parallel.world(device) as world:
+        model = loaded(run, world.device)
+        settings, _ = checkpoint.read(checkpoint.of_run(run))
+        text, tokens = data.Tokens(folder, "held_out", settings.shape.vocabulary), length or settings.length
+        if not 0 <= start <= len(text) - tokens:
+            raise ValueError(f"--start must leave {tokens:,} of the {len(text):,} held-out tokens; got {start:,}")
+        found = []
+        layers = picks_of.queries_and_keys(model, text.window(start, tokens)[None].to(world.device), world)
+        for layer, (q, k) in enumerate(layers):
+            found += picks_of.summary(picks_of.picks_of(q, k, keep, block_size), block_size, layer)
+        table = Table(title=f"{keep} blocks of {block_size} a query, {tokens:,} tokens")
+        headings = ["layer", "key head", "picked by the query before", *(f"blocks of {tile}" for tile in picks_of.TILES)]
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for row in found:
+            table.add_row(f"{row.layer}", f"{row.head}", f"{row.alike:.0%}", *(f"{width:.1f}" for width in row.union.values()))
+        console.print(table)
+        if out:
+            about = {"run": str(run), "tokens": tokens, "start": start, "keep": keep, "block_size": block_size}
+            out.write_text(json.dumps(about | {"heads": [asdict(row) for row in found]}, indent=1))
 
 
 @app.command()

@@ -25,12 +25,12 @@ from ..dispatch import observers
 from ..dispatch.operators import given_or_zeros, refuse_second_derivatives, refuse_transforms
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from . import portable, reference
+from . import hopper, portable, reference
 from . import torch as by_torch
 
 _Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 
-BACKENDS: dict[str, ModuleType] = {"triton": portable, "torch": by_torch, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
 
 
 def attention(

@@ -6,7 +6,7 @@ queries that picked it. Parts take bounded memory: a call is computed in turns, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,8 +76,9 @@ def forward(
     v: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    parts_kernel: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), out in q's memory order."""
+    """(out, lse), out in q's memory order. parts_kernel: in place of ``picked_parts``."""
     from ..kernels.portable.selection_forward import picked_parts, walk_picks
     from ..kernels.portable.selection_tiles import SelectionOperands
 
@@ -100,7 +101,7 @@ def forward(
         parts = q.new_empty(entries, rows, dim_v)
         part_lse = lse.new_empty(entries, rows)
         for turn in turns.all:
-            picked_parts(operands, lists, parts, part_lse, sizes, turn, scale)
+            (parts_kernel or picked_parts)(operands, lists, parts, part_lse, sizes, turn, scale)
             walk_picks(operands, picks, walks, lists.counts, parts, part_lse, always, out, lse, sizes, turn, scale)
     return restored_out(out, ready[0], q, v), lse
 
@@ -115,8 +116,10 @@ def backward(
     lse: torch.Tensor,
     selection: BlockSelection,
     scale: float,
+    grads_kernel: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit."""
+    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit. grads_kernel: in place of ``picked_grads``, with a whole
+    block in a program."""
     from ..kernels.portable import selection_backward as kernels
     from ..kernels.portable.selection_tiles import SelectionOperands
 
@@ -128,13 +131,14 @@ def backward(
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
     alone = walks_alone(sizes)
-    room = _backward_room(ready, sizes, always, not alone)
+    room = _backward_room(ready, sizes, always, not alone, grads_kernel is not None)
     with current_device(q.device):
         kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         walks = tile_walks(picks, sizes, 1) if alone else None
         lists = column_lists(picks, None, sizes, room.turns, room.most)
+        grads_of = grads_kernel or kernels.picked_grads
         for turn in room.turns.all:
-            kernels.picked_grads(operands, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
+            grads_of(operands, lists, room.parts, room.k_sums.pieces, room.v_sums.pieces, sizes, turn, scale)
             if always is not None and turn.choice == 0:
                 columns = room.columns, room.k_sums.columns, room.v_sums.columns
                 kernels.always_grads(operands, picks, always, *columns, sizes, turn, scale)
@@ -176,7 +180,7 @@ def block_lse_backward(
     ready = [addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
-    room = _backward_room((*ready, ready[1]), sizes, None, True)
+    room = _backward_room((*ready, ready[1]), sizes, None, True, False)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, room.turns, room.most)
         for turn in room.turns.all:
@@ -208,14 +212,14 @@ class _BackwardRoom(NamedTuple):
 
 
 def _backward_room(
-    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool
+    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, whole: bool
 ) -> _BackwardRoom:
-    """ready: q, k and v. with_parts: whether dQ comes as parts."""
+    """ready: q, k and v. with_parts: whether dQ comes as parts. whole: whether a step of keys is a whole block."""
     from ..kernels.portable.selection_backward import key_step, keys_of_sum
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
-    steps = sizes.block // key_step(q, v, sizes)[0]
+    steps = 1 if whole else sizes.block // key_step(q, v, sizes)[0]
     of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
     # At most half as many pieces again as there are key blocks: see ``backward_most``.
     turns = turns_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)

@@ -13,35 +13,53 @@ LONG = """==PROF== Connected to process 4242 (/usr/bin/python3.11)
 ==PROF== Profiling "attention_forward_kernel" - 0: 0%....50%....100% - 3 passes
 ==PROF== Disconnected from process 4242
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","999"
-"0","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","1"
-"0","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","gpu__time_duration.sum","nsecond","1"
-"1","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","1,234,567,936"
-"1","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","Mbyte","67.25"
-"1","4242","python3.11","127.0.0.1","attention_forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","Command line profiler metrics","gpu__time_duration.sum","usecond","4,512.50"
 """
+for number, (kernel, values) in enumerate(
+    {
+        "attention_forward_kernel 0": ("999", "byte", "1", "byte", "1", "byte", "1", "nsecond"),
+        "attention_backward_kernel 0": ("998", "byte", "1", "byte", "1", "byte", "1", "nsecond"),
+        "attention_forward_kernel": ("4.25", "Gbyte", "1,234,567,936", "byte", "67.25", "Mbyte", "4,512.50", "usecond"),
+        "attention_backward_kernel": ("1,000", "sector", "2.5", "GB", "3", "Gbyte", "9", "msecond"),
+    }.items()
+):
+    for metric, value, unit in zip(traffic.METRICS.values(), values[::2], values[1::2], strict=True):
+        place = '"4242","python3.11","127.0.0.1"'
+        LONG += (
+            f'"{number}",{place},"{kernel}","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0","metrics","{metric}","{unit}","{value}"\n'
+        )
 
-WIDE = """"the program's own line"
-"ID","Process ID","Kernel Name","Context","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
-"","","","","Gbyte","MB","ms"
-"0","4242","attention_forward_kernel","1","0.5","1","1"
+WIDE = f""""the program's own line"
+"ID","Process ID","Kernel Name","Context",{",".join(f'"{metric}"' for metric in traffic.METRICS.values())}
+"","","","","Gbyte","Gbyte","MB","ms"
+"0","4242","attention_forward_kernel","1","0.5","0.5","1","1"
 done
-"1","4242","attention_forward_kernel","1","1.234567936","67.25","4.5125"
+"1","4242","attention_forward_kernel","1","4.25","1.234567936","67.25","4.5125"
+"2","4242","attention_backward_kernel","1","0.000032","2.5","3000","9"
 ==WARNING== something
 """
 WANTED = {
     "density": 0.5,
-    "kernel": "attention_forward_kernel",
-    "read_bytes": pytest.approx(1234567936),
-    "write_bytes": pytest.approx(67.25e6),
-    "ns": pytest.approx(4.5125e6),
+    "forward": {
+        "kernel": "attention_forward_kernel",
+        "multiprocessor_bytes": pytest.approx(4.25e9),
+        "dram_bytes": pytest.approx(1234567936),
+        "dram_written_bytes": pytest.approx(67.25e6),
+        "ns": pytest.approx(4.5125e6),
+    },
+    "backward": {
+        "kernel": "attention_backward_kernel",
+        "multiprocessor_bytes": pytest.approx(32e3),
+        "dram_bytes": pytest.approx(2.5e9),
+        "dram_written_bytes": pytest.approx(3e9),
+        "ns": pytest.approx(9e6),
+    },
 }
 
 
 @pytest.mark.parametrize("text", [LONG, WIDE], ids=["a row for each metric", "a row for each launch"])
 def test_the_last_launch_is_read_whatever_the_form_and_the_units(text):
     assert traffic.point(0.5, text) == WANTED
-    assert len(traffic.launches(text)) == 2
+    assert len(traffic.launches(text)) == (4 if text is LONG else 3)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +68,8 @@ def test_the_last_launch_is_read_whatever_the_form_and_the_units(text):
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\nfine\n", "ERR_NVGPUCTRPERM"),
         ("", "nothing"),
         ("\n".join(LONG.splitlines()[:4]), "still named attention_forward"),
-        ("\n".join(LONG.splitlines()[:-1]), "no gpu__time_duration.sum"),
+        ("\n".join(line for line in LONG.splitlines() if "backward" not in line), "still named attention_backward"),
+        ("\n".join(line for line in LONG.splitlines() if "time_duration" not in line), "no gpu__time_duration.sum"),
         (LONG.replace("1,234,567,936", "n/a"), "'n/a'"),
         (LONG.replace("usecond", "cycle"), "'cycle'"),
     ],
@@ -61,20 +80,34 @@ def test_what_ncu_could_not_measure_is_an_error_that_says_so(text, said):
 
 
 def points(a, b):
-    return [{"density": d, "kernel": "k", "read_bytes": a + b * d, "write_bytes": 1.0, "ns": 1.0} for d in traffic.DENSITIES]
+    of_pass = {"kernel": "k", "dram_written_bytes": 1.0, "ns": 1.0}
+    return [
+        {"density": d, **{name: of_pass | dict.fromkeys(traffic.LEVELS, a + b * d) for name in traffic.PASSES}}
+        for d in traffic.DENSITIES
+    ]
 
 
-def test_the_fit_finds_the_line_and_how_much_it_explains():
-    assert traffic.fit(points(2e8, 3e9)) == {"a": pytest.approx(2e8), "b": pytest.approx(3e9), "r2": pytest.approx(1)}
+@pytest.mark.parametrize("level", traffic.LEVELS)
+@pytest.mark.parametrize("name", traffic.PASSES)
+def test_the_fit_finds_the_line_and_how_much_it_explains(name, level):
+    line = {"a": pytest.approx(2e8), "b": pytest.approx(3e9), "r2": pytest.approx(1)}
+    assert traffic.fit(points(2e8, 3e9), name, level) == line
     bent = points(2e8, 3e9)
-    bent[0]["read_bytes"] *= 0.5
-    assert 0 < traffic.fit(bent)["r2"] < 0.99
+    bent[0][name][level] *= 0.5
+    assert 0 < traffic.fit(bent, name, level)["r2"] < 0.99
+
+
+def test_the_count_is_that_of_a_walk_over_all_blocks():
+    blocks, block = traffic.TOKENS // traffic.BLOCK, traffic.BLOCK * traffic.HEAD_DIM * 2  # bytes of a tile of one tensor
+    forward, backward = (sum(traffic.counted(name).values()) for name in traffic.PASSES)
+    assert forward == traffic.HEADS * (blocks * block + blocks**2 * 2 * block)
+    assert backward == traffic.HEADS * (blocks * 2 * block + blocks**2 * (2 * block + 2 * traffic.BLOCK * 4))
 
 
 def test_the_files_hold_the_figures_and_a_plot_for_each_theme(tmp_path):
     data = traffic.write(tmp_path / "new", {"device": "a GPU"}, points(2e8, 3e9))
     assert json.loads((tmp_path / "new" / "traffic.json").read_text()) == data
-    assert data["environment"] == {"device": "a GPU"} and len(data["points"]) == 5
+    assert data["environment"] == {"device": "a GPU"} and len(data["points"]) == len(traffic.DENSITIES)
     for name in ("traffic.png", "traffic-dark.png"):
         assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
 

@@ -6,9 +6,12 @@ from outcomes import outcomes_of
 pytest.importorskip("triton")
 pytestmark = pytest.mark.compiles
 
-WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads"}
+OF_HOPPER = {"hopper_picked_parts", "hopper_picked_grads"}
+WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads", *OF_HOPPER}
 # Bytes of stack (spilled registers), by Triton 3.6 to 3.9. Four warps hold dK and dV of 64 keys, which is faster than eight.
 STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 112}
+# Those for Hopper spill outside the loop over tiles that keep every pair.
+STACK_LIMIT |= {"hopper_picked_parts": 8, "hopper_picked_grads": 120}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,7 @@ def test_products_run_on_tensor_cores_and_gathered_rows_are_copied_asynchronousl
     of_products = [k for k in kernels if k["kernel"] in WITH_PRODUCTS]
     assert of_products and all(k["wgmma"] > 0 and k["mma"] == 0 and k["tma"] > 0 for k in of_products), of_products
     gathering = [k for k in of_products if k["kernel"] in ("picked_parts", "picked_grads") and k["num_stages"] > 1]
+    gathering += [k for k in of_products if k["kernel"] in OF_HOPPER]
     assert gathering and all(k["async"] > 0 for k in gathering), gathering
 
 
@@ -38,3 +42,8 @@ def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
     forward = [k for k in kernels if k["kernel"] in ("picked_parts", "walk_picks")]
     assert forward and all(2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536 for k in forward), forward
+
+
+def test_products_of_the_hopper_kernels_run_while_others_are_under_way(kernels):
+    of_hopper = [k for k in kernels if k["kernel"] in OF_HOPPER]
+    assert of_hopper and all(k["serialized"] == [] for k in of_hopper), of_hopper

@@ -1,7 +1,8 @@
 """Pools of processes, one for each number of ranks, kept for the whole session."""
 
 import pytest
-from pool import Pool
+import torch
+from pool import DEVICE, Pool
 
 
 @pytest.fixture(scope="session")
@@ -10,6 +11,8 @@ def pools(tmp_path_factory):
     folder, started = tmp_path_factory.mktemp("ranks"), {}
 
     def pool(ranks: int) -> Pool:
+        if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+            pytest.skip(f"it needs {ranks} GPUs; there are {torch.cuda.device_count()}")
         if ranks not in started:
             started[ranks] = Pool(ranks, folder)
         return started[ranks]

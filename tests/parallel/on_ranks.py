@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from oracle import poisoned_memory
+from pool import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -52,7 +53,7 @@ SEED = 7
 
 
 def mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 def mask_of(name: str):
@@ -60,10 +61,16 @@ def mask_of(name: str):
     return sf.BlockMask.per_head(list(mask), tokens, tokens, block) if isinstance(mask, tuple) else mask
 
 
+def whole_of(name: str) -> sf.BlockMask:
+    """The mask that a process alone attends under."""
+    mask, tokens, block, *_ = CASES[name]
+    return (mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)).to(DEVICE)
+
+
 def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
     """q, k, v, dout, dlse of the whole sequence"""
     _, tokens, _, batch, heads, kv_heads = CASES[name]
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    generator = torch.Generator(DEVICE).manual_seed(sum(map(ord, name)))
     sizes = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, v_head_dim), (heads, v_head_dim)]
     drawn = [torch.randn(batch, h, tokens, d, generator=generator) for h, d in sizes]
     return [*drawn, torch.randn(batch, heads, tokens, generator=generator)]
@@ -78,8 +85,7 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
 
 
 def of_one_process(name: str, dropout_p: float = 0.0) -> list[torch.Tensor]:
-    mask, tokens, block, *_ = CASES[name]
-    whole = mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)
+    whole = whole_of(name)
     torch.manual_seed(SEED)
     return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *inputs(name))
 
@@ -116,16 +122,12 @@ RATES = 50e9, 163e9  # between nodes, within
 
 def nodes():
     """2 x 2 ranks"""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "cp"))
+    return init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("node", "cp"))
 
 
 def of_dtype(name: str, dtype: torch.dtype, in_nodes: bool = False, **options) -> tuple[float, float]:
     """(the worst of out, lse, dq, dk and dv, that of one process), as the relative L2 distance from one process in float64"""
-    whole = (
-        mask_of(name)
-        if isinstance(CASES[name][0], tuple)
-        else sf.compile_mask(mask_of(name), *CASES[name][1:2], block_size=CASES[name][2])
-    )
+    whole = whole_of(name)
     given = [t.to(dtype) for t in inputs(name)[:4]] + inputs(name)[4:]
     exact, one = (
         results(
@@ -166,7 +168,7 @@ def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
     """With another size of values, a scale and sinks, and a loss of the first 100 tokens alone: (the difference of out, lse, dq,
     dk and dv, that of the sinks' gradient)."""
     name = "per head, grouped"
-    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), mask_of(name)
+    plan, whole = plan_of(name, strategy, nodes() if in_nodes else None), whole_of(name)
     q, k, v, dout, dlse = inputs(name, V_HEAD_DIM)
     dout[:, :, 100:], dlse[:, :, 100:] = 0, 0
     given, sinks = (q, k, v, dout, dlse), [torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2)]
@@ -180,7 +182,7 @@ def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
 def of_one_result(which: str) -> float:
     """The difference of dq, dk and dv for a loss of out alone, or of lse alone."""
     name = "causal"
-    plan, whole = plan_of(name), sf.compile_mask("causal", 2048, block_size=64)
+    plan, whole = plan_of(name), whole_of(name)
     given = inputs(name)[:3]
     found = []
     for attend, qkv in ((sf.attention, given), (plan.attention, [plan.shard(t, 2) for t in given])):
@@ -296,12 +298,11 @@ def checkpointed(name: str, policy: str, **options) -> tuple[float, int, int]:
 
 def on_two_dimensions(name: str, strategy: str) -> float:
     """The difference on dp x cp, each cp group with a sequence of its own."""
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     plan = plan_of(name, strategy, both["cp"])
     factor = 1 + both["dp"].get_local_rank()
     q, k, v, dout, dlse = (t * factor for t in inputs(name))
-    _, tokens, block, *_ = CASES[name]
-    whole = sf.compile_mask(mask_of(name), tokens, block_size=block)
+    whole = whole_of(name)
     wanted = results(lambda *qkv: sf.attention(*qkv, whole, return_lse=True), q, k, v, dout, dlse)
     mine = [plan.shard(t, 2) for t in (q, k, v, dout, dlse)]
     got = results(lambda *qkv: plan.attention(*qkv, return_lse=True), *mine)
@@ -322,10 +323,10 @@ def of_meshes() -> tuple[dict[str, str], str, list[str]]:
     """(what is said of meshes that cannot be, by what they lack; the strategy that is chosen for 2 x 2 ranks whose links between
     nodes are slow; the strategies of its explanation)"""
     given = {
-        "names": lambda: init_device_mesh("cpu", (2, 2)),
-        "two": lambda: init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
+        "names": lambda: init_device_mesh(DEVICE, (2, 2)),
+        "two": lambda: init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "node", "cp")),
         "rates": nodes,
-        "order": lambda: DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
+        "order": lambda: DeviceMesh(DEVICE, [[3, 2], [1, 0]], mesh_dim_names=("node", "cp")),
     }
     said = {}
     for name, make in given.items():
@@ -375,7 +376,7 @@ def of_layers(strategy: str) -> tuple[float, list[list[bool]]]:
     plans, worst = sf.context_parallel(BY_LAYER, 1000, mesh(), **options), 0.0
     given = [t[:, :, :1000] for t in inputs("per head")]
     for plan, mask in zip(plans, BY_LAYER, strict=True):
-        whole = sf.compile_mask(mask, 1000, block_size=64)
+        whole = sf.compile_mask(mask, 1000, block_size=64, device=DEVICE)
         wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
         mine = [plans.shard(t, 2) for t in given]
         got = results(lambda q, k, v, plan=plan: plan.attention(q, k, v, return_lse=True), *mine)
@@ -405,7 +406,7 @@ def of_a_planner() -> tuple[float, int, list[bool]]:
             plans = pending.result()
             for mask, plan in zip(masks, plans, strict=True):
                 apart = sf.parse(mask) & sf.documents(cu_seqlens)
-                whole = sf.compile_mask(apart, 1000, block_size=64)
+                whole = sf.compile_mask(apart, 1000, block_size=64, device=DEVICE)
                 assert torch.equal(plan.mask.to_dense(), whole.to_dense())
                 wanted = results(lambda q, k, v, whole=whole: sf.attention(q, k, v, whole, return_lse=True), *given)
                 mine = [plan.shard(t, 2) for t in given]

@@ -1,7 +1,9 @@
-"""A pool of processes, one for each rank of a gloo group on the CPU, that run any importable function."""
+"""A pool of processes, one for each rank, that run any importable function: a gloo group on the CPU, or with RANKS_DEVICE=cuda an
+NCCL group with a GPU for each rank."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 PATIENCE = 120  # seconds
 
 
@@ -63,7 +66,11 @@ class Pool:
 
 def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(DEVICE)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     while True:
         function, arguments, options = pipe.recv()
         try:

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from accepted import DEVICE
-from oracle import gradients, measure
-from picked import drawn_picks, kept_by_picks, sorted_picks
+from oracle import gradients
+from picked import check_selected, drawn_picks, kept_by_picks, sorted_picks, tensors
 
 pytest.importorskip("triton")
 
@@ -22,31 +22,7 @@ pytestmark = [
 ]
 
 
-def tensors(batch, heads, kv_heads, q_len, kv_len, dim, dtype=torch.float32, v_dim=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim or dim), (heads, q_len, v_dim or dim)
-    return [torch.randn(batch, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
-
-
-def check(heads, kv_heads, pickers, q_len, kv_len, every, block, n, always=None, always_block=32, picks=None, batch=1, **options):
-    """Compares with the oracle by its rule. picks: drawn by default."""
-    q, k, v, dout = tensors(batch, heads, kv_heads, q_len, kv_len, options.pop("dim", 16), **options)
-    if picks is None:
-        picks = drawn_picks((batch, pickers, -(-q_len // every), n), every, block, q_len, kv_len)
-    mask = always and sf.compile_mask(always, q_len, kv_len, always_block, device=DEVICE)
-    kept = kept_by_picks(picks, every, block, q_len, kv_len).any(3).repeat_interleave(heads // pickers, 1)
-    if mask:
-        causal = torch.arange(kv_len) <= (torch.arange(q_len) + kv_len - q_len)[:, None]
-        kept = kept | (mask.to_dense().cpu() & causal)
-
-    selection = sf.BlockSelection(picks, q_len, kv_len, block, every, always=mask)
-
-    def attend(q, k, v, _, scale, return_lse, backend):
-        return sf.attention(q, k, v, selection, scale=scale, return_lse=return_lse, backend=backend)
-
-    dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for name, (error, allowed) in measure("triton", (q, k, v), dout, dlse, None, kept.to(DEVICE), None, attend).items():
-        assert error <= allowed, f"{name} is off by {error:.3g}; {allowed:.3g} is allowed"
+check = partial(check_selected, "triton")
 
 
 CASES = {

@@ -376,6 +376,9 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     assert "positions" in invoke(
         "evaluate", tmp_path / "run", "--length", 64, "--length", 128, "--windows", 2, *data, "--device", "cpu"
     )
+    chosen = tmp_path / "picks.json"
+    said = invoke("picks", tmp_path / "run", "--keep", 2, "--block-size", 16, "--out", chosen, *data, "--device", "cpu")
+    assert "2 blocks of 16 a query" in said and len(json.loads(chosen.read_text())["heads"]) == 8
     assert invoke("generate", tmp_path / "run", "--prompt", "x1_1 =", "--count", 5, *data, "--device", "cpu").startswith("x1_1 =")
     assert "from_pretrained" in invoke("export", tmp_path / "run", tmp_path / "hf", *data)
     assert (tmp_path / "hf" / "tokenizer.json").exists()

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource as GluonASTSource
 from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 try:
@@ -16,6 +17,9 @@ except ImportError:
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+# Asynchronous copies of 4 to 16 bytes a thread from any addresses, zeros where a mask is not set; and their arrival at a barrier.
+copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+copies_arrive = async_copy.mbarrier_arrive
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 

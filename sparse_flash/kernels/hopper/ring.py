@@ -3,7 +3,8 @@
 Stages are identified by a count n of what has gone through the ring, from 0: n uses stage n % STAGES, and its barriers complete for
 the (n // STAGES)-th time. Every warp counts for itself, so that count is all that registers hold of a ring.
 
-Producer:  acquire(n), then expect(n, bytes) and load(n, ...), which TMA commits; or stores and commit(n).
+Producer:  acquire(n), then expect(n, bytes) and load(n, ...), which TMA commits; or stores and commit(n); or copies of elements and
+           commit_copies(n).
 Consumer:  wait(n), reads of stage(n), release(n).
 """
 
@@ -11,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common.gluon import async_load, of_tensor, record
+from ..common.gluon import async_load, copies_arrive, of_tensor, record
 
 
 @record
@@ -46,6 +47,11 @@ class Ring:
         mbarrier.arrive(self.filled(n), count=1)
 
     @gluon.jit
+    def commit_copies(self, n):
+        """Makes n full once the asynchronous copies of all threads have arrived. Readers by TMA or wgmma fence before they read."""
+        copies_arrive(self.filled(n), increment_count=False)
+
+    @gluon.jit
     def wait(self, n, pred=True):
         """Waits until n is full, if ``pred``."""
         mbarrier.wait(self.filled(n), (n // self.STAGES) & 1, pred=pred)
@@ -73,21 +79,22 @@ class Ring:
 
 
 @gluon.jit
-def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1):
-    """A ring in shared memory of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage."""
+def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
+    """A ring in shared memory of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit it:
+    1, or the threads that copy elements."""
     full, empty = _barriers(STAGES), _barriers(STAGES)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(_barrier(full, stage, STAGES), count=1)
+        mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)
         mbarrier.init(_barrier(empty, stage, STAGES), count=CONSUMERS)
     return Ring(data, full, empty, STAGES, PIECES, STAGES)
 
 
 @gluon.jit
-def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1):
-    """A ring whose n is released together with that of ``other``, a ring with at least as many stages."""
+def ring_beside(other, data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, FILLS: gl.constexpr = 1):
+    """A ring whose n is released together with that of ``other``, a ring with at least as many stages. FILLS: see ``ring_of``."""
     full = _barriers(STAGES)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(_barrier(full, stage, STAGES), count=1)
+        mbarrier.init(_barrier(full, stage, STAGES), count=FILLS)
     return Ring(data, full, other.empty, STAGES, PIECES, other.STAGES)
 
 

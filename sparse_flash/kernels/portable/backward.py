@@ -494,7 +494,6 @@ def grad_qkv_kernel(
         dk=dk_tensor,
         dv=dv_tensor,
     )
-    scoring = Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE)
     slot, line = tl.program_id(0), tl.program_id(1)
     if SPARSE:
         key_tiles = kv_blocks * (TABLE_BLOCK // TILE_N)
@@ -511,7 +510,7 @@ def grad_qkv_kernel(
             TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
             WalkedTable(row_idx, col_tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
-            scoring,
+            Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),  # in a variable, its constants would become tensors
         )
     else:
         _compute_grad_q(
@@ -522,7 +521,7 @@ def grad_qkv_kernel(
             TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
             WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
             Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
-            scoring,
+            Scoring(score_scale, variant, SCORED, REACH, SCORE, DERIVATIVE),
         )
 
 

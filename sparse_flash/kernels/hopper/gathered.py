@@ -1,0 +1,229 @@
+"""Rows of queries gathered from anywhere, for the kernels of key blocks chosen by query: the lists by key block, and the warps that
+copy what they name into shared memory.
+
+TMA gathers no rows on Hopper. Warps of their own copy them, 16 bytes a thread and asynchronously, so many copies are under way
+while others compute. A program takes items, pieces of lists, one after the other: they are sorted by weight, so one of each round
+of items is an even share, and all rounds after an empty item are empty.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..common.gluon import copy_elements, record
+
+ROWS = gl.constexpr(64)  # of a tile: queries, each in as many rows as query heads share its choice
+GATHERING_WARPS = gl.constexpr(4)
+
+# Of ``Lists`` and ``RowTensor``: new lengths, heads or picks never recompile.
+NOT_SPECIALIZED = ["item", "item_count", "line", "choice", "stride", "kv_heads", "q_len", "offset", "choices", "key_blocks"]
+NOT_SPECIALIZED += [f"{of}_{number}_stride" for of in ("q", "dout") for number in ("batch", "head", "token")]
+NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
+
+
+@record
+class Item:
+    """A piece of a list: entries begin .. end - 1, of which those from ``whole`` on keep every key of the block. Empty past the
+    last."""
+
+    column: gl.tensor
+    begin: gl.tensor
+    whole: gl.tensor
+    end: gl.tensor
+    number: gl.tensor
+
+
+@record
+class Block:
+    """The key block of an item. line_of_turn: batch * kv_heads + key head, counted from the turn's first. position: of its first
+    key."""
+
+    line_of_turn: gl.tensor
+    batch: gl.tensor
+    kv_head: gl.tensor
+    position: gl.tensor
+
+
+@record
+class GatheredRows:
+    """Of each row of a tile: its query, its head, whether it exists, and its place among the rows of all entries of a turn."""
+
+    query: gl.tensor
+    head: gl.tensor
+    exists: gl.tensor
+    place: gl.tensor
+
+
+@record
+class Lists:
+    """Lists by key block, and what their entries mean: see ``selection.tables.ColumnLists``, and ``Span``, ``Lengths`` and
+    ``Shared`` of the portable kernels. items: the turn's first. count: items of a turn."""
+
+    entries: gl.tensor
+    items: gl.tensor
+    count: gl.tensor
+    line: gl.tensor
+    choice: gl.tensor
+    stride: gl.tensor
+    kv_heads: gl.tensor
+    q_len: gl.tensor
+    key_blocks: gl.tensor
+    KEYS: gl.constexpr  # of a block
+    EVERY: gl.constexpr
+    MEMBERS: gl.constexpr
+    PICKERS: gl.constexpr
+    SLOTS: gl.constexpr
+    CHOICES: gl.constexpr
+    TOKENS: gl.constexpr
+    TILES: gl.constexpr
+
+    @gluon.jit
+    def item(self, turn):
+        """A program's item after ``turn`` others. Every second round goes backwards, as the first of a round are the heaviest."""
+        place = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+        number = place + turn * gl.num_programs(0)
+        exists = number < self.count
+        place = self.items + number * 5
+        return Item(
+            column=gl.load(place, mask=exists, other=0),
+            begin=gl.load(place + 1, mask=exists, other=0),
+            whole=gl.load(place + 2, mask=exists, other=0),
+            end=gl.load(place + 3, mask=exists, other=0),
+            number=gl.load(place + 4, mask=exists, other=0),
+        )
+
+    @gluon.jit
+    def block_of(self, item):
+        line_of_turn = item.column // self.key_blocks
+        line = self.line + line_of_turn
+        position = (item.column - line_of_turn * self.key_blocks) * self.KEYS
+        return Block(line_of_turn, line // self.kv_heads, line % self.kv_heads, position)
+
+    @gluon.jit
+    def steps(self, begin, end):
+        """How many tiles entries begin .. end - 1 take."""
+        return (end - begin + (self.CHOICES - 1)) // self.CHOICES * self.TILES
+
+    @gluon.jit
+    def entries_of(self, begin, end, step, layout: gl.constexpr):
+        """(the entry of each row of a tile, choice * slots + slot; whether there is one)."""
+        row = gl.arange(0, ROWS, layout=layout)
+        OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
+        place = begin + step // self.TILES * self.CHOICES + row // OF_CHOICE
+        exists = (row < self.CHOICES * OF_CHOICE) & (place < end)
+        return gl.load(self.entries + place, mask=exists, other=0), exists
+
+    @gluon.jit
+    def rows_of(self, entry, exists, step, block, layout: gl.constexpr):
+        """``GatheredRows``. entry, exists: from ``entries_of``."""
+        row = gl.arange(0, ROWS, layout=layout)
+        OF_CHOICE: gl.constexpr = self.TOKENS * self.MEMBERS
+        token = row % OF_CHOICE // self.MEMBERS + step % self.TILES * self.TOKENS
+        member = row % self.MEMBERS
+        choice = entry // self.SLOTS - block.line_of_turn * (self.PICKERS * self.stride)
+        picker = row * 0
+        if self.PICKERS > 1:
+            picker = choice // self.stride
+            choice -= picker * self.stride
+        query = (self.choice + choice) * self.EVERY + token
+        exists = exists & (token < self.EVERY) & (query < self.q_len)
+        head = (block.kv_head * self.PICKERS + picker) * self.MEMBERS + member
+        place = entry.to(gl.int64) * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
+        return GatheredRows(query, head, exists, place)
+
+    @gluon.jit
+    def line_of(self, rows, block):
+        """Where a row's number is in a (batch, heads, q_len) tensor."""
+        heads = self.kv_heads * (self.PICKERS * self.MEMBERS)
+        return (block.batch * heads + rows.head).to(gl.int64) * self.q_len + rows.query
+
+
+@record
+class RowTensor:
+    """A (batch, heads, tokens, head_dim) tensor of 16-bit elements whose rows are gathered. Strides are in units of 16 bytes;
+    pieces: such units per row."""
+
+    base: gl.tensor
+    batch_stride: gl.tensor
+    head_stride: gl.tensor
+    token_stride: gl.tensor
+    pieces: gl.tensor
+
+    @gluon.jit
+    def copy(self, tile, known, batch, TOGETHER: gl.constexpr):
+        """Starts the copy of a tile's rows into shared memory; zeros where there are none. known: ``KnownRows``. TOGETHER: rows
+        whose addresses are computed at once."""
+        DIM: gl.constexpr = tile.shape[1]
+        layout: gl.constexpr = copying_layout(DIM, gl.num_warps())
+        column = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+        for first in gl.static_range(0, ROWS, TOGETHER):
+            query = known.queries.slice(first, TOGETHER).load(gl.SliceLayout(1, layout))
+            head = known.heads.slice(first, TOGETHER).load(gl.SliceLayout(1, layout))
+            piece = query.to(gl.int64) * self.token_stride + head.to(gl.int64) * self.head_stride
+            piece += batch.to(gl.int64) * self.batch_stride
+            pointers = self.base + (piece * 8)[:, None] + column[None, :]
+            mask = (query >= 0)[:, None] & (column < self.pieces * 8)[None, :]
+            copy_elements(tile.slice(first, TOGETHER), pointers, mask=mask)
+
+
+@record
+class KnownRows:
+    """Each row's query and head, (ROWS,) int32 in shared memory: one thread finds them, those that copy the row read them. -1 for a
+    query that does not exist."""
+
+    queries: gl.shared_memory_descriptor
+    heads: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def tell(self, rows):
+        self.queries.store(gl.where(rows.exists, rows.query, -1))
+        self.heads.store(rows.head)
+
+
+@gluon.jit
+def known_rows():
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.int32, [ROWS], layout)
+    return KnownRows(queries, gl.allocate_shared_memory(gl.int32, [ROWS], layout))
+
+
+@triton.constexpr_function
+def copying_layout(dim, warps):
+    """Of the threads that copy a tile: each 16 bytes of a row, side by side."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [warps, 1], [1, 0])
+
+
+@triton.constexpr_function
+def storing_layout(columns, warps):
+    """That of a (ROWS, columns) product, but four threads that hold a row's columns have exchanged them: each has whole units of 16
+    bytes. Eight warps hold half the columns each."""
+    across = warps // 4
+    units = [[0, 32 << bit] for bit in range((columns // across // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *units],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], *([[0, columns // 2]] if across > 1 else [])],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def store_by_rows(base, values, places, exists):
+    """Stores (rows, columns), in ``storing_layout``, each row from its place on. Read once and late, they would displace gathered
+    queries from the L2 cache: hence the cache modifier."""
+    column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, values.type.layout))
+    pointers = (base + places)[:, None] + column[None, :]
+    gl.store(pointers, values, mask=exists[:, None] & (column >= 0)[None, :], cache_modifier=".cs")
+
+
+def list_arguments(lists, turn) -> tuple:
+    """entries, items, item and item_count of a kernel. lists: ``selection.tables.ColumnLists``."""
+    count = lists.items.shape[1]
+    return lists.entries, lists.items, turn.number * count, count
+
+
+def row_arguments(tensor) -> tuple[int, ...]:
+    """Strides and pieces of a ``RowTensor``."""
+    *strides, _ = (stride // 8 for stride in tensor.stride())
+    return *strides, tensor.shape[3] // 8

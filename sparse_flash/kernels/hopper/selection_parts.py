@@ -1,0 +1,252 @@
+"""Attention over key blocks that each query picked, for Hopper: ``picked_parts`` of the portable kernels, with the same lists and
+results.
+
+Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
+64 gathered rows at a time. The block's keys and values stay in shared memory while its list is walked, and those of the next item
+arrive meanwhile. A block is one step, so there is no running softmax.
+
+Sources: arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block); arXiv:2407.08608, sec. 3 (warp roles).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ..common.config import padded_head_dim
+from ..common.gluon import record
+from ..common.tiles import FLOOR, LOG2_E
+from ..launch.launch import launch, multiprocessors
+from .configs import PICKED_PARTS
+from .descriptors import described
+from .gathered import (
+    GATHERING_WARPS,
+    NOT_SPECIALIZED,
+    ROWS,
+    KnownRows,
+    Lists,
+    RowTensor,
+    known_rows,
+    list_arguments,
+    row_arguments,
+    store_by_rows,
+    storing_layout,
+)
+from .products import times_transposed
+from .ring import Ring, ring_beside, ring_of
+
+
+@record
+class PartsArguments:
+    """What the warps share."""
+
+    k_tensor: tma.tensor_descriptor
+    v_tensor: tma.tensor_descriptor
+    queries: RowTensor
+    rows: KnownRows  # of the gathering warps
+    part_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    lists: Lists
+    score_scale: gl.tensor
+    q: Ring  # one stage per tile of gathered rows
+    k: Ring  # one stage per item
+    v: Ring
+    DIM: gl.constexpr
+
+
+@gluon.jit
+def _gather(p):
+    """The gathering warps: the queries of each tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    turn = 0
+    tiles = 0
+    item = p.lists.item(turn)
+    while item.begin < item.end:
+        block = p.lists.block_of(item)
+        upcoming = p.lists.item(turn + 1)
+        entry, exists = p.lists.entries_of(item.whole, item.end, 0, layout)
+        for step in range(p.lists.steps(item.whole, item.end)):
+            p.rows.tell(p.lists.rows_of(entry, exists, step, block, layout))
+            # Read a tile ahead, so no copy waits for it.
+            entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
+            p.q.acquire(tiles)
+            p.queries.copy(p.q.stage(tiles), p.rows, block.batch, ROWS)
+            p.q.commit_copies(tiles)
+            tiles += 1
+        turn += 1
+        item = upcoming
+
+
+@gluon.jit
+def _load(p):
+    """The loading warp: keys and values of each item."""
+    BYTES: gl.constexpr = p.lists.KEYS * p.DIM * 2
+    turn = 0
+    item = p.lists.item(turn)
+    while item.begin < item.end:
+        block = p.lists.block_of(item)
+        upcoming = p.lists.item(turn + 1)
+        p.k.acquire(turn)
+        p.k.expect(turn, BYTES)
+        p.k.load(turn, p.k_tensor, [block.batch, block.kv_head, block.position, 0])
+        p.v.expect(turn, BYTES)
+        p.v.load(turn, p.v_tensor, [block.batch, block.kv_head, block.position, 0])
+        turn += 1
+        item = upcoming
+
+
+@gluon.jit
+def _compute(p, GROUP: gl.constexpr):
+    """A computing warp group: every second tile, whatever its item."""
+    KEYS: gl.constexpr = p.lists.KEYS
+    WARPS: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = p.q.data.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.DIM, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
+    part_layout: gl.constexpr = storing_layout(p.DIM, WARPS)
+    row_layout: gl.constexpr = gl.SliceLayout(1, part_layout)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=score_layout)
+    no_sums = gl.zeros([ROWS, p.DIM], gl.float32, layout=sum_layout)
+    turn = 0
+    tiles = 0
+    item = p.lists.item(turn)
+    while item.begin < item.end:
+        block = p.lists.block_of(item)
+        upcoming = p.lists.item(turn + 1)
+        steps = p.lists.steps(item.whole, item.end)
+        k, v = p.k.stage(turn), p.v.stage(turn)
+        p.k.wait(turn)
+        p.v.wait(turn)
+        for step in range((tiles + GROUP) % 2, steps, 2):
+            entry, exists = p.lists.entries_of(item.whole, item.end, step, row_layout)
+            p.q.wait(tiles + step)
+            # The rows were copied by threads; products read them as TMA does.
+            fence_async_shared()
+            started = times_transposed(p.q.stage(tiles + step), k, zeros, p.DIM)
+            scores = warpgroup_mma_wait(0, deps=(started,))
+            p.q.release(tiles + step)
+            maximum = gl.maximum(gl.max(scores, 1) * p.score_scale, FLOOR)
+            weights = gl.exp2(scores * p.score_scale - maximum[:, None])
+            total = gl.sum(weights, 1)
+            operand = gl.convert_layout(weights.to(dtype), operand_layout)
+            started = warpgroup_mma(operand, v, no_sums, use_acc=False, is_async=True)
+            rows = p.lists.rows_of(entry, exists, step, block, row_layout)
+            # Rows that keep nothing: every score is -inf.
+            keeps_nothing = total == 0.0
+            total = gl.where(keeps_nothing, 1.0, total)
+            lse = gl.where(keeps_nothing, -float("inf"), maximum + gl.log2(total))
+            gl.store(p.lse_ptr + rows.place, gl.convert_layout(lse, row_layout), mask=rows.exists)
+            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sum_layout))
+            sums = warpgroup_mma_wait(0, deps=(started,))
+            part = gl.convert_layout((sums * share[:, None]).to(dtype), part_layout)
+            store_by_rows(p.part_ptr, part, rows.place * p.DIM, rows.exists)
+        tiles += steps
+        p.k.release(turn)
+        turn += 1
+        item = upcoming
+
+
+@gluon.jit
+def _compute_first(p):
+    _compute(p, 0)
+
+
+@gluon.jit
+def _compute_second(p):
+    _compute(p, 1)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def picked_parts_kernel(
+    q_ptr,
+    k_tensor,
+    v_tensor,
+    part_ptr,
+    lse_ptr,
+    entries,
+    items,
+    item,
+    item_count,
+    q_batch_stride,
+    q_head_stride,
+    q_token_stride,
+    q_pieces,
+    line,
+    choice,
+    stride,
+    kv_heads,
+    q_len,
+    offset,
+    choices,
+    key_blocks,
+    score_scale,
+    DIM: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr,
+    EVERY: gl.constexpr,
+    MEMBERS: gl.constexpr,
+    PICKERS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    CHOICES: gl.constexpr,
+    TOKENS: gl.constexpr,
+    TILES: gl.constexpr,
+):
+    """part_ptr: (entries of a turn, EVERY, MEMBERS, DIM), and lse_ptr the same without DIM, in base 2."""
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    dtype: gl.constexpr = k_tensor.dtype
+    q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
+    k = ring_of(gl.allocate_shared_memory(dtype, [KEY_STAGES, BLOCK, DIM], flat), KEY_STAGES, CONSUMERS=2)
+    v = ring_beside(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, BLOCK, DIM], flat), KEY_STAGES)
+    # Makes the initialized barriers visible to TMA, which signals them.
+    fence_async_shared()
+    p = PartsArguments(
+        k_tensor=k_tensor,
+        v_tensor=v_tensor,
+        queries=RowTensor(q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_pieces),
+        rows=known_rows(),
+        part_ptr=part_ptr,
+        lse_ptr=lse_ptr,
+        lists=Lists(
+            entries=entries,
+            items=items + item * 5,
+            count=item_count,
+            line=line,
+            choice=choice,
+            stride=stride,
+            kv_heads=kv_heads,
+            q_len=q_len,
+            key_blocks=key_blocks,
+            KEYS=BLOCK,
+            EVERY=EVERY,
+            MEMBERS=MEMBERS,
+            PICKERS=PICKERS,
+            SLOTS=SLOTS,
+            CHOICES=CHOICES,
+            TOKENS=TOKENS,
+            TILES=TILES,
+        ),
+        score_scale=score_scale,
+        q=q,
+        k=k,
+        v=v,
+        DIM=DIM,
+    )
+    gl.warp_specialize(
+        [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], [200, 80, 24]
+    )
+
+
+def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float, config=None) -> None:
+    """Writes parts and part_lse of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128, v's being
+    the same, and blocks of 64 or 128."""
+    q, k, v = operands[:3]
+    dim = padded_head_dim(q.shape[3])
+    config = config or PICKED_PARTS[dim, sizes.block]
+    count = lists.items.shape[1]
+    block = [1, 1, sizes.block, dim]
+    arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, turn)]
+    arguments += [*row_arguments(q), *sizes.integers(turn), scale * LOG2_E.value]
+    constants = {"DIM": dim, "BLOCK": sizes.block, "STAGES": config.stages, "KEY_STAGES": config.key_stages}
+    grid = min(count, multiprocessors(q.device)), 1
+    launch(picked_parts_kernel, grid, arguments, constants | sizes.constants, {"num_warps": 4})

@@ -1,0 +1,52 @@
+"""Attention over picked key blocks on Hopper GPUs (H100, H200): as ``portable``, but the two kernels that gather queries by key
+block are written for these chips."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends import Call
+from ..backends import hopper as of_masks
+from ..masks.block_selection import BlockSelection
+from . import portable
+
+BLOCK_SIZES = (64, 128)
+
+
+def supports(call: Call, selection: BlockSelection) -> str | None:
+    if (reason := of_masks.available()) is not None:
+        return reason
+    if call.block_size not in BLOCK_SIZES:
+        return f"it runs picks of blocks of {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys; got {call.block_size}"
+    return of_masks.supports(call) or portable.supports(call, selection)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: BlockSelection, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), out in q's memory order."""
+    from ..kernels.hopper.selection_parts import picked_parts
+
+    return portable.forward(q, k, v, selection, scale, picked_parts)
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), which repeat bit for bit."""
+    from ..kernels.hopper.selection_grads import picked_grads
+
+    return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads)
+
+
+# The masses of picked blocks are a single product, and are not often asked for.
+block_lse = portable.block_lse
+block_lse_backward = portable.block_lse_backward
