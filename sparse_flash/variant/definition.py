@@ -179,9 +179,12 @@ def with_sinks(
 
     A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
     """
-    sinks = sinks.to(lse.dtype)[:, None]
+    # A sink of -inf is none, and beside it a query that keeps nothing has lse -inf: as finite numbers they have a difference.
+    lowest = torch.finfo(lse.dtype).min
+    sinks = sinks.to(lse.dtype).clamp(min=lowest)[:, None]
     out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
     total = torch.logaddexp(lse, sinks.expand_as(lse))
+    total = total.masked_fill(total <= lowest, float("-inf"))
     if variant is None or (variant.q_starts is None and variant.q_lens is None):
         return out, total
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]

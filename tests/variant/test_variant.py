@@ -650,6 +650,18 @@ def test_a_query_that_keeps_nothing_leaves_all_weight_to_its_sink(backend):
     assert (dq[:, :, :30] == 0).all() and dq.isfinite().all() and dsinks.isfinite().all()
 
 
+@every_backend
+def test_a_sink_of_minus_infinity_is_no_sink_even_beside_queries_that_keep_nothing(backend):
+    sinks = torch.full((HEADS,), float("-inf"), device=DEVICE).requires_grad_()
+    q, k, v, _ = accepted(backend, {"sinks": sinks}, kv_len=40)
+    q.requires_grad_()
+    plain = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
+    out, lse = sf.attention(q, k, v, "causal", sinks=sinks, return_lse=True, backend=backend)
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+    dq, dsinks = torch.autograd.grad(out.sum() + lse[:, :, 30:].sum(), (q, sinks))
+    assert (dq[:, :, :30] == 0).all() and dq.isfinite().all() and (dsinks == 0).all()
+
+
 # Functions of scores.
 
 
