@@ -72,7 +72,11 @@ def _biased(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tenso
 def _own(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if variant.score_mod is None:
         return scores
-    return variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
+    own = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
+    if not isinstance(own, torch.Tensor) or not own.is_floating_point():
+        got = own.dtype if isinstance(own, torch.Tensor) else type(own).__name__
+        raise TypeError(f"score_mod {variant.score_mod.name} must return scores, a floating-point tensor; got {got}")
+    return own
 
 
 def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import strategies
 import torch
@@ -436,6 +437,7 @@ BAD_ARGUMENTS = [
     ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
     ({"dropout_p": torch.tensor(0.1)}, TypeError, r"dropout_p must be a number, .*; got Tensor; use .item\(\)"),
     ({"softcap": "x"}, TypeError, r"softcap must be a number, .*; got str"),
+    ({"scale": np.float32(0.5)}, TypeError, r"scale must be a number; got float32; use .item\(\)"),
     ({"deterministic": "yes"}, TypeError, r"deterministic must be True, False or None; got 'yes'; None follows"),
     ({"deterministic": 1}, TypeError, r"deterministic must be True, False or None; got 1"),
     ({"score_params": torch.ones(3)}, TypeError, r"score_params must be a tuple of tensors; got Tensor; write \(tensor,\) for one"),

@@ -670,6 +670,17 @@ def test_a_score_function_needs_its_parts():
         sf.ScoreFunction(3)
     with pytest.raises(ValueError, match="triton and derivative both, or neither"):
         sf.ScoreFunction(own_in_torch, triton=own_in_torch)
+    with pytest.raises(TypeError, match=r"q_pos, k_pos, params\) as torch; got one of \(score, b, h, i, j\)"):
+        sf.ScoreFunction(lambda score, b, h, i, j: score)
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("result, got", [(None, "NoneType"), (torch.ones((), dtype=torch.bool), "torch.bool")])
+def test_a_score_function_that_returns_no_scores_is_one_clear_error(backend, result, got):
+    q, k, v, _ = inputs()
+    wrong = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: result)
+    with pytest.raises(TypeError, match=rf"must return scores, a floating-point tensor; got {got}"):
+        sf.attention(q, k, v, score_mod=wrong, backend=backend)
 
 
 def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(monkeypatch):
