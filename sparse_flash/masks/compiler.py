@@ -246,7 +246,10 @@ def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
 def _expand(pattern: Pattern) -> Pattern:
     """The pattern with derived patterns replaced by their expressions."""
     if isinstance(pattern, DerivedPattern):
-        return _expand(pattern.expression)
+        expression: object = pattern.expression
+        if not isinstance(expression, Pattern):
+            raise TypeError(f"the expression of {pattern} must be a Pattern; got {type(expression).__name__}; use parse for text")
+        return _expand(expression)
     if isinstance(pattern, (And, Or)):
         return type(pattern).of(*map(_expand, pattern.operands))
     return ~_expand(pattern.operand) if isinstance(pattern, Not) else pattern

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, cast
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<number>-?(?:inf\b|\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
+    r"""\s*(?:(?P<number>-?(?:inf\b|(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
     r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
 )
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
@@ -57,6 +57,12 @@ def read(text: str) -> Tree:
     if not isinstance(text, str):
         raise TypeError(f"a pattern spec must be a string; got {type(text).__name__}")
     return _Reader(text).whole()
+
+
+def is_name(text: str) -> bool:
+    """Whether a pattern of this name can be written in spec text, and is an identifier too."""
+    match = _TOKEN.fullmatch(text)
+    return match is not None and match.lastgroup == "name" and text.isidentifier()
 
 
 def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ def test_and_binds_tighter_than_or_and_not_tightest():
         ("butterfly(None, 64,)", sf.butterfly(block=64)),
         ("butterfly( block = 6_4 )", sf.butterfly(block=64)),
         ("random(5e-1, seed=7)", sf.random(0.5, 7)),
+        ("random(.5)", sf.random(0.5)),
         ("documents([0, 5, 9])", sf.documents([0, 5, 9])),
         ("documents((0, 5, 9,))", sf.documents([0, 5, 9])),
         ('from_blocks("10/11", block=16)', sf.from_blocks([[1, 0], [1, 1]], 16)),
@@ -226,7 +227,7 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
             sf.register_pattern("bare")(cls)
     with pytest.raises(TypeError, match=r"must decorate a subclass of sparse_flash\.Pattern"):
         sf.register_pattern("bare")(lambda q, kv: q > kv)
-    for name in ("two words", "", 3, "a-b"):
+    for name in ("two words", "", 3, "a-b", "inf", "größe"):  # of the last two, spec text can write neither
         with pytest.raises(ValueError, match="must be an identifier"):
             sf.register_pattern(name)
     assert "bare" not in sf.list_patterns()
