@@ -233,7 +233,7 @@ def per_head(
     if first is not None:
         for name, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
             if given is not None and given != own:
-                raise ValueError(f"per_head got {name}={given} and a mask of {name}={own}; leave it out, or compile the mask for it")
+                raise ValueError(f"per_head got {name}={given} and a mask of {own}; leave {name} out, or compile the mask for it")
         q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
         device = device or first.device
     compiled: list[BlockMask] = []
