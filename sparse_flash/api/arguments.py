@@ -386,7 +386,7 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
     if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
         raise ValueError(
             f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
-            f"got {bounds[:4]}{' ...' * (len(bounds) > 4)} {bounds[-1]}"
+            f"got {bounds if len(bounds) < 6 else f'{bounds[:4]} ... {bounds[-1]}'}"
         )
     if max(lengths) > longest:
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
