@@ -105,7 +105,7 @@ class Pattern:
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and not keyword:
                 positional.append(value)
-            elif required or value is not None:
+            elif required or value is not None or field.default is not None:
                 keyword[field.name] = value
         return spec.write_call(self.name, positional, keyword)
 

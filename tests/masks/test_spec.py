@@ -2,6 +2,7 @@
 
 import string
 from dataclasses import dataclass
+from enum import IntEnum
 from importlib import metadata
 
 import numpy as np
@@ -233,6 +234,23 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
     assert "bare" not in sf.list_patterns()
     with pytest.raises(ValueError, match="Thawed has no spec text: register it"):
         Thawed(3).to_spec()
+
+
+class Step(IntEnum):
+    TWO = 2
+
+
+@pytest.mark.parametrize("far", [None, 3, 0.5, np.float64(0.5), np.str_("a"), Step.TWO, (Step.TWO, None)], ids=repr)
+@pytest.mark.parametrize("near", [None, 3, np.float64(0.5)], ids=repr)
+def test_text_says_every_field_that_differs_from_its_default_in_literals(near, far, registry):
+    @sf.register_pattern("optional")
+    @dataclass(frozen=True)
+    class Optional(sf.Pattern):
+        near: object = 3
+        far: object = None
+
+    pattern = Optional(near, far)
+    assert sf.parse(pattern.to_spec()) == pattern
 
 
 @dataclass(frozen=True)
