@@ -27,8 +27,7 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
     """One mask, the same for every batch and head, from kept blocks and their tiles."""
     rows, cols, tiles = entries
-    if len(rows) >= 2**31:
-        raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
+    check_blocks(len(rows))
     segment = np.zeros(len(tiles), np.int8)
     partial = np.flatnonzero(tiles != FULL_TILE)
     segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
@@ -57,6 +56,12 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
         tile_runs=stacks[0],
         tile_bits=stacks[1],
     )
+
+
+def check_blocks(count: int) -> None:
+    """Raises ValueError for more blocks than a table can number."""
+    if count >= 2**31:
+        raise ValueError(f"the mask keeps {count:,} blocks, more than 2^31 - 1; use a larger block_size")
 
 
 def _keeps_all(grid: BlockGrid, rows: np.ndarray, cols: np.ndarray, tiles: np.ndarray, pool: TilePool) -> bool:

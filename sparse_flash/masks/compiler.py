@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse
 
 from .block_mask import BlockMask, Device
-from .build import from_entries, with_coarse
+from .build import check_blocks, from_entries, with_coarse
 from .cache import as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
@@ -78,6 +78,7 @@ class _Compilation:
 
     def run(self) -> tuple[Entries, TilePool]:
         states = self.states(self.pattern)
+        check_blocks(states.count(FULL))  # before they take memory
         pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
         pieces += self.decided_blocks(states)
         rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))

@@ -308,6 +308,15 @@ def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_
         sf.compile_mask(Vague(), 64)
 
 
+def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"keeps 3,051,718,750 blocks, more than 2\^31 - 1; use a larger block_size"):
+        sf.compile_mask("causal", 10_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 28
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
