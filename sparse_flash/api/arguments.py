@@ -61,11 +61,7 @@ def checked(
     check_types(q, k, v)
     check_deterministic(deterministic)
     q, k, v = autocast(q, k, v)
-    if 0 in q.shape or 0 in k.shape:
-        check_tensors(q, k, v, may_be_empty=True)
-        if sinks is not None:
-            check_sinks(sinks, q)
-        return AttentionCall(q, k, v, mask, None, None, False, backend, None, sinks, return_lse, operators.NOTHING, None)
+    is_empty = 0 in q.shape or 0 in k.shape
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
         mask = of_another_library(mask)
     variant = None
@@ -79,8 +75,8 @@ def checked(
     )
     table: BlockMask | str | None
     table, pattern = (mask, None) if mask is None or isinstance(mask, BlockMask) else (None, mask)
-    if has_variant or sinks is not None or pattern is not None:  # the code below reads their shapes
-        check_tensors(q, k, v)
+    if has_variant or sinks is not None or pattern is not None or is_empty:  # the code below reads their shapes
+        check_tensors(q, k, v, may_be_empty=is_empty)
     if has_variant:
         variant = checked_variant(
             q,
@@ -98,6 +94,13 @@ def checked(
         )
     if sinks is not None:
         check_sinks(sinks, q)
+    if is_empty:
+        checked_scale(scale, q.shape[3])
+        if isinstance(pattern, str):
+            text_of(pattern)  # raises SpecError for text that cannot be read
+        if backend != "auto":
+            backends.backend(backend)
+        return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
     if pattern is not None:
         table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
     if deterministic is None:
@@ -177,6 +180,11 @@ def check_types(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise ValueError(
+                f"{name} must be a tensor of layout torch.strided; got {value.layout}; sequences of many lengths, the values and "
+                "offsets of a nested tensor, go to sparse_flash.attention_varlen"
+            )
 
 
 def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "cast with .to({0})") -> None:
@@ -378,7 +386,7 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
     if bounds[0] != 0 or min(lengths) < 0 or bounds[-1] > tokens:
         raise ValueError(
             f"cu_seqlens_{name} must start with 0, not decrease, and end with at most the {tokens} tokens of {name}; "
-            f"got {bounds[:4]}{' ...' * (len(bounds) > 4)} {bounds[-1]}"
+            f"got {bounds if len(bounds) < 6 else f'{bounds[:4]} ... {bounds[-1]}'}"
         )
     if max(lengths) > longest:
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")

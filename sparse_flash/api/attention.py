@@ -65,8 +65,8 @@ def attention(
     rel_bias: (heads, 2 * max_distance + 1): adds rel_bias[head, d + max_distance], where d is k_pos - q_pos clamped to
     -max_distance .. max_distance. Differentiable. (arXiv:1910.10683.)
     score_mod, score_params: your own ``ScoreFunction`` and the tensors it reads, which get no gradient.
-    sinks: (heads,), a logit per head that joins each query's softmax and takes a share of its weight; lse includes it.
-    Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
+    sinks: (heads,), a logit per head that joins each query's softmax and takes a share of its weight; lse includes it; -inf is no
+    sink. Differentiable. (arXiv:2309.17453; logits as in gpt-oss.)
 
     dropout_p: the share of softmax weights set to 0; the others are divided by 1 - dropout_p. lse does not change. In [0, 1),
     rounded to a multiple of 2^-16: 2^-17 or less is no dropout, the maximum is 1 - 2^-16. Seeded by PyTorch's generator:

@@ -70,11 +70,9 @@ def unexpected(function: Callable[..., object], foreign: dict[str, object]) -> T
     known = inspect.signature(function).parameters
     parts = [f"{function.__name__}() got an unexpected keyword argument {next(iter(foreign))!r}"]
     for name in foreign:
-        instead = _WRITE_INSTEAD.get(name)
-        near = difflib.get_close_matches(name, known, n=1)
-        if instead is not None:
-            parts.append(f"{name}: {instead}")
-        elif near:
+        if name in _WRITE_INSTEAD:  # first: torch.compile can trace no further
+            parts.append(f"{name}: {_WRITE_INSTEAD[name]}")
+        elif near := difflib.get_close_matches(name, known, n=1):
             parts.append(f"{name}: did you mean {near[0]!r}?")
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")

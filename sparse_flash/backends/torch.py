@@ -190,7 +190,13 @@ def _cached(cache, block_table, sequence: int, tokens):
     page_size = cache.shape[2]
     if isinstance(tokens, slice):
         tokens = torch.arange(tokens.start, tokens.stop, device=cache.device)
-    return cache[block_table[sequence, tokens // page_size].long(), :, tokens % page_size].transpose(0, 1)
+    pages = block_table[sequence, tokens // page_size].long()
+    if pages.device.type == "cpu" and ((pages < 0) | (pages >= len(cache))).any():  # a GPU would have to be waited for
+        raise ValueError(
+            f"block_table must name one of the {len(cache)} pages for each token of a sequence; sequence {sequence} has "
+            f"{pages.min()} to {pages.max()}"
+        )
+    return cache[pages, :, tokens % page_size].transpose(0, 1)
 
 
 def own_precision(q):

@@ -33,7 +33,7 @@ def patterns() -> None:
 
 
 def _first_sentence(cls: type) -> str:
-    paragraph = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    paragraph = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].replace("``", "`").split())
     return paragraph.partition(". ")[0].rstrip(".")
 
 

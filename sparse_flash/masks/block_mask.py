@@ -157,7 +157,7 @@ class BlockMask:
         """One mask per query head; equal ones are stored once.
 
         masks: a list of patterns, spec texts and BlockMasks of one mask each. Patterns are compiled for the given lengths and block
-        size, or for those of the first BlockMask in the list.
+        size, or for those of the first BlockMask in the list. Raises ValueError where lengths differ.
         """
         return build.per_head(masks, q_len, kv_len, block_size, device)
 

@@ -266,7 +266,7 @@ def check_sharing(every: object) -> None:
 
 def check_selection_block(block_size: object) -> None:
     """Raises ValueError for a block size that selections do not have."""
-    if block_size not in SELECTION_BLOCK_SIZES:
+    if not isinstance(block_size, int) or block_size not in SELECTION_BLOCK_SIZES:
         sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
         raise ValueError(f"block_size of a selection must be one of {sizes} keys; got {block_size!r}; try 64")
 

@@ -16,6 +16,7 @@ from .cache import as_block_mask, from_flex_once, is_recorded, one_mask
 from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid
 from .memory import remembered
+from .pattern import Pattern
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
 from .table import Entries, at_least_two, table_of, transposed_table_of, with_work
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool
@@ -26,8 +27,7 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
     """One mask, the same for every batch and head, from kept blocks and their tiles."""
     rows, cols, tiles = entries
-    if len(rows) >= 2**31:
-        raise ValueError(f"the mask keeps {len(rows):,} blocks, more than 2^31 - 1; use a larger block_size")
+    check_blocks(len(rows))
     segment = np.zeros(len(tiles), np.int8)
     partial = np.flatnonzero(tiles != FULL_TILE)
     segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
@@ -58,6 +58,12 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
     )
 
 
+def check_blocks(count: int) -> None:
+    """Raises ValueError for more blocks than a table can number."""
+    if count >= 2**31:
+        raise ValueError(f"the mask keeps {count:,} blocks, more than 2^31 - 1; use a larger block_size")
+
+
 def _keeps_all(grid: BlockGrid, rows: np.ndarray, cols: np.ndarray, tiles: np.ndarray, pool: TilePool) -> bool:
     kept = np.append(pool.kept, grid.block_size**2)
     return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
@@ -72,6 +78,8 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
             "blocks must be a bool tensor of shape (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks); "
             f"got {blocks.dtype} of shape {tuple(blocks.shape)}; compare or use .bool()"
         )
+    if 0 in blocks.shape:
+        raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     q_blocks, kv_blocks = blocks.shape[2:]
     q_len = q_blocks * block_size if q_len is None else q_len
@@ -147,10 +155,12 @@ def _listing(mask: BlockMask) -> Listing:
 
 def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
     """See ``BlockMask.from_dense``."""
-    if kept.dtype != torch.bool or kept.dim() not in (2, 4):
+    if not isinstance(kept, torch.Tensor):
+        raise TypeError(f"kept must be a bool tensor; got {type(kept).__name__}; use torch.tensor(...)")
+    if kept.dtype != torch.bool or kept.dim() not in (2, 4) or 0 in kept.shape:
         raise ValueError(
-            "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len); got "
-            f"{kept.dtype} of shape {tuple(kept.shape)}"
+            "kept must be a bool tensor of shape (q_len, kv_len) or (batch | 1, heads | 1, q_len, kv_len), none of it 0; got "
+            f"{kept.dtype} of shape {tuple(kept.shape)}; compare or use .bool()"
         )
     dense = (kept if kept.dim() == 4 else kept[None, None]).cpu().numpy()
     batch, heads, q_len, kv_len = dense.shape
@@ -226,12 +236,15 @@ def per_head(
         raise ValueError("per_head needs one pattern or mask for each query head; got an empty list")
     first = next((m for m in masks if isinstance(m, BlockMask)), None)
     if first is not None:
+        for name, given, own in (("q_len", q_len, first.q_len), ("kv_len", kv_len, first.kv_len)):
+            if given is not None and given != own:
+                raise ValueError(f"per_head got {name}={given} and a mask of {own}; leave {name} out, or compile the mask for it")
         q_len, kv_len, block_size = first.q_len, first.kv_len, first.block_size
         device = device or first.device
     compiled: list[BlockMask] = []
     cache: dict[object, BlockMask] = {}
     for item in masks:
-        key = id(item) if isinstance(item, BlockMask) else item
+        key = item if isinstance(item, (Pattern, str)) else id(item)
         if key not in cache:
             cache[key] = as_block_mask(item, q_len=q_len, kv_len=kv_len, block_size=block_size).to("cpu")
         compiled.append(cache[key])

@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse
 
 from .block_mask import BlockMask, Device
-from .build import from_entries, with_coarse
+from .build import check_blocks, from_entries, with_coarse
 from .cache import as_block_mask
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
@@ -78,6 +78,7 @@ class _Compilation:
 
     def run(self) -> tuple[Entries, TilePool]:
         states = self.states(self.pattern)
+        check_blocks(states.count(FULL))  # before they take memory
         pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
         pieces += self.decided_blocks(states)
         rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
@@ -246,7 +247,10 @@ def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
 def _expand(pattern: Pattern) -> Pattern:
     """The pattern with derived patterns replaced by their expressions."""
     if isinstance(pattern, DerivedPattern):
-        return _expand(pattern.expression)
+        expression: object = pattern.expression
+        if not isinstance(expression, Pattern):
+            raise TypeError(f"the expression of {pattern} must be a Pattern; got {type(expression).__name__}; use parse for text")
+        return _expand(expression)
     if isinstance(pattern, (And, Or)):
         return type(pattern).of(*map(_expand, pattern.operands))
     return ~_expand(pattern.operand) if isinstance(pattern, Not) else pattern

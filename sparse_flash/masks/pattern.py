@@ -105,7 +105,7 @@ class Pattern:
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and not keyword:
                 positional.append(value)
-            elif required or value is not None:
+            elif required or value is not None or field.default is not None:
                 keyword[field.name] = value
         return spec.write_call(self.name, positional, keyword)
 
@@ -145,7 +145,7 @@ class DerivedPattern(Pattern):
     @property
     def expression(self) -> Pattern:
         """The expression that this pattern stands for."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no expression")
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return self.expression.token_rule(q, kv)
@@ -238,8 +238,8 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     The class must be a frozen dataclass derived from Pattern. A taken name raises a ValueError that names both owners; redefining a
     class of ``__main__`` (rerunning a notebook cell) replaces it.
     """
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"a pattern name must be an identifier such as 'ring'; got {name!r}")
+    if not isinstance(name, str) or not spec.is_name(name):
+        raise ValueError(f"a pattern name must be an identifier such as 'ring', in ASCII and not 'inf'; got {name!r}")
 
     def decorate(cls: type[PATTERN]) -> type[PATTERN]:
         if not (isinstance(cls, type) and issubclass(cls, Pattern)):

@@ -73,7 +73,7 @@ class RunPattern(Pattern):
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """Run by run: some query of a block row reaches from the least first to the greatest stop; all queries reach from the
         greatest first to the least stop."""
-        runs = self.row_runs(np.array([grid.offset]))[0].shape[-1]
+        runs = self._runs_of_a_query(grid.offset)
         pieces = []
         if self.ordered_runs:
             for rows in _row_chunks(grid, 2 * runs):
@@ -89,6 +89,16 @@ class RunPattern(Pattern):
             pieces.append(_block_runs(grid, rows, first.min(1), stop.max(1), PARTIAL))
             pieces.append(_block_runs(grid, rows, first.max(1), stop.min(1), FULL))
         return _joined(grid, pieces)
+
+    def _runs_of_a_query(self, position: int) -> int:
+        """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
+        first, stop = (np.asarray(ends) for ends in self.row_runs(np.array([position])))
+        if first.ndim != 2 or len(first) != 1 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
+            raise ValueError(
+                f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (1,) got "
+                f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}; begin with q = q[..., None]"
+            )
+        return first.shape[1]
 
 
 def _row_chunks(grid: BlockGrid, numbers_per_row: int) -> Iterator[np.ndarray]:
@@ -219,7 +229,13 @@ class DistancePattern(UnitPattern):
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
-        edges = np.diff(self.distance_rule(distance).astype(np.int8), prepend=0, append=0)
+        kept = np.asarray(self.distance_rule(distance))
+        if kept.dtype != bool or kept.shape != distance.shape:
+            raise TypeError(
+                f"distance_rule of {self} must return booleans of its argument's shape, {distance.shape}; got {kept.dtype} of "
+                f"shape {kept.shape}; compare, and combine with & | ~"
+            )
+        edges = np.diff(kept.astype(np.int8), prepend=0, append=0)
         low, high = np.flatnonzero(edges > 0) + distance[0], np.flatnonzero(edges < 0) + distance[0]
         apart = low[1:] - high[:-1] >= least
         some = low[np.append(True, apart)[: len(low)]], high[np.append(apart, True)[: len(low)]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, cast
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<number>-?(?:inf\b|\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
+    r"""\s*(?:(?P<number>-?(?:inf\b|(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
     r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
 )
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
@@ -59,6 +59,12 @@ def read(text: str) -> Tree:
     return _Reader(text).whole()
 
 
+def is_name(text: str) -> bool:
+    """Whether a pattern of this name can be written in spec text, and is an identifier too."""
+    match = _TOKEN.fullmatch(text)
+    return match is not None and match.lastgroup == "name" and text.isidentifier()
+
+
 def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str:
     """The text of one call; a call without arguments is the bare name."""
     parts = [write_value(v) for v in positional] + [f"{k}={write_value(v)}" for k, v in keyword.items()]
@@ -68,8 +74,11 @@ def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str
 def write_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, bool):
         return repr(value)
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind.__repr__(value)  # not that of a subclass, such as numpy.float64(0.5) or a member of an enum
     raise ValueError(
         f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as the fields of a pattern"
     )

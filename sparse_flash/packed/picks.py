@@ -61,6 +61,13 @@ class PackedSelection:
         alike = (place.document == place.document[:, None]) & (place.within <= place.within[:, None])
         return picked & alike & place.exists & place.exists[:, None]
 
+    def __repr__(self) -> str:
+        always = "" if self.always is None else f"always={str(self.always)!r}, "
+        return (
+            f"PackedSelection(documents={len(self.cu_seqlens) - 1}, longest={self.longest}, block_size={self.block_size}, "
+            f"{always}picks={tuple(self.picks.shape)}, device={str(self.picks.device)!r})"
+        )
+
     def on_blocks(self) -> tuple[BlockSelection, Axis]:
         """The picks on an axis of whole blocks, and that axis."""
         place, table = places(self.documents), None
@@ -74,6 +81,10 @@ class PackedSelection:
         token = axis.token_of_row
         picks = torch.where((token < 0)[:, None], -1, picks[:, token.clamp(min=0)]).to(torch.int32)[None]
         return BlockSelection(picks, len(token), len(token), self.block_size, own=False, always=table), axis
+
+
+# Lets torch.load read a saved selection without weights_only=False, if ``always`` is text or None.
+torch.serialization.add_safe_globals([PackedSelection])
 
 
 class Places(NamedTuple):

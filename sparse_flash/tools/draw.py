@@ -7,6 +7,7 @@ Cells come from the lookup table, so a picture of a million tokens costs no more
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import textwrap
@@ -270,7 +271,9 @@ def thumbnail(mask: BlockMask, most_cells: int = 64) -> bytes:
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path, if files with its extension can be written. Raises ValueError otherwise."""
+    """The path, if files with its extension can be written. Raises TypeError or ValueError otherwise."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be the name of a picture to write; got {path!r}; lengths are q_len= and kv_len=")
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(

@@ -235,8 +235,10 @@ def explain(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1; got {count}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
     if isinstance(mask, BlockSelection):

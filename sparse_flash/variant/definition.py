@@ -72,7 +72,11 @@ def _biased(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tenso
 def _own(variant: Variant, scores: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     if variant.score_mod is None:
         return scores
-    return variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
+    own = variant.score_mod.torch(scores, pairs.batch, pairs.head, pairs.q_pos, pairs.key, variant.score_params)
+    if not isinstance(own, torch.Tensor) or not own.is_floating_point():
+        got = own.dtype if isinstance(own, torch.Tensor) else type(own).__name__
+        raise TypeError(f"score_mod {variant.score_mod.name} must return scores, a floating-point tensor; got {got}")
+    return own
 
 
 def _distance(variant: Variant, pairs: Pairs) -> torch.Tensor:
@@ -179,9 +183,12 @@ def with_sinks(
 
     A query that keeps nothing has out 0 and its sink as lse; a nonexistent query keeps lse -inf.
     """
-    sinks = sinks.to(lse.dtype)[:, None]
+    # A sink of -inf is none, and beside it a query that keeps nothing has lse -inf: as finite numbers they have a difference.
+    lowest = torch.finfo(lse.dtype).min
+    sinks = sinks.to(lse.dtype).clamp(min=lowest)[:, None]
     out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
     total = torch.logaddexp(lse, sinks.expand_as(lse))
+    total = total.masked_fill(total <= lowest, float("-inf"))
     if variant is None or (variant.q_starts is None and variant.q_lens is None):
         return out, total
     batch = torch.arange(lse.shape[0], device=lse.device)[:, None]

@@ -3,6 +3,7 @@ kernels."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class ScoreFunction:
             value = getattr(self, name)
             if not callable(value) and (name == "torch" or value is not None):
                 raise TypeError(f"ScoreFunction needs a function as {name}; got {type(value).__name__}")
+        self._check_arguments()
         if (self.triton is None) != (self.derivative is None):
             raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
         # Operators refer to it by name: PyTorch's take tensors, numbers and text.
@@ -56,6 +58,20 @@ class ScoreFunction:
         same = sum(known.partition("#")[0] == name for known in _score_functions)
         object.__setattr__(self, "name", f"{name}#{same}" if same else name)
         _score_functions[self.name] = self
+
+    def _check_arguments(self) -> None:
+        """Raises TypeError for a function of other arguments, such as FlexAttention's, which has no params."""
+        try:
+            signature = inspect.signature(self.torch)
+        except ValueError:  # of C code, which may have none
+            return
+        try:
+            signature.bind("score", "batch", "head", "q_pos", "k_pos", "params")
+        except TypeError as error:
+            raise TypeError(
+                f"ScoreFunction needs a function of (score, batch, head, q_pos, k_pos, params) as torch; got one of {signature}: "
+                f"{error}; params is the tuple score_params, empty by default"
+            ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +238,7 @@ def check_dropout(dropout_p: object) -> None:
 def check_number(name: str, value: object, what: str = "a number") -> None:
     """Raises TypeError unless value is a number."""
     if not isinstance(value, (int, float)):
-        hint = "; use .item()" * isinstance(value, torch.Tensor)
+        hint = "; use .item()" * hasattr(value, "item")  # a tensor, or a number of numpy
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
 

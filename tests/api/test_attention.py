@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import strategies
 import torch
@@ -436,6 +437,7 @@ BAD_ARGUMENTS = [
     ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
     ({"dropout_p": torch.tensor(0.1)}, TypeError, r"dropout_p must be a number, .*; got Tensor; use .item\(\)"),
     ({"softcap": "x"}, TypeError, r"softcap must be a number, .*; got str"),
+    ({"scale": np.float32(0.5)}, TypeError, r"scale must be a number; got float32; use .item\(\)"),
     ({"deterministic": "yes"}, TypeError, r"deterministic must be True, False or None; got 'yes'; None follows"),
     ({"deterministic": 1}, TypeError, r"deterministic must be True, False or None; got 1"),
     ({"score_params": torch.ones(3)}, TypeError, r"score_params must be a tuple of tensors; got Tensor; write \(tensor,\) for one"),
@@ -465,6 +467,39 @@ def test_what_is_no_tensor_is_one_clear_error():
     q = inputs()[0]
     with pytest.raises(TypeError, match=r"k must be a tensor of shape \(batch, heads, tokens, head_dim\); got list"):
         sf.attention(q, [1.0], q)
+
+
+@parametrize(
+    "given",
+    [{"mask": "cuasal"}, {"mask": 42}, {"backend": "foo"}, {"scale": -1.0}, {"dropout_p": 1.5}, {"softcap": 0.0}],
+    ids=str,
+)
+def test_what_is_wrong_beside_tensors_of_tokens_is_wrong_beside_empty_ones(given):
+    q, k, v = inputs(16)
+    with pytest.raises((TypeError, ValueError)) as expected:
+        sf.attention(q, k, v, **given)
+    with pytest.raises(expected.type) as raised:
+        sf.attention(q[:0], k[:0], v[:0], **given)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_without_keys_a_query_that_does_not_exist_has_no_sink_and_biases_have_gradients_of_zero():
+    q, k, v = inputs(16)
+    bias = torch.randn(q.shape[1], 5, device=DEVICE, requires_grad=True)
+    given = {"q_lens": torch.tensor([10], device=DEVICE), "sinks": torch.zeros(q.shape[1], device=DEVICE), "rel_bias": bias}
+    out, lse = sf.attention(q, k[:, :, :0], v[:, :, :0], return_lse=True, **given)
+    assert (lse[:, :, :10] == 0).all() and lse[:, :, 10:].isneginf().all()
+    assert (torch.autograd.grad(out.sum(), bias)[0] == 0).all()
+
+
+@parametrize("layout", ["nested", "sparse"])
+def test_a_tensor_of_another_layout_is_one_clear_error(layout):
+    q, k, v = inputs(16)
+    other = torch.nested.nested_tensor(list(q.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"q must be a tensor of layout torch.strided; got torch.*attention_varlen"):
+            sf.attention(other if layout == "nested" else q.to_sparse(), k, v)
+        sf.attention(q, k, v)  # the same shapes, checked and remembered
 
 
 @parametrize("empty", ["batch", "heads", "queries", "keys"])

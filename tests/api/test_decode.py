@@ -364,3 +364,9 @@ def test_what_does_not_fit_is_refused():
     refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
     refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
     refused(ValueError, "backend must be", q, k, k, backend="quick")
+    for page in (-1, 2):
+        wrong = table.index_fill(0, torch.tensor([1]), page)
+        message = f"one of the 2 pages for each token of a sequence; sequence 1 has {page} to {page}"
+        refused(ValueError, message, q, k, k, kv_lens=lens, block_table=wrong, backend="torch")
+        # Nothing reads pages that the mask does not keep.
+        sf.attention_decode(q, k, k, "~full", kv_lens=lens, block_table=wrong, backend="torch")

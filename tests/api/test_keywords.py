@@ -41,6 +41,11 @@ def test_a_keyword_of_another_library_gets_an_error_that_names_what_to_write(nam
         call(*arguments, **{keyword: None})
 
 
+def test_torch_compile_says_what_to_write_too():
+    with pytest.raises(Exception, match='is_causal: pass mask="causal"'):
+        torch.compile(lambda q: sf.attention(q, q, q, is_causal=True), backend="eager", fullgraph=True)(Q)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_signature_shows_the_named_arguments_alone(name):
     parameters = inspect.signature(CALLS[name][0]).parameters.values()

@@ -1,6 +1,7 @@
 """BlockMask: the table decodes as its docstring says, both ways; block maps at run time; masks of several heads."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -273,6 +274,25 @@ def test_heads_that_do_not_fit_together_are_refused():
         sf.BlockMask.per_head([sf.causal()])
     with pytest.raises(TypeError, match="must be a Pattern, its spec text or a BlockMask; got int"):
         sf.BlockMask.per_head([one, 3])
+    with pytest.raises(TypeError, match=r"got list; use BlockMask\.per_head for a mask of each head"):
+        sf.BlockMask.per_head([["causal", "full"]], 256)
+
+
+def test_lengths_given_beside_a_mask_of_others_are_one_clear_error():
+    one = sf.compile_mask("causal", 256, 300)
+    with pytest.raises(ValueError, match="got q_len=128 and a mask of 256; leave q_len out, or compile the mask for it"):
+        sf.BlockMask.per_head(["full", one], 128)
+    with pytest.raises(ValueError, match="got kv_len=256 and a mask of 300"):
+        sf.BlockMask.per_head(["full", one], 256, 256)
+    assert sf.BlockMask.per_head(["full", one], 256, 300).equal(sf.BlockMask.per_head(["full", one]))
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 2, 2), (1, 0, 2, 2), (2, 0), (0, 2)], ids=str)
+def test_maps_and_tensors_of_nothing_are_one_clear_error(shape):
+    nothing = torch.ones(shape, dtype=torch.bool)
+    for make in (sf.BlockMask.from_blocks, sf.BlockMask.from_dense):
+        with pytest.raises(ValueError, match=re.escape(str(shape))):
+            make(nothing, 16)
 
 
 @settings(max_examples=40)
@@ -321,6 +341,8 @@ def test_what_is_no_list_of_masks_is_one_clear_error():
         sf.BlockMask.per_head([None, "causal"], 32)
     with pytest.raises(TypeError, match=r"blocks must be a bool tensor; got list"):
         sf.BlockMask.from_blocks([[True]], 16)
+    with pytest.raises(TypeError, match=r"kept must be a bool tensor; got list"):
+        sf.BlockMask.from_dense([[True]])
     with pytest.raises(TypeError, match=r"got sparse_flash.masks.block_mask.BlockMask"):
         sf.BlockMask.from_flex(sf.compile_mask("causal", 20))
 

@@ -281,6 +281,24 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
             sf.compile_mask(Wrong(kind), 64, block_size=16)
 
 
+@pytest.mark.parametrize(
+    "base, rule, message",
+    [
+        (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(1,\).*begin with q = q\[..., None\]"),
+        (sf.RunPattern, {"row_runs": lambda self, q: (0, q[..., None])}, r"two integer arrays of shape \(\*q.shape, runs\)"),
+        (sf.RunPattern, {"row_runs": lambda self, q: (q[..., None] / 2, q[..., None])}, "got float64 of shape"),
+        (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: d % 3}, r"must return booleans of .*; got int64"),
+        (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: True}, r"got bool of shape \(\)"),
+        (sf.DerivedPattern, {"expression": "causal & local(3)"}, "must be a Pattern; got str; use parse for text"),
+        (sf.DerivedPattern, {}, "Wrong defines no expression"),
+    ],
+)
+def test_a_rule_that_returns_another_form_is_one_clear_error(base, rule, message):
+    wrong = dataclass(frozen=True)(type("Wrong", (base,), rule))()
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        sf.compile_mask(sf.causal() & wrong, 64)
+
+
 def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_it():
     @dataclass(frozen=True)
     class Vague(sf.Pattern):
@@ -288,6 +306,15 @@ def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_
 
     with pytest.raises(NotImplementedError, match="Vague defines no token_rule"):
         sf.compile_mask(Vague(), 64)
+
+
+def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"keeps 3,051,718,750 blocks, more than 2\^31 - 1; use a larger block_size"):
+        sf.compile_mask("causal", 10_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 28
 
 
 @pytest.mark.parametrize(

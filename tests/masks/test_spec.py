@@ -2,6 +2,7 @@
 
 import string
 from dataclasses import dataclass
+from enum import IntEnum
 from importlib import metadata
 
 import numpy as np
@@ -58,6 +59,7 @@ def test_and_binds_tighter_than_or_and_not_tightest():
         ("butterfly(None, 64,)", sf.butterfly(block=64)),
         ("butterfly( block = 6_4 )", sf.butterfly(block=64)),
         ("random(5e-1, seed=7)", sf.random(0.5, 7)),
+        ("random(.5)", sf.random(0.5)),
         ("documents([0, 5, 9])", sf.documents([0, 5, 9])),
         ("documents((0, 5, 9,))", sf.documents([0, 5, 9])),
         ('from_blocks("10/11", block=16)', sf.from_blocks([[1, 0], [1, 1]], 16)),
@@ -226,12 +228,29 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
             sf.register_pattern("bare")(cls)
     with pytest.raises(TypeError, match=r"must decorate a subclass of sparse_flash\.Pattern"):
         sf.register_pattern("bare")(lambda q, kv: q > kv)
-    for name in ("two words", "", 3, "a-b"):
+    for name in ("two words", "", 3, "a-b", "inf", "größe"):  # of the last two, spec text can write neither
         with pytest.raises(ValueError, match="must be an identifier"):
             sf.register_pattern(name)
     assert "bare" not in sf.list_patterns()
     with pytest.raises(ValueError, match="Thawed has no spec text: register it"):
         Thawed(3).to_spec()
+
+
+class Step(IntEnum):
+    TWO = 2
+
+
+@pytest.mark.parametrize("far", [None, 3, 0.5, np.float64(0.5), np.str_("a"), Step.TWO, (Step.TWO, None)], ids=repr)
+@pytest.mark.parametrize("near", [None, 3, np.float64(0.5)], ids=repr)
+def test_text_says_every_field_that_differs_from_its_default_in_literals(near, far, registry):
+    @sf.register_pattern("optional")
+    @dataclass(frozen=True)
+    class Optional(sf.Pattern):
+        near: object = 3
+        far: object = None
+
+    pattern = Optional(near, far)
+    assert sf.parse(pattern.to_spec()) == pattern
 
 
 @dataclass(frozen=True)

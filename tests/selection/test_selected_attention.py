@@ -236,6 +236,7 @@ def changed(*place_and_value):
         ({"picks": changed(0, 1, 40, 1, 3)}, ValueError, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
         ({"picks": changed(0, 0, 0, 0, -2)}, ValueError, "got -2 .* below -1.*pass -1 where there is nothing to pick"),
         ({"block_size": 100}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 100; try 64"),
+        ({"block_size": 64.0}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 64.0; try 64"),
         ({"every": 0}, ValueError, "every must be 1 to 128 queries that share a choice; got 0"),
         ({"every": 129}, ValueError, "got 129"),
         ({"every": 1.0}, TypeError, "every must be an int, .*; got float"),

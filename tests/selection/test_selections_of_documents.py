@@ -182,6 +182,16 @@ def test_what_packed_documents_cannot_choose_by_is_refused(arguments, error, mes
         sf.topk_blocks(**arguments)
 
 
+def test_a_saved_selection_loads_as_plain_weights_do_and_its_text_is_one_line(tmp_path):
+    q = torch.randn(40, 2, 16, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 15, 40], device=DEVICE)
+    sel = sf.topk_blocks(q, q, keep=2, every=1, block_size=16, always="sinks(1)", cu_seqlens_q=cu_seqlens)
+    torch.save(sel, tmp_path / "selection.pt")
+    again = torch.load(tmp_path / "selection.pt")
+    assert torch.equal(again.to_dense(), sel.to_dense()) and repr(again) == repr(sel)
+    assert repr(sel).startswith("PackedSelection(documents=2, longest=40, block_size=16, always='sinks(1)', picks=(2, 40, ")
+
+
 def test_a_selection_of_other_documents_is_refused():
     chosen = sf.topk_blocks(Q, K, KEEP, block_size=BLOCK, cu_seqlens_q=ENDS)
     one = sf.topk_blocks(Q.transpose(0, 1)[None], K.transpose(0, 1)[None], KEEP, every=1)

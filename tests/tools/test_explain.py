@@ -92,6 +92,20 @@ def test_operations_and_traffic_count_both_head_dims():
         assert getattr(both, name) == (getattr(one, name) + getattr(other, name)) / 2
 
 
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"heads": 0}, ValueError, "heads must be an integer of at least 1; got 0"),
+        ({"heads": 4.5}, ValueError, "got 4.5"),
+        ({"head_dim": "64"}, ValueError, "head_dim must be an integer of at least 1; got '64'"),
+        ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype, such as torch.bfloat16; got 'bf16'"),
+    ],
+)
+def test_numbers_of_a_call_that_cannot_be_are_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        explain("causal", q_len=256, **given)
+
+
 def test_a_mask_that_differs_by_head_is_refused():
     mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
     with pytest.raises(ValueError, match="one mask; got 2"):
@@ -183,6 +197,8 @@ def test_what_cannot_be_drawn_is_refused_with_the_way_out(tmp_path):
         sf.draw(sf.BlockMask.per_head(["causal", "full"], q_len=64))
     with pytest.raises(TypeError, match="from_dense"):
         sf.draw(torch.ones(3, 3) > 0)
+    with pytest.raises(TypeError, match="name of a picture to write; got 4096; lengths are q_len= and kv_len="):
+        sf.draw("causal", 4096)
 
 
 @pytest.mark.parametrize("specs", [["causal & local(40)", "full", "strided(5, block=3)"], ["causal & ~causal", "random(0.3)"]])

@@ -664,6 +664,18 @@ def test_a_query_that_keeps_nothing_leaves_all_weight_to_its_sink(backend):
     assert (dq[:, :, :30] == 0).all() and dq.isfinite().all() and dsinks.isfinite().all()
 
 
+@every_backend
+def test_a_sink_of_minus_infinity_is_no_sink_even_beside_queries_that_keep_nothing(backend):
+    sinks = torch.full((HEADS,), float("-inf"), device=DEVICE).requires_grad_()
+    q, k, v, _ = accepted(backend, {"sinks": sinks}, kv_len=40)
+    q.requires_grad_()
+    plain = sf.attention(q, k, v, "causal", return_lse=True, backend=backend)
+    out, lse = sf.attention(q, k, v, "causal", sinks=sinks, return_lse=True, backend=backend)
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+    dq, dsinks = torch.autograd.grad(out.sum() + lse[:, :, 30:].sum(), (q, sinks))
+    assert (dq[:, :, :30] == 0).all() and dq.isfinite().all() and (dsinks == 0).all()
+
+
 # Functions of scores.
 
 
@@ -672,6 +684,17 @@ def test_a_score_function_needs_its_parts():
         sf.ScoreFunction(3)
     with pytest.raises(ValueError, match="triton and derivative both, or neither"):
         sf.ScoreFunction(own_in_torch, triton=own_in_torch)
+    with pytest.raises(TypeError, match=r"q_pos, k_pos, params\) as torch; got one of \(score, b, h, i, j\)"):
+        sf.ScoreFunction(lambda score, b, h, i, j: score)
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("result, got", [(None, "NoneType"), (torch.ones((), dtype=torch.bool), "torch.bool")])
+def test_a_score_function_that_returns_no_scores_is_one_clear_error(backend, result, got):
+    q, k, v, _ = inputs()
+    wrong = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: result)
+    with pytest.raises(TypeError, match=rf"must return scores, a floating-point tensor; got {got}"):
+        sf.attention(q, k, v, score_mod=wrong, backend=backend)
 
 
 def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(monkeypatch):
