@@ -363,7 +363,9 @@ def test_a_padded_batch_is_each_of_its_sequences_alone(backend):
         given = {f"{of}_{name}": torch.tensor([n, n], device=DEVICE) for name, n in side.items() for of in ("q", "kv")}
         out = sf.attention(q, k, v, "causal & local(20)", backend=backend, **given)[:, :, begin:end]
         alone = sf.attention(*(t[:, :, begin:end] for t in (q, k, v)), "causal & local(20)", backend=backend)
-        torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
+        # In other tiles, sums have another order: in 16 bits a result may differ in its last one.
+        close = 2 * torch.finfo(out.dtype).eps if out.element_size() == 2 else 1e-5
+        torch.testing.assert_close(out, alone, rtol=close, atol=close)
 
 
 if triton:
