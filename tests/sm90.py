@@ -286,6 +286,8 @@ def of_the_tests():
         )
         yield partial(report, f"{name}_of_dropout", 64, False, compiled, kernel, table[64], 64, False, 128, DROPOUT)
         yield partial(report, f"{name}_of_terms", 64, False, compiled, kernel, table[64], 64, False, 128, EVERY_TERM, EVERY_SWITCH)
+    details = backward.grad_qkv_kernel, configs._GRAD_KV[64], 64, True, 128, EVERY_TERM, EVERY_SWITCH
+    yield partial(report, "grad_qkv_of_terms", 64, True, compiled, *details)
     for name, (given, switches) in OF_VARIANTS.items():
         for dim, block in ((64, 128), (128, 128), (128, 64)):
             forward_configs = hopper_configs.FORWARD_OF_64 if block == 64 else hopper_configs.FORWARD
