@@ -2,12 +2,16 @@
 
 python -m examples.equal_time prepare --packages corpus
 python -m examples.equal_time run power-of-two --seconds 300 --seed 1 --out runs/equal_time/power-of-two-1.json
+python -m examples.equal_time run-missing --out runs/equal_time     # of the reported runs
 python -m examples.equal_time report runs/equal_time/*.json
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +26,7 @@ from examples.train_lm.settings import PRESETS
 from examples.train_lm.settings import preset as preset_of
 
 from . import evaluate, results, windows
-from .arms import ARMS, CHOSEN, LEARNING_RATES, Chosen, arm_of, chosen
+from .arms import ARMS, CHOSEN, LEARNING_RATES, SEEDS, Chosen, arm_of, chosen
 from .run import run as run_arm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -79,6 +83,45 @@ def run(
         how = chosen(preset, name) if learning_rate is None else Chosen(learning_rate, bool(log_length))
         found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, start, keep)
         _write(out, {"preset": preset, **found})
+
+
+@app.command()
+def run_missing(
+    seconds: Seconds = 300.0,
+    within: Annotated[float, typer.Option(help="Seconds after which no further run is begun. 0: none.")] = 0.0,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A folder for the results, ARM-SEED.json; those that it has are not run again.")] = Path(
+        "runs/equal_time"
+    ),
+    device: Device = "auto",
+) -> None:
+    """Run what is missing of the reported runs, one after the other.
+
+    Several such commands share one folder: each run is claimed by a file, ARM-SEED.running. Give each a GPU of its own.
+    """
+    begin, runs = time.monotonic(), sorted((seed, name) for name, seeds in SEEDS.items() for seed in seeds)
+    with user_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        for seed, name in runs:
+            result, claim = out / f"{name}-{seed}.json", out / f"{name}-{seed}.running"
+            if within and time.monotonic() - begin > within:
+                console.print(f"{within:g} seconds are over")
+                break
+            if result.exists():
+                continue
+            try:
+                claim.touch(exist_ok=False)
+            except FileExistsError:
+                console.print(f"{name}, seed {seed}: runs already; if it does not, remove {claim}", soft_wrap=True, markup=False)
+                continue
+            command = [sys.executable, "-m", "examples.equal_time", "run", name, "--seed", str(seed), "--seconds", str(seconds)]
+            try:
+                # A process of its own, so that no run finds memory or code of another.
+                ended = subprocess.run([*command, "--data", str(folder), "--out", str(result), "--device", device]).returncode
+            finally:
+                claim.unlink()
+            if ended:
+                raise ValueError(f"{name}, seed {seed} ended with status {ended}; what it said is above")
 
 
 @app.command()

@@ -2,9 +2,11 @@
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,6 +236,30 @@ def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypa
     table = json.loads(summary.read_text())["rows"]
     assert {row["arm"] for row in table} == {"dense", "dense-8k", "window"}
     assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
+
+
+def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch):
+    ran = []
+
+    def run_stub(command):
+        ran.append(tuple(command[4:7:2]))
+        Path(command[command.index("--out") + 1]).write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run_stub)
+    (tmp_path / "dense-1.json").write_text("{}")
+    (tmp_path / "window-2.running").touch()
+    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
+    assert result.exit_code == 0 and "window, seed 2: runs already" in result.output
+    everything = {(name, str(seed)) for name, seeds in arms.SEEDS.items() for seed in seeds}
+    assert set(ran) == everything - {("dense", "1"), ("window", "2")} and len(ran) == len(everything) - 2
+    assert [seed for _, seed in ran] == sorted(seed for _, seed in ran)  # each arm once, before any again
+    assert sorted(path.name for path in tmp_path.glob("*.running")) == ["window-2.running"]
+    monkeypatch.setattr(subprocess, "run", lambda command: SimpleNamespace(returncode=3))
+    (tmp_path / "dense-3.json").unlink()
+    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "dense, seed 3 ended with status 3" in result.output
+    assert not (tmp_path / "dense-3.running").exists()
 
 
 def test_bad_input_is_one_sentence(data, tmp_path):
