@@ -179,16 +179,19 @@ def plot(results: dict[str, Result], target: Path) -> Path:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    losses = [result.loss for result in results.values()]
+    # Arms that are far behind most would squeeze the others into a line: their loss is in the legend.
+    top = min(losses) + 3 * (float(np.median(losses)) - min(losses)) + 0.4
     for number, (name, result) in enumerate(sorted(results.items(), key=lambda item: item[1].loss)):
-        color = f"C{number}"
+        color, said = f"C{number}", f"{name}: {result.loss:.3f}"
         for index, run in enumerate(result.runs):
             seconds, nats = ([point[what] for point in run["curve"]] for what in ("seconds", "nats"))
-            left.plot(seconds, nats, "-", color=color, linewidth=1.2, label=name if index == 0 else None)
+            left.plot(seconds, nats, "-", color=color, linewidth=1.2, label=said if index == 0 else None)
         borders = result.best[0]["borders"]
         by_position = result.nats.mean((0, 1)) / np.array(result.best[0]["tokens"])
         right.plot(range(len(by_position)), by_position, "o-", color=color, markersize=4, linewidth=1.2, label=name)
-    ends = [result.loss for result in results.values()]
-    left.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
+    left.set_ylim(min(losses) - 0.05, top + 0.6)
+    right.set_ylim(min(losses) - 0.05, top + 0.1)
     left.set_xlabel("seconds of training steps")
     left.set_ylabel("held-out loss, nats a token")
     right.set_xlabel("position in the sequence, tokens")
