@@ -30,6 +30,11 @@ def of_its_own(score, batch, head, q_pos, k_pos, params):
 
 
 @triton.jit
+def along_keys(score, batch, head, q_pos, k_pos, params):
+    return tl.cumsum(score, 1)
+
+
+@triton.jit
 def one(score, batch, head, q_pos, k_pos, params):
     return 1.0
 
@@ -38,7 +43,7 @@ def in_torch(score, batch, head, q_pos, k_pos, params):
     return score
 
 
-ASKED = (elementwise, torch.int32), (of_its_own, torch.float32), (elementwise, torch.complex64)
+ASKED = (elementwise, torch.int32), (of_its_own, torch.float32), (along_keys, torch.float32), (elementwise, torch.complex64)
 
 if __name__ == "__main__":
     for function, dtype in ASKED:

@@ -52,4 +52,6 @@ def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
         while isinstance(error.__cause__, CompilationError):
             error = error.__cause__
         return f"Gluon cannot compile the score_mod {score_mod.name} ({str(error).splitlines()[-1].strip() or 'see triton'})"
+    except RuntimeError as error:  # of the compiler's passes, after Gluon has read the function
+        return f"Gluon cannot compile the score_mod {score_mod.name} ({error})"
     return None
