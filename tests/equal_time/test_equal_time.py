@@ -242,6 +242,7 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     ran = []
 
     def run_stub(command):
+        assert CliRunner().invoke(app, [*command[3:], "--help"]).exit_code == 0  # options that ``run`` has
         ran.append(tuple(command[4:7:2]))
         Path(command[command.index("--out") + 1]).write_text("{}")
         return SimpleNamespace(returncode=0)
