@@ -263,6 +263,19 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     assert not (tmp_path / "dense-3.running").exists()
 
 
+def test_a_run_that_another_command_finishes_meanwhile_is_not_run_again(tmp_path, monkeypatch):
+    touch = Path.touch
+
+    def finished_meanwhile(path, **options):
+        path.with_suffix(".json").write_text("{}")
+        touch(path, **options)
+
+    monkeypatch.setattr(Path, "touch", finished_meanwhile)
+    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail("a run was repeated"))
+    assert CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)]).exit_code == 0
+    assert not list(tmp_path.glob("*.running"))
+
+
 def test_bad_input_is_one_sentence(data, tmp_path):
     runner = CliRunner()
     for arguments, said in (
