@@ -35,17 +35,13 @@ METRICS = {
 LEVELS = tuple(METRICS)[:2]  # where bytes are read from
 _WARM_UP = 2
 _SECONDS = 900  # for one density: compiling, and a few launches, each several times
-# ncu scales its units by 1000; their names differ between versions. A sector of a cache is 32 bytes.
+# ncu scales its units by 1000; their names differ between versions.
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_UNITS = (
-    {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")}
-    | {f"{prefix}{name}": 32 * scale for prefix, scale in _PREFIXES.items() for name in ("sector", "sectors")}
-    | {
-        f"{prefix}{name}": scale
-        for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
-        for name in ("second", "seconds", "sec", "s")
-    }
-)
+_UNITS = {f"{prefix}{name}": scale for prefix, scale in _PREFIXES.items() for name in ("byte", "bytes", "b")} | {
+    f"{prefix}{name}": scale
+    for prefix, scale in {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}.items()
+    for name in ("second", "seconds", "sec", "s")
+}
 
 
 def launches(text: str) -> list[dict]:

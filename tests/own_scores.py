@@ -30,6 +30,21 @@ def of_its_own(score, batch, head, q_pos, k_pos, params):
 
 
 @triton.jit
+def along_keys(score, batch, head, q_pos, k_pos, params):
+    return tl.cumsum(score, 1)
+
+
+@triton.jit
+def of_rows(score, batch, head, q_pos, k_pos, params):
+    return q_pos.to(tl.float32)
+
+
+@triton.jit
+def rounded(score, batch, head, q_pos, k_pos, params):
+    return score.to(tl.float16)
+
+
+@triton.jit
 def one(score, batch, head, q_pos, k_pos, params):
     return 1.0
 
@@ -38,7 +53,8 @@ def in_torch(score, batch, head, q_pos, k_pos, params):
     return score
 
 
-ASKED = (elementwise, torch.int32), (of_its_own, torch.float32), (elementwise, torch.complex64)
+ASKED = [(elementwise, torch.int32), (elementwise, torch.complex64)]
+ASKED += [(function, torch.float32) for function in (of_its_own, along_keys, of_rows, rounded)]
 
 if __name__ == "__main__":
     for function, dtype in ASKED:

@@ -25,9 +25,9 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from sparse_flash.kernels.common.config import padded_head_dim
+from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.common.tiles import Rows
 from sparse_flash.kernels.common.variant import NO_SWITCHES, NO_VARIANT, KernelVariant, launch_options
 from sparse_flash.kernels.hopper import backward as hopper_backward

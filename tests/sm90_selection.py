@@ -18,10 +18,10 @@ import triton
 from sm90 import TARGET, resources
 from triton import knobs
 from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 import sparse_flash as sf
+from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.hopper import selection_grads, selection_parts
 from sparse_flash.kernels.launch.launch import FUSED
 from sparse_flash.kernels.portable import selection_backward, selection_forward, selection_tables

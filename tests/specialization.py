@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import sparse_flash as sf
 from sparse_flash.kernels.hopper import backward as hopper_backward
-from sparse_flash.kernels.hopper import descriptors
+from sparse_flash.kernels.hopper import descriptors, selection_grads, selection_parts
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.packed import repack, spans, splits
@@ -39,7 +39,7 @@ from sparse_flash.kernels.portable import (
 from sparse_flash.selection import portable
 from sparse_flash.variant.variant import Variant
 
-SELECTION = (choose_blocks, selection_tables, selection_forward, selection_backward)
+SELECTION = (choose_blocks, selection_tables, selection_forward, selection_backward, selection_parts, selection_grads)
 MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
@@ -158,8 +158,9 @@ def selection_calls() -> None:
             q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
             picks = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32)
             selection = sf.BlockSelection(picks, q_len, kv_len, 64, always=always[q_len, kv_len] if beside else None)
-            portable.forward(q, k, v, selection, 1.0)
-            portable.backward(q, None, q, k, v, q, lse, selection, 1.0)
+            for parts_kernel, grads_kernel in ((None, None), (selection_parts.picked_parts, selection_grads.picked_grads)):
+                portable.forward(q, k, v, selection, 1.0, parts_kernel)
+                portable.backward(q, None, q, k, v, q, lse, selection, 1.0, grads_kernel)
 
 
 def main() -> None:

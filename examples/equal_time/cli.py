@@ -116,6 +116,8 @@ def run_missing(
                 continue
             command = [sys.executable, "-m", "examples.equal_time", "run", name, "--seed", str(seed), "--seconds", str(seconds)]
             try:
+                if result.exists():  # another command has finished it since
+                    continue
                 # A process of its own, so that no run finds memory or code of another.
                 ended = subprocess.run([*command, "--data", str(folder), "--out", str(result), "--device", device]).returncode
             finally:

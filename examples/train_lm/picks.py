@@ -63,7 +63,7 @@ def picks_of(q: torch.Tensor, k: torch.Tensor, keep: int, block_size: int) -> to
 def summary(picks: torch.Tensor, block_size: int, layer: int) -> list[HeadPicks]:
     """picks: of ``picks_of``."""
     tokens = picks.shape[1]
-    first = tokens // 8
+    first = max(1, tokens // 8)  # each has one before it
     own = (torch.arange(tokens, device=picks.device) // block_size)[:, None]
     rows = []
     for head, of_head in enumerate(picks):

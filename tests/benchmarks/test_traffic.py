@@ -19,7 +19,7 @@ for number, (kernel, values) in enumerate(
         "attention_forward_kernel 0": ("999", "byte", "1", "byte", "1", "byte", "1", "nsecond"),
         "attention_backward_kernel 0": ("998", "byte", "1", "byte", "1", "byte", "1", "nsecond"),
         "attention_forward_kernel": ("4.25", "Gbyte", "1,234,567,936", "byte", "67.25", "Mbyte", "4,512.50", "usecond"),
-        "attention_backward_kernel": ("1,000", "sector", "2.5", "GB", "3", "Gbyte", "9", "msecond"),
+        "attention_backward_kernel": ("32", "Kbyte", "2.5", "GB", "3", "Gbyte", "9", "msecond"),
     }.items()
 ):
     for metric, value, unit in zip(traffic.METRICS.values(), values[::2], values[1::2], strict=True):

@@ -242,6 +242,7 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     ran = []
 
     def run_stub(command):
+        assert CliRunner().invoke(app, [*command[3:], "--help"]).exit_code == 0  # options that ``run`` has
         ran.append(tuple(command[4:7:2]))
         Path(command[command.index("--out") + 1]).write_text("{}")
         return SimpleNamespace(returncode=0)
@@ -260,6 +261,19 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
     assert result.exit_code == 2 and "dense, seed 3 ended with status 3" in result.output
     assert not (tmp_path / "dense-3.running").exists()
+
+
+def test_a_run_that_another_command_finishes_meanwhile_is_not_run_again(tmp_path, monkeypatch):
+    touch = Path.touch
+
+    def finished_meanwhile(path, **options):
+        path.with_suffix(".json").write_text("{}")
+        touch(path, **options)
+
+    monkeypatch.setattr(Path, "touch", finished_meanwhile)
+    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail("a run was repeated"))
+    assert CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)]).exit_code == 0
+    assert not list(tmp_path.glob("*.running"))
 
 
 def test_bad_input_is_one_sentence(data, tmp_path):

@@ -36,3 +36,8 @@ def test_picks_that_neighbours_share_and_those_that_they_do_not_are_counted():
     same, apart = picks.summary(both, BLOCK, layer=3)
     assert same == picks.HeadPicks(3, 0, 1.0, {4: 2.0, 16: 5.0})
     assert apart == picks.HeadPicks(3, 1, 0.0, {4: 3.0, 16: 6.0})
+
+
+def test_a_sequence_of_a_few_tokens_is_summed_up_too():
+    few = torch.zeros(1, 4, 1, dtype=torch.int32)
+    assert picks.summary(few, BLOCK, layer=0) == [picks.HeadPicks(0, 0, 0.0, {})]

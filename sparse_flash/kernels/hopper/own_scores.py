@@ -1,5 +1,5 @@
 """Whether Gluon compiles a user's score function. It takes Triton's, unless they make tensors of their own (``tl.arange``,
-``tl.zeros``): in Gluon these need a layout."""
+``tl.zeros``): in Gluon these need a layout. Nor may results be of another shape or dtype than the scores."""
 
 from functools import cache
 
@@ -25,8 +25,12 @@ def own_scores_kernel(scores, batch, head, params, SCORE: gl.constexpr, DERIVATI
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
     place = scores + (row * 128 + column)
     score = gl.load(place)
-    derivative = DERIVATIVE(score, batch, head, row, column, params)
-    gl.store(place, SCORE(score, batch, head, row, column, params) * derivative)
+    scored = SCORE(score, batch, head, row, column, params)
+    gradient = score * DERIVATIVE(score, batch, head, row, column, params)
+    # The kernels go on with what comes out in the registers of what went in.
+    gl.static_assert(scored.type == score.type, "its results are not a float32 tile like its scores")
+    gl.static_assert(gradient.type == score.type, "its derivative is not in float32")
+    gl.store(place, scored + gradient)
 
 
 @cache
@@ -52,4 +56,6 @@ def refusal(score_mod, dtypes: tuple[torch.dtype, ...]) -> str | None:
         while isinstance(error.__cause__, CompilationError):
             error = error.__cause__
         return f"Gluon cannot compile the score_mod {score_mod.name} ({str(error).splitlines()[-1].strip() or 'see triton'})"
+    except RuntimeError as error:  # of the compiler's passes, after Gluon has read the function
+        return f"Gluon cannot compile the score_mod {score_mod.name} ({error})"
     return None
