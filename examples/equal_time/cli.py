@@ -221,5 +221,8 @@ def _table(title: str, headings: str) -> Table:
 
 def _write(path: Path, what: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(what))
+    # A command that is killed here leaves no half of a result, which would count as one.
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(what))
+    partial.replace(path)
     console.print(str(path), soft_wrap=True, markup=False)
