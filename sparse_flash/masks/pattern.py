@@ -291,10 +291,14 @@ def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     _read_entry_points()
     if name not in _registry:
-        near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(list_patterns())}"
-        raise ValueError(f"unknown pattern {name!r}; {hint}")
+        raise ValueError(f"unknown pattern {name!r}; {_nearest(name, list_patterns())}")
     return _registry[name]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """What an error about an unknown name suggests."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 def parse(text: str) -> Pattern:
@@ -332,6 +336,11 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in tree.keyword:
+        if not (takes_any or name in named):
+            raise spec.SpecError(f"{tree.name}{signature}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:
