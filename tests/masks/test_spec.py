@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.masks import pattern as pattern_module
-from sparse_flash.masks.spec import SpecError, read, write_call
+from sparse_flash.masks.spec import MOST_NESTED, SpecError, read, write_call
 
 
 @pytest.fixture
@@ -107,6 +107,36 @@ def test_error_points_at_the_column_and_says_what_was_expected(text, column, mes
     assert error.value.column == column and error.value.text == text
     first, shown, caret = str(error.value).rsplit("\n", 2)
     assert first.endswith(f"(column {column + 1})") and shown == f"  {text}" and caret == " " * (column + 2) + "^"
+
+
+@pytest.mark.parametrize("levels", [MOST_NESTED + 1, 5000])
+@pytest.mark.parametrize(
+    "before, inner, after",
+    [
+        ("(", "causal", ")"),
+        ("~", "causal", ""),
+        ("~(sinks(1) & ", "causal", ")"),
+        ("[", "documents(%s)", "]"),
+        ("(", "documents(%s)", ")"),
+    ],
+)
+def test_text_that_is_nested_too_deep_is_refused_with_the_way_out(before, inner, after, levels):
+    text = inner % (before * levels + "0" + after * levels) if "%s" in inner else before * levels + inner + after * levels
+    with pytest.raises(SpecError, match=r"nested more than 100 deep; leave out .* combine patterns with & \| ~ in Python"):
+        sf.parse(text)
+
+
+def test_text_that_is_nested_as_deep_as_it_may_be_is_compiled():
+    text, i = "local(3)", np.arange(128)
+    expected = abs(i[:, None] - i) < 3
+    for level in range(MOST_NESTED):
+        sinks, column = f"sinks({level + 1})", i <= level
+        if level % 2:
+            text, expected = f"{sinks} | ({text})", column | expected
+        else:
+            text, expected = f"~{sinks} & ({text})", ~column & expected
+    assert sf.parse(sf.parse(text).to_spec()) == sf.parse(text)
+    np.testing.assert_array_equal(sf.compile_mask(text, 128, block_size=16).to_dense().numpy(), expected)
 
 
 @settings(max_examples=300)
