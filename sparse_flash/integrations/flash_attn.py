@@ -26,7 +26,7 @@ from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
 from ..masks.block_mask import BlockMask
 from ..masks.memory import remembered
-from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
 from ..packed.gather_rows import take_rows
 
 _NO_WINDOW = (-1, -1)
@@ -373,7 +373,7 @@ def _kept(causal: bool, window_size, mask):
     if mask is None:
         return own
     if isinstance(mask, str):
-        return f"({mask}) & {own}"
+        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows it as it was given
     if isinstance(mask, Pattern):
         return _joined(mask, own)
     raise ValueError(

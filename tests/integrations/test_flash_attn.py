@@ -221,6 +221,12 @@ def test_what_cannot_be_had_is_refused_by_name():
         fa.flash_attn_with_kvcache(q.requires_grad_(), k, v)
 
 
+def test_an_error_about_a_mask_that_is_joined_shows_its_text_as_it_was_given():
+    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
+    with pytest.raises(ValueError, match=r"did you mean 'causal' or 'local'\? \(column 1\)\n  cusal\n  \^$"):
+        fa.flash_attn_func(q, k, v, causal=True, mask="cusal")
+
+
 def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen(monkeypatch):
     cache, tokens = torch.zeros(3, 4, 1, 1), torch.arange(1.0, 10).view(3, 3, 1, 1)
     held = torch.tensor([0, 2, 4])
