@@ -42,12 +42,22 @@ class Pattern:
     A ``block_rule`` speeds up compilation if whole blocks can be ruled in or out; without one, every block is evaluated.
     ``shift_invariant`` says that the token rule depends only on ``q - kv``, so blocks on one diagonal are alike and only one of
     them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
+
+    Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError.
     """
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __post_init__(self) -> None:
+        try:
+            hash(self)
+        except TypeError:
+            for field in dataclasses.fields(self):
+                if field.compare:
+                    _check_hashable(self, field.name)
 
     @property
     def shift_period(self) -> int | None:
@@ -137,6 +147,17 @@ class Pattern:
             return self.to_spec()
         except ValueError:
             return repr(self)
+
+
+def _check_hashable(pattern: Pattern, name: str) -> None:
+    value = getattr(pattern, name)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{pattern.name or type(pattern).__qualname__}: {name} must be hashable, as tables are looked up by their pattern; got "
+            f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
+        ) from None
 
 
 class DerivedPattern(Pattern):

@@ -1,7 +1,7 @@
 """Spec text: both ways, canonical, with errors that point at the column; and the registry of names."""
 
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import metadata
 
@@ -283,6 +283,21 @@ def test_text_says_every_field_that_differs_from_its_default_in_literals(near, f
 
     pattern = Optional(near, far)
     assert sf.parse(pattern.to_spec()) == pattern
+
+
+@pytest.mark.parametrize("far, got", [([1], "list"), (np.arange(2), "ndarray"), (([1],), "tuple"), ({1: 2}, "dict")])
+def test_field_that_cannot_be_hashed_is_named_with_its_pattern_and_the_way_out(far, got, registry):
+    @dataclass(frozen=True)
+    class Ring(sf.Pattern):
+        seen: list = field(default_factory=list, compare=False)
+        far: object = None
+
+    assert hash(Ring(far=(1,))) == hash(Ring([3], (1,)))
+    with pytest.raises(TypeError, match=rf"Ring: far must be hashable, .*; got {got}; .* tuple"):
+        Ring(far=far)
+    ring = sf.register_pattern("ring")(Ring)
+    with pytest.raises(TypeError, match=r"^ring: far must"):
+        ring(far=far)
 
 
 @dataclass(frozen=True)
