@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     r"""\s*(?:(?P<number>-?(?:inf\b|(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
     r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
 )
-# Readers and writers call themselves for each level. Deeper text would reach Python's limit on calls, in the middle of a program's own.
+# Readers and writers call themselves for each level, and deeper text would reach Python's limit on calls.
 MOST_NESTED = 100
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
@@ -120,8 +120,8 @@ class _Reader:
         self.nested += 1
         if self.nested > MOST_NESTED:
             raise SpecError(
-                f"{mark!r} is nested more than {MOST_NESTED} deep; leave out what changes nothing, such as '~~' and '((', or combine "
-                "patterns with & | ~ in Python",
+                f"{mark!r} is nested more than {MOST_NESTED} deep; leave out what changes nothing, such as '~~' and '((', or "
+                "combine patterns with & | ~ in Python",
                 self.text,
                 column,
             )
