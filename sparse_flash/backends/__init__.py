@@ -95,6 +95,12 @@ def backend(name: str) -> ModuleType:
     return _MODULES[name]
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError unless this is "auto" or the name of a back end."""
+    if name != "auto":
+        backend(name)
+
+
 def lacking(call: Call, carried: tuple[str, ...]) -> str | None:
     """The refusal of a back end that supports only these features."""
     features = [name for name in call.features if name not in (*carried, LEARNED)]

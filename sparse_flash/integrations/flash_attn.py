@@ -289,6 +289,7 @@ def flash_attn_with_kvcache(
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    kept = _kept(causal, window_size, mask)
     batch, q_len = q.shape[:2]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not isinstance(cache_seqlens, torch.Tensor):
@@ -310,7 +311,6 @@ def flash_attn_with_kvcache(
         for cache, tokens in ((k_cache, k), (v_cache, v)):
             _write(cache, tokens, place, where, capacity)
     lens = cache_seqlens + new
-    kept = _kept(causal, window_size, mask)
     variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
@@ -358,7 +358,13 @@ def _variant(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None
 
 
 def _limits(window_size) -> tuple[int | None, int | None]:
-    left, right = (int(limit) for limit in window_size)
+    try:
+        left, right = (int(limit) for limit in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "window_size must be (left, right), how many keys before and after a query's own position are kept, -1 for no limit; "
+            f"got {window_size!r}"
+        ) from None
     return None if left < 0 else left, None if right < 0 else right
 
 

@@ -221,6 +221,14 @@ def test_what_cannot_be_had_is_refused_by_name():
         fa.flash_attn_with_kvcache(q.requires_grad_(), k, v)
 
 
+@pytest.mark.parametrize("window", [3, (3,), (1, 2, 3), "3", None])
+def test_a_window_that_is_no_pair_of_limits_is_refused(window):
+    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
+    for call in (fa.flash_attn_func, fa.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=r"window_size must be \(left, right\), .*; got "):
+            call(q, k, v, window_size=window)
+
+
 def test_an_error_about_a_mask_that_is_joined_shows_its_text_as_it_was_given():
     q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
     with pytest.raises(ValueError, match=r"did you mean 'causal' or 'local'\? \(column 1\)\n  cusal\n  \^$"):
