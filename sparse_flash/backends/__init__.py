@@ -88,6 +88,16 @@ def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
     return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
 
 
+def check_pages(pages: torch.Tensor, count: int, sequence: int) -> None:
+    """Raises ValueError for pages to read of a sequence that are none of a cache's ``count``. Only on a CPU, as a GPU would have to
+    be waited for."""
+    if pages.device.type == "cpu" and ((pages < 0) | (pages >= count)).any():
+        raise ValueError(
+            f"block_table must name one of the {count} pages for each token of a sequence; sequence {sequence} has "
+            f"{pages.min()} to {pages.max()}"
+        )
+
+
 def backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:
