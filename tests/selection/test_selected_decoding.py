@@ -140,6 +140,16 @@ def test_what_does_not_fit_is_refused():
             call()
 
 
+def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
+    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
+    table = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    for k, options in [(K[:, :, :48], {}), (K[:, :, :16], {"block_table": table})]:
+        held = k.shape[2] * (2 if options else 1)
+        with pytest.raises(ValueError, match=f"of a cache of 64 tokens; got one of {held}; pass the whole cache, and in kv_lens="):
+            means.update(k, 1, **options)
+    means.update(K.repeat(1, 1, 2, 1), 1)  # pages have room for more than there are tokens
+
+
 def test_means_refuse_what_they_were_not_made_for():
     means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
     for error, message, call in [
