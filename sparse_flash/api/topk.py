@@ -149,9 +149,9 @@ def topk_blocks(
     always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
     its first token.
 
-    Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's device, to pass to ``attention``
-    with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The choice is not differentiated.
-    Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
+    Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's
+    device, to pass to ``attention`` with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The
+    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
     patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A selection's choice streams: no
     tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
 
