@@ -30,6 +30,7 @@ from types import ModuleType
 import torch
 
 from ..kernels.common.layout import empty_out as empty_out
+from ..masks.cache import is_recorded
 from ..variant.variant import LEARNED, ScoreFunction, Variant
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, so it only runs
@@ -96,6 +97,14 @@ def check_pages(pages: torch.Tensor, count: int, sequence: int) -> None:
             f"block_table must name one of the {count} pages for each token of a sequence; sequence {sequence} has "
             f"{pages.min()} to {pages.max()}"
         )
+
+
+def check_read_pages(pages: torch.Tensor, read: torch.Tensor, count: int) -> None:
+    """``check_pages`` of each sequence, where operations are not only recorded. pages: (sequences, ...). read: like pages, bool; a
+    page that is not read may be any number."""
+    if pages.device.type == "cpu" and not is_recorded(pages.device):
+        for sequence, (own, of_own) in enumerate(zip(pages, read, strict=True)):
+            check_pages(own[of_own], count, sequence)
 
 
 def backend(name: str) -> ModuleType:

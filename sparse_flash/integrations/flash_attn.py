@@ -24,6 +24,7 @@ import torch
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
+from ..backends import check_read_pages
 from ..masks.block_mask import BlockMask
 from ..masks.memory import remembered
 from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
@@ -181,7 +182,7 @@ def flash_attn_varlen_func(
         kv_count = cu_seqlens_k.diff()
         kv_first = max_seqlen_k - kv_count
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
-        k, v = (t[_page(block_table, token, t.shape[1])] for t in (k, v))
+        k, v = (t[_page(block_table, token, t)] for t in (k, v))
     lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = attention(q, k, v, kept, **lengths, **options, **variant)
@@ -319,7 +320,7 @@ def flash_attn_with_kvcache(
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
-        keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
+        keys, values = (cache[where(token)] for cache in (k_cache, v_cache))
         first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
         q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
         out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **variant)
@@ -426,18 +427,21 @@ def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> 
     return first, count, torch.where((place >= 0) & (place < count[own]), row, -1), token_of_row
 
 
-def _page(block_table: torch.Tensor, token: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset in it) of tokens (sequences, n); tokens before a sequence's first are clamped to it."""
-    token = token.clamp(min=0).long()
-    return block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1)), token % size
+def _page(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, offset in it) of tokens (sequences, n); page 0 for those before a sequence's first. Raises as ``check_read_pages``
+    does."""
+    exists, token, size = token >= 0, token.clamp(min=0).long(), cache.shape[1]
+    page = block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1))
+    check_read_pages(page, exists, len(cache))
+    return torch.where(exists, page, 0), token % size
 
 
 def _places(cache, cache_batch_idx, block_table, batch: int):
-    """Tokens (batch, n) -> an index into the cache."""
+    """Tokens (batch, n) -> an index into the cache, any for those before a sequence's first."""
     if block_table is not None:
-        return lambda token: _page(block_table, token, cache.shape[1])
+        return lambda token: _page(block_table, token, cache)
     own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
-    return lambda token: (own[:, None], token.long())
+    return lambda token: (own[:, None], token.clamp(min=0).long())
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import Call, cache_capacity, check_pages, empty_out
+from ..backends import Call, cache_capacity, check_read_pages, empty_out
 from ..backends.torch import own_precision
-from ..masks.cache import is_recorded
 
 _CHUNK = 1 << 27  # numbers of keys and values read at a time
 
@@ -76,9 +75,7 @@ def _taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int,
     if block_table is None:
         return x[sequence, head, token]
     page = block_table[sequence, token // x.shape[2]].long()
-    if page.device.type == "cpu" and not is_recorded(page.device):
-        for number in range(len(page)):
-            check_pages(page[number, read[number]], len(x), number)
+    check_read_pages(page, read.expand_as(page), len(x))
     return x[page.clamp(0, len(x) - 1), head, token % x.shape[2]]
 
 
