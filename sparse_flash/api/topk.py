@@ -151,9 +151,9 @@ def topk_blocks(
 
     Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's
     device, to pass to ``attention`` with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The
-    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
-    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A selection's choice streams: no
-    tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
+    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under
+    CUDA graphs, provided that patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A
+    selection's choice streams: no tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
 
     Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
     which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
