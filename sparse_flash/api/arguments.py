@@ -98,8 +98,7 @@ def checked(
         checked_scale(scale, q.shape[3])
         if isinstance(pattern, str):
             text_of(pattern)  # raises SpecError for text that cannot be read
-        if backend != "auto":
-            backends.backend(backend)
+        backends.check_name(backend)
         return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
     if pattern is not None:
         table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
@@ -129,8 +128,7 @@ def select_backend(call: AttentionCall) -> str:
         return call.selected
     if isinstance(call.mask, str) or torch.compiler.is_compiling():
         # The operator chooses: a choice here that depends on a length would make torch.compile recompile.
-        if call.backend != "auto":
-            backends.backend(call.backend)
+        backends.check_name(call.backend)
         return call.backend
     block_size = None if call.mask is None else call.mask.block_size
     asked = backends.Call.of(call.q, call.k, call.v, block_size, call.variant, deterministic=call.deterministic)

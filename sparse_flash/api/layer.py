@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
@@ -137,6 +138,7 @@ class SparseAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim where head_dim is not given; got {heads} and {dim}")
         check_deterministic(deterministic)
+        backends.check_name(backend)
         select = QueryChoice.of(select) if isinstance(select, Mapping) else select
         if select is not None and not callable(select):
             raise TypeError(

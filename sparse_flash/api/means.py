@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..backends import cache_capacity
 from ..masks.block_selection import BlockSelection, check_selection_block
 from ..selection.choice import choose_by_means
 from ..selection.decode import positions, update_means
@@ -63,6 +64,12 @@ class BlockMeans:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens must be how many were appended, at least 1; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
+        capacity = cache_capacity(k, block_table)
+        if capacity < self.length:
+            raise ValueError(
+                f"these means are of a cache of {self.length} tokens; got one of {capacity}; pass the whole cache, and in "
+                "kv_lens= how many of its tokens exist"
+            )
         update_means(self._room, k, tokens, self.block_size, kv_lens, block_table)
 
     @torch.no_grad()

@@ -149,11 +149,11 @@ def topk_blocks(
     always is a Pattern or its spec text, in blocks of up to 128 keys. Each document chooses as it would alone: its blocks begin at
     its first token.
 
-    Returns a BlockMask of (batch, heads), or a BlockSelection of (batch, kv_heads | heads), on q's device, to pass to ``attention``
-    with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The choice is not differentiated.
-    Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under CUDA graphs, provided that
-    patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A selection's choice streams: no
-    tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
+    Returns a BlockMask of (batch, heads), of (1, heads) for a batch of 0, or a BlockSelection of (batch, kv_heads | heads), on q's
+    device, to pass to ``attention`` with the same q and k; of packed documents a PackedSelection, for ``attention_varlen``. The
+    choice is not differentiated. Launches only tensor operations and kernels of fixed shapes: no host synchronization, safe under
+    CUDA graphs, provided that patterns were used once with these lengths before the capture (see ``BlockMask.from_blocks``). A
+    selection's choice streams: no tensor of all queries and blocks is made. Under activation checkpointing see ``keep_picks``.
 
     Of a mask under causal, later keys do not influence the choice of blocks: the only block with later keys is the queries' own,
     which is always kept. But all queries of a block share one choice, which therefore depends on later queries of the block, as in
@@ -312,6 +312,8 @@ def _by_blocks(
     always: Pattern | str | BlockMask | None,
     share_group: bool,
 ) -> BlockMask:
+    if q.shape[:1] == k.shape[:1] == (0,):  # no sequence: a mask of batch 1 fits that, and tables hold one at least
+        q, k = (x.new_zeros(1, *x.shape[1:]) for x in (q, k))
     check_tensors(q, k, k)
     grid = BlockGrid(q.shape[2], k.shape[2], block_size)
     for mask in (within, always):

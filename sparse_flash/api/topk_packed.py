@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..masks.block_mask import BlockMask
-from ..masks.pattern import Pattern
+from ..masks.pattern import Pattern, text_of
 from ..packed.gather_rows import take_rows
 from ..packed.picks import PackedSelection, block_axis, bounds_of, places
 from ..packed.repack import BLOCK
@@ -77,4 +77,6 @@ def _checked(always: Pattern | str | BlockMask | None, block_size: int) -> Patte
         raise ValueError(
             f"with always, blocks of packed documents have up to {BLOCK} keys; got block_size={block_size}; leave always out"
         )
+    if isinstance(always, str):
+        text_of(always)  # raises SpecError for text that cannot be read
     return always

@@ -30,6 +30,7 @@ from types import ModuleType
 import torch
 
 from ..kernels.common.layout import empty_out as empty_out
+from ..masks.cache import is_recorded
 from ..variant.variant import LEARNED, ScoreFunction, Variant
 
 # Fastest first: ``auto`` takes the first that supports the call. ``reference`` builds the whole attention matrix, so it only runs
@@ -88,11 +89,35 @@ def cache_capacity(k: torch.Tensor, block_table: torch.Tensor | None) -> int:
     return k.shape[2] if block_table is None else k.shape[2] * block_table.shape[1]
 
 
+def check_pages(pages: torch.Tensor, count: int, sequence: int) -> None:
+    """Raises ValueError for pages to read of a sequence that are none of a cache's ``count``. Only on a CPU, as a GPU would have to
+    be waited for."""
+    if pages.device.type == "cpu" and ((pages < 0) | (pages >= count)).any():
+        raise ValueError(
+            f"block_table must name one of the {count} pages for each token of a sequence; sequence {sequence} has "
+            f"{pages.min()} to {pages.max()}"
+        )
+
+
+def check_read_pages(pages: torch.Tensor, read: torch.Tensor, count: int) -> None:
+    """``check_pages`` of each sequence, where operations are not only recorded. pages: (sequences, ...). read: like pages, bool; a
+    page that is not read may be any number."""
+    if pages.device.type == "cpu" and not is_recorded(pages.device):
+        for sequence, (own, of_own) in enumerate(zip(pages, read, strict=True)):
+            check_pages(own[of_own], count, sequence)
+
+
 def backend(name: str) -> ModuleType:
     """The back end's module. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, NAMES))}; got {name!r}")
     return _MODULES[name]
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError unless this is "auto" or the name of a back end."""
+    if name != "auto":
+        backend(name)
 
 
 def lacking(call: Call, carried: tuple[str, ...]) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
+from . import check_pages
 
 
 def supports(call) -> str | None:
@@ -100,6 +101,8 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
                 else:
                     kept = mask.kept_keys(position, sequence, head)[:length]
                 chosen = kept.nonzero()[:, 0].to(q.device)
+                if block_table is not None:
+                    check_pages(block_table[sequence, chosen // k.shape[2]], len(k), sequence)
                 scores = keys[head // group, chosen] @ q[sequence, head, query].double() * scale
                 out[sequence, head, query] = torch.softmax(scores, 0) @ values[head // group, chosen]
                 lse[sequence, head, query] = scores.logsumexp(0)
@@ -107,7 +110,8 @@ def decode(q, k, v, mask, kv_lens, block_table, causal, scale):
 
 
 def _sequence(cache, block_table, sequence: int):
-    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated."""
+    """(kv_heads, capacity, head_dim): the keys or values of one sequence, its pages concatenated. A page that does not exist is
+    another one here."""
     if block_table is None:
         return cache[sequence]
     return cache[block_table[sequence].long().clamp(0, len(cache) - 1)].transpose(0, 1).flatten(1, 2)

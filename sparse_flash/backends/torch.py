@@ -21,7 +21,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
-from . import aten_cpu, cache_capacity
+from . import aten_cpu, cache_capacity, check_pages
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -191,11 +191,7 @@ def _cached(cache, block_table, sequence: int, tokens):
     if isinstance(tokens, slice):
         tokens = torch.arange(tokens.start, tokens.stop, device=cache.device)
     pages = block_table[sequence, tokens // page_size].long()
-    if pages.device.type == "cpu" and ((pages < 0) | (pages >= len(cache))).any():  # a GPU would have to be waited for
-        raise ValueError(
-            f"block_table must name one of the {len(cache)} pages for each token of a sequence; sequence {sequence} has "
-            f"{pages.min()} to {pages.max()}"
-        )
+    check_pages(pages, len(cache), sequence)
     return cache[pages, :, tokens % page_size].transpose(0, 1)
 
 

@@ -24,9 +24,10 @@ import torch
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
+from ..backends import check_read_pages
 from ..masks.block_mask import BlockMask
 from ..masks.memory import remembered
-from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse
+from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
 from ..packed.gather_rows import take_rows
 
 _NO_WINDOW = (-1, -1)
@@ -181,7 +182,7 @@ def flash_attn_varlen_func(
         kv_count = cu_seqlens_k.diff()
         kv_first = max_seqlen_k - kv_count
         token = torch.arange(max_seqlen_k, device=q.device) - kv_first[:, None]
-        k, v = (t[_page(block_table, token, t.shape[1])] for t in (k, v))
+        k, v = (t[_page(block_table, token, t)] for t in (k, v))
     lengths: dict[str, Any] = {"q_lens": q_count, "kv_lens": kv_count} if alike else {"q_starts": q_first, "kv_starts": kv_first}
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = attention(q, k, v, kept, **lengths, **options, **variant)
@@ -289,6 +290,7 @@ def flash_attn_with_kvcache(
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    kept = _kept(causal, window_size, mask)
     batch, q_len = q.shape[:2]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not isinstance(cache_seqlens, torch.Tensor):
@@ -310,7 +312,6 @@ def flash_attn_with_kvcache(
         for cache, tokens in ((k_cache, k), (v_cache, v)):
             _write(cache, tokens, place, where, capacity)
     lens = cache_seqlens + new
-    kept = _kept(causal, window_size, mask)
     variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
@@ -319,7 +320,7 @@ def flash_attn_with_kvcache(
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
         token = torch.arange(capacity, device=q.device) - (capacity - lens)[:, None]
-        keys, values = (cache[where(token.clamp(min=0))] for cache in (k_cache, v_cache))
+        keys, values = (cache[where(token)] for cache in (k_cache, v_cache))
         first = capacity - lens if cache_leftpad is None else capacity - lens + cache_leftpad
         q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
         out, lse = attention(q, keys, values, kept, kv_starts=first.clamp(max=capacity), **options, **variant)
@@ -358,7 +359,13 @@ def _variant(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None
 
 
 def _limits(window_size) -> tuple[int | None, int | None]:
-    left, right = (int(limit) for limit in window_size)
+    try:
+        left, right = (int(limit) for limit in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "window_size must be (left, right), how many keys before and after a query's own position are kept, -1 for no limit; "
+            f"got {window_size!r}"
+        ) from None
     return None if left < 0 else left, None if right < 0 else right
 
 
@@ -373,7 +380,7 @@ def _kept(causal: bool, window_size, mask):
     if mask is None:
         return own
     if isinstance(mask, str):
-        return f"({mask}) & {own}"
+        return f"({text_of(mask)}) & {own}"  # read alone first, so that an error shows it as it was given
     if isinstance(mask, Pattern):
         return _joined(mask, own)
     raise ValueError(
@@ -420,18 +427,21 @@ def _rows(cu_seqlens: torch.Tensor, tokens: int, longest: int, at_end: bool) -> 
     return first, count, torch.where((place >= 0) & (place < count[own]), row, -1), token_of_row
 
 
-def _page(block_table: torch.Tensor, token: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset in it) of tokens (sequences, n); tokens before a sequence's first are clamped to it."""
-    token = token.clamp(min=0).long()
-    return block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1)), token % size
+def _page(block_table: torch.Tensor, token: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, offset in it) of tokens (sequences, n); page 0 for those before a sequence's first. Raises as ``check_read_pages``
+    does."""
+    exists, token, size = token >= 0, token.clamp(min=0).long(), cache.shape[1]
+    page = block_table.long().gather(1, (token // size).clamp(max=block_table.shape[1] - 1))
+    check_read_pages(page, exists, len(cache))
+    return torch.where(exists, page, 0), token % size
 
 
 def _places(cache, cache_batch_idx, block_table, batch: int):
-    """Tokens (batch, n) -> an index into the cache."""
+    """Tokens (batch, n) -> an index into the cache, any for those before a sequence's first."""
     if block_table is not None:
-        return lambda token: _page(block_table, token, cache.shape[1])
+        return lambda token: _page(block_table, token, cache)
     own = torch.arange(batch, device=cache.device) if cache_batch_idx is None else cache_batch_idx.long()
-    return lambda token: (own[:, None], token.long())
+    return lambda token: (own[:, None], token.clamp(min=0).long())
 
 
 def _write(cache: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor, where, capacity: int) -> None:

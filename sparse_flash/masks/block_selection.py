@@ -13,7 +13,7 @@ from ..compat.pytorch import assert_in_graph
 from .block_mask import BlockMask, Device, MaskLike
 from .cache import is_recorded, one_mask
 from .grid import BlockGrid
-from .pattern import Pattern, parse
+from .pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 MOST_SHARED = 128  # queries that share a choice
@@ -323,8 +323,8 @@ def always_table(always: MaskLike | None, q_len: int, kv_len: int, block_size: i
 
 
 def without_later_keys(always: Pattern | str) -> Pattern | str:
-    """What it keeps under causal; text stays text."""
-    return f"causal & ({always})" if isinstance(always, str) else parse("causal") & always
+    """What it keeps under causal; text stays text, and an error about it shows it as it was given."""
+    return f"causal & ({text_of(always)})" if isinstance(always, str) else parse("causal") & always
 
 
 # Lets torch.load read a saved selection without weights_only=False.

@@ -42,12 +42,22 @@ class Pattern:
     A ``block_rule`` speeds up compilation if whole blocks can be ruled in or out; without one, every block is evaluated.
     ``shift_invariant`` says that the token rule depends only on ``q - kv``, so blocks on one diagonal are alike and only one of
     them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
+
+    Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError.
     """
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __post_init__(self) -> None:
+        try:
+            hash(self)
+        except TypeError:
+            for field in dataclasses.fields(self):
+                if field.compare:
+                    _check_hashable(self, field.name)
 
     @property
     def shift_period(self) -> int | None:
@@ -137,6 +147,17 @@ class Pattern:
             return self.to_spec()
         except ValueError:
             return repr(self)
+
+
+def _check_hashable(pattern: Pattern, name: str) -> None:
+    value = getattr(pattern, name)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{pattern.name or type(pattern).__qualname__}: {name} must be hashable, as tables are looked up by their pattern; got "
+            f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
+        ) from None
 
 
 class DerivedPattern(Pattern):
@@ -291,10 +312,14 @@ def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     _read_entry_points()
     if name not in _registry:
-        near = difflib.get_close_matches(name, _registry, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(list_patterns())}"
-        raise ValueError(f"unknown pattern {name!r}; {hint}")
+        raise ValueError(f"unknown pattern {name!r}; {_nearest(name, list_patterns())}")
     return _registry[name]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """What an error about an unknown name suggests."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 def parse(text: str) -> Pattern:
@@ -332,6 +357,11 @@ def _build(tree: spec.Tree, text: str) -> Pattern:
     except ValueError as error:
         raise spec.SpecError(str(error), text, tree.column) from None
     signature = inspect.signature(cls).replace(return_annotation=inspect.Signature.empty)
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in tree.keyword:
+        if not (takes_any or name in named):
+            raise spec.SpecError(f"{tree.name}{signature}: unknown argument {name!r}; {_nearest(name, named)}", text, tree.column)
     try:
         signature.bind(*tree.positional, **tree.keyword)
     except TypeError as error:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -19,6 +20,8 @@ _TOKEN = re.compile(
     r"""\s*(?:(?P<number>-?(?:inf\b|(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?))|(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)"""
     r"""|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[&|~()\[\],=]))"""
 )
+# Readers and writers call themselves for each level, and deeper text would reach Python's limit on calls.
+MOST_NESTED = 100
 _CONSTANTS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
@@ -99,6 +102,7 @@ class _Reader:
             position = match.end()
         self.tokens.append(("end", "the end of the spec", len(text)))
         self.next = 0
+        self.nested = 0
 
     def fail(self, expected: str) -> NoReturn:
         kind, value, column = self.tokens[self.next]
@@ -110,6 +114,19 @@ class _Reader:
             return None
         self.next += 1
         return token, column
+
+    @contextmanager
+    def one_deeper(self, mark: str, column: int) -> Iterator[None]:
+        self.nested += 1
+        if self.nested > MOST_NESTED:
+            raise SpecError(
+                f"{mark!r} is nested more than {MOST_NESTED} deep; leave out what changes nothing, such as '~~' and '((', or "
+                "combine patterns with & | ~ in Python",
+                self.text,
+                column,
+            )
+        yield
+        self.nested -= 1
 
     def whole(self) -> Tree:
         tree = self.chain("|", lambda: self.chain("&", self.factor))
@@ -124,10 +141,12 @@ class _Reader:
         return operands[0] if len(operands) == 1 else Operation(symbol, tuple(operands))
 
     def factor(self) -> Tree:
-        if self.accept("mark", "~"):
-            return Operation("~", (self.factor(),))
-        if self.accept("mark", "("):
-            inner = self.chain("|", lambda: self.chain("&", self.factor))
+        if mark := self.accept("mark", "~"):
+            with self.one_deeper(*mark):
+                return Operation("~", (self.factor(),))
+        if mark := self.accept("mark", "("):
+            with self.one_deeper(*mark):
+                inner = self.chain("|", lambda: self.chain("&", self.factor))
             if not self.accept("mark", ")"):
                 self.fail("')'")
             return inner
@@ -174,13 +193,17 @@ class _Reader:
         if name:
             self.next -= 1
         for opening, closing in (("(", ")"), ("[", "]")):
-            if self.accept("mark", opening):
-                values: list[Value] = []
-                while not self.accept("mark", closing):
-                    if values and not self.accept("mark", ","):
-                        self.fail(f"',' or {closing!r}")
-                    if values and self.accept("mark", closing):
-                        break
-                    values.append(self.value())
-                return tuple(values)
+            if mark := self.accept("mark", opening):
+                with self.one_deeper(*mark):
+                    return self.values_until(closing)
         return self.fail("a number, a string, True, False, None or a tuple of them")
+
+    def values_until(self, closing: str) -> tuple[Value, ...]:
+        values: list[Value] = []
+        while not self.accept("mark", closing):
+            if values and not self.accept("mark", ","):
+                self.fail(f"',' or {closing!r}")
+            if values and self.accept("mark", closing):
+                break
+            values.append(self.value())
+        return tuple(values)

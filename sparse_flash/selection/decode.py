@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import Call, cache_capacity, empty_out
+from ..backends import Call, cache_capacity, check_read_pages, empty_out
 from ..backends.torch import own_precision
 
 _CHUNK = 1 << 27  # numbers of keys and values read at a time
@@ -42,7 +42,10 @@ def decode(
             token = torch.where(pick < 0, -1, token).flatten(3)
             kept = (token >= 0) & (token <= position[:, :, some])
             token = torch.where(kept, token, 0).flatten(2)
-            keys, values = (_taken(x, token, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v))
+            read = kept.flatten(2)
+            keys, values = (
+                _taken(x, token, read, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v)
+            )
             # What is not kept may be NaN, which a weight of 0 does not undo.
             values = values.masked_fill(~kept[..., None], 0.0)
             scores = (scale * (rows[:, :, some] @ keys.mT)).masked_fill(~kept[:, :, :, None], float("-inf"))
@@ -64,15 +67,16 @@ def _lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: to
     return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
 
 
-def _taken(x: torch.Tensor, token: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
+def _taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
-    int64."""
+    int64. read: like token, bool; what is taken for others is not used. Raises as ``check_pages`` does."""
     head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
     sequence = torch.arange(len(token), device=x.device)[:, None, None]
     if block_table is None:
         return x[sequence, head, token]
-    page = block_table[sequence, token // x.shape[2]].long().clamp(min=0)
-    return x[page, head, token % x.shape[2]]
+    page = block_table[sequence, token // x.shape[2]].long()
+    check_read_pages(page, read.expand_as(page), len(x))
+    return x[page.clamp(0, len(x) - 1), head, token % x.shape[2]]
 
 
 def update_means(
@@ -95,6 +99,7 @@ def update_means(
     for some in block.split(max(1, _CHUNK // (batch * heads * block_size * k.shape[3])), 1):
         exists = (some >= 0) & (some < blocks)
         token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
-        keys = _taken(k, token.flatten(1)[:, None], heads, block_table).unflatten(2, (-1, block_size))
+        read = exists.repeat_interleave(block_size, 1)[:, None]
+        keys = _taken(k, token.flatten(1)[:, None], read, heads, block_table).unflatten(2, (-1, block_size))
         target = torch.where(exists, some, blocks)[:, None]
         means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)

@@ -47,10 +47,10 @@ class Check:
 
     def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
         for name, value in (("every", every), ("rows", rows)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive; got {value}")
-        if bound is not None and not bound > 0:
-            raise ValueError(f"bound must be positive; got {bound}; None takes that of the dtype")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
+            raise ValueError(f"bound must be a positive number; got {bound!r}; None takes that of the dtype")
         if not callable(target):
             raise TypeError(f"check needs a module or a function that calls attention; got {type(target).__name__}")
         self.target, self.every, self.rows, self.bound = target, every, rows, bound

@@ -12,13 +12,15 @@ def subject(
     mask, q_len: int | None, kv_len: int | None, block_size: int | None, default_len: int
 ) -> tuple[BlockMask | BlockSelection, str]:
     """(the mask or selection, its spec text or "" if it has none). A pattern is compiled for these lengths. Raises ValueError if
-    they are given with a mask, which has its own."""
+    they are given with a mask, which has its own, and for a mask without contents."""
     lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     given = {name: value for name, value in lengths.items() if value is not None}
     if isinstance(mask, (Pattern, str)):
         compiled = as_block_mask(mask, **({"q_len": default_len} | given))
         return compiled, str(mask).strip()
     mask = mask if isinstance(mask, BlockSelection) else as_block_mask(mask)
+    if mask.device.type == "meta":
+        raise ValueError("a mask on the device meta has no contents to look at; make it on another, such as cpu")
     if given:
         raise ValueError(f"{', '.join(given)} is of a pattern to compile; the mask given has {mask.q_len} x {mask.kv_len} tokens")
     return mask, ""

@@ -364,9 +364,16 @@ def test_what_does_not_fit_is_refused():
     refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
     refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
     refused(ValueError, "backend must be", q, k, k, backend="quick")
-    for page in (-1, 2):
-        wrong = table.index_fill(0, torch.tensor([1]), page)
-        message = f"one of the 2 pages for each token of a sequence; sequence 1 has {page} to {page}"
-        refused(ValueError, message, q, k, k, kv_lens=lens, block_table=wrong, backend="torch")
-        # Nothing reads pages that the mask does not keep.
-        sf.attention_decode(q, k, k, "~full", kv_lens=lens, block_table=wrong, backend="torch")
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("page", [-1, 2])
+def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(backend, page):
+    q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 256, 32)
+    lens, table = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([[0, page, page], [page, 0, 0]])
+    options = {"kv_lens": lens, "block_table": table, "backend": backend}
+    with pytest.raises(ValueError, match=f"one of the 2 pages for each token of a sequence; sequence 1 has {page} to {page}"):
+        sf.attention_decode(q, k, k, **options)
+    # Nothing reads pages that the mask does not keep, or that are past a length.
+    sf.attention_decode(q, k, k, "~full", **options)
+    sf.attention_decode(q, k, k, **options | {"kv_lens": torch.tensor([256, 0])})

@@ -202,6 +202,7 @@ def test_what_the_layer_shows_names_its_mask():
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\); got 1.0"),
         ({"dropout_p": 0.1, "mask": "causal", "select": len}, "select takes no dropout; got dropout_p=0.1"),
         ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
+        ({"backend": "typo"}, "backend must be 'auto' or one of .*; got 'typo'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options, message):

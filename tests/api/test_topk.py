@@ -89,6 +89,13 @@ def test_every_dtype_and_memory_order_is_averaged_without_loss(dtype, layout):
     np.testing.assert_array_equal(dense(mask, 1, 4), definition(q, k, 4, 32, sf.causal()))
 
 
+@parametrize("share_group", [False, True])
+def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(share_group):
+    q, k = (torch.zeros(0, heads, 100, 8, device=DEVICE) for heads in (4, 2))
+    mask = sf.topk_blocks(q, k, 2, block_size=16, share_group=share_group)
+    assert mask.mask_index.shape == (1, 4) and sf.attention(q, k, k, mask).shape == q.shape
+
+
 @parametrize("q_len, kv_len", [(256, 256), (250, 250), (100, 250), (250, 100)])
 @parametrize("keep", [1, 3, 0.3])
 def test_no_later_key_changes_what_is_kept_and_an_earlier_one_does(q_len, kv_len, keep):

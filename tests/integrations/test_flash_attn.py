@@ -221,6 +221,40 @@ def test_what_cannot_be_had_is_refused_by_name():
         fa.flash_attn_with_kvcache(q.requires_grad_(), k, v)
 
 
+@pytest.mark.parametrize("window", [3, (3,), (1, 2, 3), "3", None])
+def test_a_window_that_is_no_pair_of_limits_is_refused(window):
+    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
+    for call in (fa.flash_attn_func, fa.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=r"window_size must be \(left, right\), .*; got "):
+            call(q, k, v, window_size=window)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
+@pytest.mark.parametrize("page", [-1, 3])
+def test_pages_that_do_not_exist_are_refused_where_they_are_read_or_written_and_nowhere_else(page, softcap):
+    q, k, v, keys, values = tensors(*[(2, 1, 2, DIM)] * 3, *[(3, 8, 2, DIM)] * 2)
+    lens, before = torch.tensor([9, 0], dtype=torch.int32), keys.clone()
+    table = torch.tensor([[2, 0, page], [page, page, page]], dtype=torch.int32)
+    options = {"cache_seqlens": lens, "softcap": softcap}
+    out = fa.flash_attn_with_kvcache(q, keys, values, block_table=table, **options)
+    assert torch.equal(out, fa.flash_attn_with_kvcache(q, keys, values, block_table=table.clamp(0, 2), **options))
+    said = f"one of the 3 pages for each token of a sequence; sequence 1 has {page} to {page}"
+    with pytest.raises(ValueError, match=said):
+        fa.flash_attn_with_kvcache(q, keys, values, k, v, block_table=table, **options)
+    with pytest.raises(ValueError, match=said):
+        fa.flash_attn_with_kvcache(q, keys, values, block_table=table, **options | {"cache_seqlens": lens + 1})
+    ends = torch.tensor([0, 9, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=said):
+        fa.flash_attn_varlen_func(q[:, 0], keys, values, torch.arange(3, dtype=torch.int32), ends, 1, 24, block_table=table)
+    assert torch.equal(keys, before)
+
+
+def test_an_error_about_a_mask_that_is_joined_shows_its_text_as_it_was_given():
+    q, k, v = tensors(*[(1, 8, HEADS, DIM)] * 3)
+    with pytest.raises(ValueError, match=r"did you mean 'causal' or 'local'\? \(column 1\)\n  cusal\n  \^$"):
+        fa.flash_attn_func(q, k, v, causal=True, mask="cusal")
+
+
 def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen(monkeypatch):
     cache, tokens = torch.zeros(3, 4, 1, 1), torch.arange(1.0, 10).view(3, 3, 1, 1)
     held = torch.tensor([0, 2, 4])

@@ -1,7 +1,7 @@
 """Spec text: both ways, canonical, with errors that point at the column; and the registry of names."""
 
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import metadata
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.masks import pattern as pattern_module
-from sparse_flash.masks.spec import SpecError, read, write_call
+from sparse_flash.masks.spec import MOST_NESTED, SpecError, read, write_call
 
 
 @pytest.fixture
@@ -85,7 +85,9 @@ def test_reader_takes_the_notation_that_python_users_would_write(text, pattern):
         ("causal & $", 9, r"unexpected '\$'"),
         ("causal & locl(3)", 9, "unknown pattern 'locl'; did you mean 'local'"),
         ("causal & local", 9, r"local\(window: int\): missing a required argument: 'window'"),
-        ("causal & local(wndow=3)", 9, r"local\(window: int\)"),
+        ("causal & local(windw=3)", 9, r"local\(window: int\): unknown argument 'windw'; did you mean 'window'\?"),
+        ("local(3, size=4)", 0, r"local\(window: int\): unknown argument 'size'; known: window"),
+        ("full(size=4)", 0, r"full\(\): unknown argument 'size'; known: none"),
         ("causal | local(0)", 9, "window must be an integer of at least 1; got 0"),
         ("local(window=3, window=4)", 16, "given twice"),
         ("butterfly(block=3, 4)", 19, "positional argument after a named one"),
@@ -105,6 +107,36 @@ def test_error_points_at_the_column_and_says_what_was_expected(text, column, mes
     assert error.value.column == column and error.value.text == text
     first, shown, caret = str(error.value).rsplit("\n", 2)
     assert first.endswith(f"(column {column + 1})") and shown == f"  {text}" and caret == " " * (column + 2) + "^"
+
+
+@pytest.mark.parametrize("levels", [MOST_NESTED + 1, 5000])
+@pytest.mark.parametrize(
+    "before, inner, after",
+    [
+        ("(", "causal", ")"),
+        ("~", "causal", ""),
+        ("~(sinks(1) & ", "causal", ")"),
+        ("[", "documents(%s)", "]"),
+        ("(", "documents(%s)", ")"),
+    ],
+)
+def test_text_that_is_nested_too_deep_is_refused_with_the_way_out(before, inner, after, levels):
+    text = inner % (before * levels + "0" + after * levels) if "%s" in inner else before * levels + inner + after * levels
+    with pytest.raises(SpecError, match=r"nested more than 100 deep; leave out .* combine patterns with & \| ~ in Python"):
+        sf.parse(text)
+
+
+def test_text_that_is_nested_as_deep_as_it_may_be_is_compiled():
+    text, i = "local(3)", np.arange(128)
+    expected = abs(i[:, None] - i) < 3
+    for level in range(MOST_NESTED):
+        sinks, column = f"sinks({level + 1})", i <= level
+        if level % 2:
+            text, expected = f"{sinks} | ({text})", column | expected
+        else:
+            text, expected = f"~{sinks} & ({text})", ~column & expected
+    assert sf.parse(sf.parse(text).to_spec()) == sf.parse(text)
+    np.testing.assert_array_equal(sf.compile_mask(text, 128, block_size=16).to_dense().numpy(), expected)
 
 
 @settings(max_examples=300)
@@ -251,6 +283,21 @@ def test_text_says_every_field_that_differs_from_its_default_in_literals(near, f
 
     pattern = Optional(near, far)
     assert sf.parse(pattern.to_spec()) == pattern
+
+
+@pytest.mark.parametrize("far, got", [([1], "list"), (np.arange(2), "ndarray"), (([1],), "tuple"), ({1: 2}, "dict")])
+def test_field_that_cannot_be_hashed_is_named_with_its_pattern_and_the_way_out(far, got, registry):
+    @dataclass(frozen=True)
+    class Ring(sf.Pattern):
+        seen: list = field(default_factory=list, compare=False)
+        far: object = None
+
+    assert hash(Ring(far=(1,))) == hash(Ring([3], (1,)))
+    with pytest.raises(TypeError, match=rf"Ring: far must be hashable, .*; got {got}; .* tuple"):
+        Ring(far=far)
+    ring = sf.register_pattern("ring")(Ring)
+    with pytest.raises(TypeError, match=r"^ring: far must"):
+        ring(far=far)
 
 
 @dataclass(frozen=True)

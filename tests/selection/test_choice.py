@@ -281,3 +281,17 @@ Q = torch.zeros(1, 4, 64, 8)
 def test_what_does_not_fit_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         sf.topk_blocks(**{"keep": 2, **({} if "scores" in arguments else {"every": 1}), **arguments})
+
+
+@parametrize(
+    "made",
+    [
+        lambda always: sf.topk_blocks(Q, Q, 2, every=1, always=always),
+        lambda always: sf.topk_blocks(scores=Q, keep=2, block_size=16, kv_len=128, always=always),
+        lambda always: sf.topk_blocks(*[Q[0].transpose(0, 1)] * 2, 2, cu_seqlens_q=torch.tensor([0, 64]), always=always),
+        lambda always: sf.BlockSelection.from_picks(torch.zeros(1, 1, 64, 1, dtype=torch.int32), 64, always=always),
+    ],
+)
+def test_an_error_about_always_shows_the_text_as_it_was_given(made):
+    with pytest.raises(ValueError, match=r"did you mean 'causal' or 'local'\? \(column 1\)\n  cusal\n  \^$"):
+        made("cusal")

@@ -95,6 +95,30 @@ def test_queries_before_the_first_key_keep_nothing():
     assert not out[1].any() and lse[1].isneginf().all()
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU would have to be waited for")
+@parametrize("page", [-1, 13])
+def test_pages_that_do_not_exist_are_refused_where_they_are_read_and_nowhere_else(page):
+    q, k, v = inputs(64)
+    (keys, table), (values, _) = (paged(t, 16) for t in (k, v))
+    lens = torch.tensor([16, 0, 33], device=DEVICE)
+    past = torch.arange(4, device=DEVICE) >= (lens[:, None] + 15) // 16
+    options = {"kv_lens": lens, "block_table": torch.where(past, page, table)}
+    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
+    means.update(keys, 33, **options)
+    chosen = means.choose(q[:, :, :1], KEEP, kv_lens=lens)
+    assert torch.equal(
+        sf.attention_decode(q[:, :, :1], keys, values, chosen, **options),
+        sf.attention_decode(q[:, :, :1], keys, values, chosen, **options | {"block_table": table}),
+    )
+    wrong = {"kv_lens": lens, "block_table": table.index_fill(1, torch.tensor([0]), page)}
+    for call in (
+        lambda: means.update(keys, 33, **wrong),
+        lambda: sf.attention_decode(q[:, :, :1], keys, values, chosen, **wrong),
+    ):
+        with pytest.raises(ValueError, match=f"one of the 13 pages for each token of a sequence; sequence 0 has {page} to {page}"):
+            call()
+
+
 Q, K = torch.zeros(3, 4, 2, 32, device=DEVICE), torch.zeros(3, 2, 64, 32, device=DEVICE)
 
 
@@ -114,6 +138,16 @@ def test_what_does_not_fit_is_refused():
     ]:
         with pytest.raises(error, match=message):
             call()
+
+
+def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
+    means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
+    table = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    for k, options in [(K[:, :, :48], {}), (K[:, :, :16], {"block_table": table})]:
+        held = k.shape[2] * (2 if options else 1)
+        with pytest.raises(ValueError, match=f"of a cache of 64 tokens; got one of {held}; pass the whole cache, and in kv_lens="):
+            means.update(k, 1, **options)
+    means.update(K.repeat(1, 1, 2, 1), 1)  # pages have room for more than there are tokens
 
 
 def test_means_refuse_what_they_were_not_made_for():

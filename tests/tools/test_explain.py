@@ -106,6 +106,15 @@ def test_numbers_of_a_call_that_cannot_be_are_refused(given, error, message):
         explain("causal", q_len=256, **given)
 
 
+@pytest.mark.parametrize("look", [explain, sf.draw])
+def test_a_mask_without_contents_is_refused_with_the_way_out(look):
+    q = torch.zeros(1, 1, 64, 16)
+    for mask in (sf.compile_mask("causal", 64), sf.topk_blocks(q, q, 2, every=1, block_size=16)):
+        look(mask)
+        with pytest.raises(ValueError, match="on the device meta has no contents to look at; make it on another, such as cpu"):
+            look(mask.to("meta"))
+
+
 def test_a_mask_that_differs_by_head_is_refused():
     mask = sf.BlockMask.per_head(["causal", "full"], q_len=256)
     with pytest.raises(ValueError, match="one mask; got 2"):
