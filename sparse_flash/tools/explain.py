@@ -19,7 +19,7 @@ from ..masks.pattern import Pattern
 from ..masks.tiles import unpack_bits, unpack_runs
 from .explain_selection import SelectionExplanation, explain_selection
 from .figures import flops_text, share_text, size_text, times
-from .subject import subject
+from .subject import check_counts, subject
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024
@@ -233,10 +233,7 @@ def explain(
         raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
+    check_counts(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
     if heads % kv_heads:

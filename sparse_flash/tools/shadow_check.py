@@ -17,6 +17,7 @@ from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
 from ..variant.variant import Variant
+from .subject import check_counts
 
 # Errors relative to the largest number among the sampled rows. Correct results in these types stay well below.
 BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}
@@ -46,9 +47,7 @@ class Check:
     differentiated."""
 
     def __init__(self, target: Callable, every: int, rows: int, bound: float | None, seed: int):
-        for name, value in (("every", every), ("rows", rows)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        check_counts(every=every, rows=rows)
         if bound is not None and (not isinstance(bound, (int, float)) or not bound > 0):
             raise ValueError(f"bound must be a positive number; got {bound!r}; None takes that of the dtype")
         if not callable(target):
