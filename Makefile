@@ -42,6 +42,9 @@ first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(w
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
 
+train: $(READY)
+	$(BIN)/python -m examples.train_lm compare $(ARGS)
+
 # One thread per worker: threads that wait for each other on busy cores spin, which makes tests many times slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
