@@ -87,6 +87,7 @@ def run(
 
 @app.command()
 def run_missing(
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(SEEDS)}.")] = "30M",
     seconds: Seconds = 300.0,
     within: Annotated[float, typer.Option(help="Seconds after which no further run is begun. 0: none.")] = 0.0,
     folder: Data = FOLDER,
@@ -95,12 +96,15 @@ def run_missing(
     ),
     device: Device = "auto",
 ) -> None:
-    """Run what is missing of the reported runs, one after the other.
+    """Run what is missing of a preset's reported runs, one after the other.
 
     Several such commands share one folder: each run is claimed by a file, ARM-SEED.running. Give each a GPU of its own.
     """
-    begin, runs = time.monotonic(), sorted((seed, name) for name, seeds in SEEDS.items() for seed in seeds)
+    begin = time.monotonic()
     with user_errors():
+        if preset not in SEEDS:
+            raise ValueError(f"preset must be one of {', '.join(SEEDS)}, which have reported runs; got {preset!r}")
+        runs = sorted((seed, name) for name, seeds in SEEDS[preset].items() for seed in seeds)
         out.mkdir(parents=True, exist_ok=True)
         for seed, name in runs:
             result, claim = out / f"{name}-{seed}.json", out / f"{name}-{seed}.running"
@@ -114,12 +118,13 @@ def run_missing(
             except FileExistsError:
                 console.print(f"{name}, seed {seed}: runs already; if it does not, remove {claim}", soft_wrap=True, markup=False)
                 continue
-            command = [sys.executable, "-m", "examples.equal_time", "run", name, "--seed", str(seed), "--seconds", str(seconds)]
+            command = [sys.executable, "-m", "examples.equal_time", "run", name, "--preset", preset, "--seed", str(seed)]
+            command += ["--seconds", str(seconds), "--data", str(folder), "--out", str(result), "--device", device]
             try:
                 if result.exists():  # another command has finished it since
                     continue
                 # A process of its own, so that no run finds memory or code of another.
-                ended = subprocess.run([*command, "--data", str(folder), "--out", str(result), "--device", device]).returncode
+                ended = subprocess.run(command).returncode
             finally:
                 claim.unlink()
             if ended:
@@ -161,8 +166,9 @@ def choose(
     files: Files,
     target: Annotated[Path, typer.Option(help="The file that run reads.")] = CHOSEN,
 ) -> None:
-    """Write what tuning chose, and all that it tried."""
+    """Write what tuning chose, and all that it tried. Presets that the files are not of stay as they are."""
     with user_errors():
+        before = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
         tried: dict[str, dict[str, list]] = {}
         for path in files:
             one = json.loads(path.read_text())
@@ -172,7 +178,7 @@ def choose(
             tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
         best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
         every = {p: {arm: [row[2] for row in rows] for arm, rows in arms.items()} for p, arms in tried.items()}
-        _write(target, {"chosen": best, "tried": every})
+        _write(target, {"chosen": before["chosen"] | best, "tried": before["tried"] | every})
 
 
 @app.command()

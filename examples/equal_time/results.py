@@ -91,7 +91,7 @@ def load(paths: list[Path]) -> dict[str, Result]:
     if not runs:
         raise ValueError("no results; pass the files that run --out wrote")
     everything = [run for some in runs.values() for run in some]
-    for name in ("budget", "device"):
+    for name in ("preset", "budget", "device"):
         if len(found := {run[name] for run in everything}) > 1:
             raise ValueError(f"these runs differ in their {name}: {', '.join(map(str, sorted(found)))}; compare those that agree")
     packages = {tuple(next(iter(run["evaluations"].values()))["packages"]) for run in everything}

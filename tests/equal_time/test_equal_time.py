@@ -184,11 +184,11 @@ def test_times_to_a_loss_are_read_off_the_curve():
 
 
 def test_results_that_do_not_belong_together_are_refused(files, tmp_path):
-    other = json.loads(files[0].read_text())
-    other["budget"] = 9.0
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="differ in their budget"):
-        results.load([files[1], tmp_path / "other.json"])
+    one = json.loads(files[0].read_text())
+    for name, value in (("budget", 9.0), ("preset", "150M")):
+        (tmp_path / "other.json").write_text(json.dumps(one | {name: value}))
+        with pytest.raises(ValueError, match=f"differ in their {name}"):
+            results.load([files[1], tmp_path / "other.json"])
     with pytest.raises(ValueError, match="no run of power-of-two to compare with"):
         results.rows(results.load(files), "power-of-two")
     with pytest.raises(ValueError, match=r"arm must be one of dense, dense-8k, .*; got 'sparse'"):
@@ -217,10 +217,12 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
     worse["settings"]["learning_rate"] = 1.0
     worse["evaluations"]["whole"]["nats"] = [[9e9]] * len(worse["evaluations"]["whole"]["nats"])
     (tmp_path / "worse.json").write_text(json.dumps(worse))
+    other = {"chosen": {"30M": {"dense": {"learning_rate": 0.5, "log_length": True}}}, "tried": {"30M": {}}}
+    target.write_text(json.dumps(other))
     done = runner.invoke(app, ["choose", str(tmp_path / "worse.json"), *map(str, files[:1]), "--target", str(target)])
     assert done.exit_code == 0, done.output
     monkeypatch.setattr(arms, "CHOSEN", target)
-    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
+    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False) and arms.chosen("30M", "dense") == Chosen(0.5, True)
     assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
     with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
         arms.chosen("tiny", "window")
@@ -243,7 +245,8 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
 
     def run_stub(command):
         assert CliRunner().invoke(app, [*command[3:], "--help"]).exit_code == 0  # options that ``run`` has
-        ran.append(tuple(command[4:7:2]))
+        assert command[5:7] == ["--preset", "30M"]
+        ran.append((command[4], command[8]))
         Path(command[command.index("--out") + 1]).write_text("{}")
         return SimpleNamespace(returncode=0)
 
@@ -252,7 +255,7 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     (tmp_path / "window-2.running").touch()
     result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
     assert result.exit_code == 0 and "window, seed 2: runs already" in result.output
-    everything = {(name, str(seed)) for name, seeds in arms.SEEDS.items() for seed in seeds}
+    everything = {(name, str(seed)) for name, seeds in arms.SEEDS["30M"].items() for seed in seeds}
     assert set(ran) == everything - {("dense", "1"), ("window", "2")} and len(ran) == len(everything) - 2
     assert [seed for _, seed in ran] == sorted(seed for _, seed in ran)  # each arm once, before any again
     assert sorted(path.name for path in tmp_path.glob("*.running")) == ["window-2.running"]
@@ -261,6 +264,8 @@ def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch)
     result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
     assert result.exit_code == 2 and "dense, seed 3 ended with status 3" in result.output
     assert not (tmp_path / "dense-3.running").exists()
+    result = CliRunner().invoke(app, ["run-missing", "--preset", "tiny", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "preset must be one of 30M, 150M, which have reported runs; got 'tiny'" in result.output
 
 
 def test_a_run_that_another_command_finishes_meanwhile_is_not_run_again(tmp_path, monkeypatch):
