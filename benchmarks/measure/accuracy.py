@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,17 +21,19 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, tor
 
 # attend() -> (out,), without gradients; attend(dout) -> (out, dq, dk, dv). dout: like out.
 Attend = Callable[..., tuple[torch.Tensor, ...]]
+# kept(batch, head, queries) -> (queries, kv_len) bool: the pairs that a mask keeps. queries: numbers, on the tensors' device.
+Kept = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
-def eagerly(problem: Problem, fn: Callable[[], torch.Tensor]) -> Attend:
-    """Both passes of a peer's prepared ``fn``, as plain calls."""
+def eagerly(leaves: tuple[torch.Tensor, ...], fn: Callable[[], torch.Tensor]) -> Attend:
+    """Both passes of a peer's prepared ``fn``, as plain calls. leaves: q, k and v."""
 
     def attend(dout=None):
         if dout is None:
             with torch.no_grad():
                 return (fn(),)
         out = fn()
-        return (out, *torch.autograd.grad(out, problem.leaves, dout))
+        return (out, *torch.autograd.grad(out, leaves, dout))
 
     return attend
 
@@ -41,15 +44,31 @@ def is_right(errors: dict[str, float], dtype: torch.dtype) -> bool:
 
 
 def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> dict[str, float]:
-    """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv. Out covers the calls without and
-    with gradients, which may take different paths."""
-    q, k, v = problem.leaves
-    tokens, kv_len = q.shape[2], k.shape[2]
+    """Relative errors over the sampled queries, of out and, with ``backward``, of dq, dk and dv."""
+    kv_len = problem.k.shape[2]
+    key = np.arange(kv_len)
+
+    def kept(batch: int, head: int, queries: torch.Tensor) -> torch.Tensor:
+        pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
+        pairs = of_pattern(pattern, queries)
+        return pairs if problem.kv_lens is None else pairs & (torch.from_numpy(key).to(pairs.device) < problem.kv_lens[batch])
+
+    @cache
+    def of_pattern(pattern, queries: torch.Tensor) -> torch.Tensor:
+        position = queries.cpu().numpy()[:, None] + kv_len - problem.q.shape[2]
+        return _kept(pattern, position, key[None]).to(queries.device)
+
+    return errors_against(kept, problem.leaves, attend, backward)
+
+
+def errors_against(kept: Kept, leaves: tuple[torch.Tensor, ...], attend: Attend, backward: bool = True) -> dict[str, float]:
+    """As ``sampled_errors``, of attention over the pairs that ``kept`` keeps. leaves: q, (batch, heads, tokens, head_dim), k and v.
+    Out covers the calls without and with gradients, which may take different paths."""
+    q, k, v = leaves
+    tokens = q.shape[2]
     rng = np.random.default_rng(0)
     chosen = np.unique(np.concatenate([[0, tokens - 1], rng.integers(0, tokens, SAMPLES - 2)]))
-    position, key = chosen + kv_len - tokens, np.arange(kv_len)
-    kept = {p: _kept(p, position[:, None], key[None]).to(q.device) for p in dict.fromkeys(problem.patterns)}
-    rows, keys = torch.from_numpy(chosen).to(q.device), torch.arange(kv_len, device=q.device)
+    rows = torch.from_numpy(chosen).to(q.device)
 
     (out,) = attend()
     dout_rows = torch.randn(*out.shape[:2], len(chosen), out.shape[3], device=q.device, dtype=q.dtype)
@@ -67,9 +86,7 @@ def sampled_errors(problem: Problem, attend: Attend, backward: bool = True) -> d
             wanted = []
             for head in heads:
                 own = q[batch, head], k[batch, kv_head], v[batch, kv_head], dout_rows[batch, head]
-                pattern = problem.patterns[head if len(problem.patterns) > 1 else 0]
-                pairs = kept[pattern] if problem.kv_lens is None else kept[pattern] & (keys < problem.kv_lens[batch])
-                wanted.append(_reference([t.detach().double() for t in own], rows, pairs))
+                wanted.append(_reference([t.detach().double() for t in own], rows, kept(batch, head, rows)))
             for name, tensors in found.items():
                 # dK and dV of a key head are sums over the query heads that share it.
                 shared = name in ("dk", "dv")

@@ -61,7 +61,7 @@ class _Prepared:
         with self._rival.settings():
             self._fn = self._rival.prepare(self._problem)
             if isinstance(case, CallCase):
-                attend = eagerly(self._problem, self._fn)
+                attend = eagerly(self._problem.leaves, self._fn)
                 self._dout = torch.randn_like(attend()[0])
                 self._attend = latency.captured(attend, self._dout) if case.graph else attend
 
@@ -70,5 +70,5 @@ class _Prepared:
             if isinstance(self._case, CallCase):
                 found = latency.times(self._attend, self._dout, device, seconds)
             else:
-                found = throughput.passes(self._problem, self._fn, device, seconds, self._backward)
+                found = throughput.passes(self._problem.leaves, self._fn, device, seconds, self._backward)
             return {name: timing.median for name, timing in found}

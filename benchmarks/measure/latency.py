@@ -25,7 +25,7 @@ _LEAST_RUNS = 3
 
 def measured(problem: Problem, rival: Peer, device: torch.device, graph: bool, seconds: float = _SECONDS) -> dict:
     """Microseconds per call of the forward pass without gradients and of forward and backward, and their errors."""
-    attend = eagerly(problem, rival.prepare(problem))
+    attend = eagerly(problem.leaves, rival.prepare(problem))
     dout = torch.randn_like(attend()[0])
     if graph:
         attend = captured(attend, dout)

@@ -126,10 +126,10 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
     """flops: of the forward pass."""
     begin = time.perf_counter()
     fn = rival.prepare(problem)
-    attend = eagerly(problem, fn)
+    attend = eagerly(problem.leaves, fn)
     errors = sampled_errors(problem, attend, backward)
     result = {"first_call_s": time.perf_counter() - begin}
-    for name, timing in passes(problem, fn, device, seconds, backward):
+    for name, timing in passes(problem.leaves, fn, device, seconds, backward):
         result |= timing.named(name)
     result["forward_tflops"] = flops / result["forward_ms"] / 1e9
     correct = is_right(errors, problem.q.dtype)
@@ -143,31 +143,33 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
     return result | {"errors": errors, "correct": correct}
 
 
-def passes(problem: Problem, fn: Callable, device: torch.device, seconds: float, backward: bool) -> Iterator[tuple[str, Timing]]:
-    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` once first."""
+def passes(
+    leaves: tuple[torch.Tensor, ...], fn: Callable, device: torch.device, seconds: float, backward: bool
+) -> Iterator[tuple[str, Timing]]:
+    """Milliseconds of the forward pass and, with ``backward``, of the backward pass alone. Runs ``fn`` first. leaves: q, k, v."""
     with torch.no_grad():
         fn()
         yield "forward_ms", timed_ms(fn, device, seconds)
     if backward:
         out = fn()
         dout = torch.randn_like(out)
-        yield "backward_ms", timed_ms(lambda: torch.autograd.grad(out, problem.leaves, dout, retain_graph=True), device, seconds)
+        yield "backward_ms", timed_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device, seconds)
 
 
 def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, backward: bool) -> dict:
     """Milliseconds of each pass and of both, memory of both. The check against the definition runs without dropout, which every
     peer draws in its own way."""
     fn = rival.prepare(replace(problem, dropout_p=0.0))
-    errors = sampled_errors(problem, eagerly(problem, fn), backward)
+    errors = sampled_errors(problem, eagerly(problem.leaves, fn), backward)
     correct = is_right(errors, problem.q.dtype)
     if problem.dropout_p:
         ones = replace(problem, v=torch.ones_like(problem.v))
-        of_dropout = dropout_errors(problem, eagerly(ones, rival.prepare(ones)))
+        of_dropout = dropout_errors(problem, eagerly(ones.leaves, rival.prepare(ones)))
         errors, correct = errors | of_dropout, correct and dropout_is_right(of_dropout)
         fn = rival.prepare(problem)
-    attend = eagerly(problem, fn)
+    attend = eagerly(problem.leaves, fn)
     result: dict = {}
-    for name, timing in passes(problem, fn, device, seconds, backward):
+    for name, timing in passes(problem.leaves, fn, device, seconds, backward):
         result |= timing.named(name)
     if backward:
         dout = torch.randn_like(problem.q)

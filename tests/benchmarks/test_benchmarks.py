@@ -38,7 +38,7 @@ def problem(spec, tokens=256, block=128, heads=2, head_dim=16, batch=1, kv_heads
 
 def errors_of(peer, p):
     p = p.memory_order(peer.order)
-    return check.sampled_errors(p, check.eagerly(p, peer.prepare(p)))
+    return check.sampled_errors(p, check.eagerly(p.leaves, peer.prepare(p)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -130,7 +130,7 @@ def test_sampled_check_sums_over_the_heads_that_share_keys(peer):
 
 def test_sampled_check_looks_at_the_call_without_gradients_too():
     p = problem("causal")
-    attend = check.eagerly(p, registry.SparseFlash("reference").prepare(p))
+    attend = check.eagerly(p.leaves, registry.SparseFlash("reference").prepare(p))
 
     def broken(dout=None):
         return (torch.zeros_like(p.q),) if dout is None else attend(dout)
@@ -288,7 +288,7 @@ def test_host_time_is_until_the_call_returns_and_time_is_until_the_work_is_done(
 
 def test_a_graph_whose_replay_writes_nothing_is_wrong(monkeypatch):
     p = problem("causal")
-    attend = check.eagerly(p, registry.SparseFlash("torch").prepare(p))
+    attend = check.eagerly(p.leaves, registry.SparseFlash("torch").prepare(p))
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     replay = latency.captured(attend, torch.randn_like(p.q))
