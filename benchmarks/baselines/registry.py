@@ -14,7 +14,8 @@ from sparse_flash import backends
 from ..workload.cases import OURS
 from ..workload.problem import Problem
 from .base import Peer
-from .fa4 import FlashAttention4
+from .cudnn_blocks import CudnnBlocks
+from .flash import FlashAttention3, FlashAttention4
 from .flex import Flex
 
 
@@ -112,6 +113,9 @@ PEERS = {
     "sdpa-math": Sdpa("MATH", most_tokens=8192),
     "flex": Flex(),
     "flex-fa4": Flex("FLASH"),
+    "fa3": FlashAttention3(),
+    "fa3-deterministic": FlashAttention3(deterministic=True),
     "fa4": FlashAttention4(),
     "fa4-deterministic": FlashAttention4(deterministic=True),
+    "cudnn-blocks": CudnnBlocks(),
 }

@@ -119,11 +119,11 @@ def _attention(case: Case, device: torch.device, seconds: float) -> dict:
             return facts | latency.measured(problem, rival, device, case.graph, seconds)
         if isinstance(case, PaperCase):
             return facts | _paper(problem, rival, device, seconds, backward)
-        return facts | _timed(problem, rival, 4 * kept * shape.head_dim, device, seconds, backward)
+        return facts | _timed(problem, rival, [kept * each for each in shape.flops], device, seconds, backward)
 
 
-def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seconds: float, backward: bool) -> dict:
-    """flops: of the forward pass."""
+def _timed(problem: Problem, rival: Peer, flops: list[int], device: torch.device, seconds: float, backward: bool) -> dict:
+    """flops: of the forward and of the backward pass."""
     begin = time.perf_counter()
     fn = rival.prepare(problem)
     attend = eagerly(problem.leaves, fn)
@@ -131,11 +131,11 @@ def _timed(problem: Problem, rival: Peer, flops: int, device: torch.device, seco
     result = {"first_call_s": time.perf_counter() - begin}
     for name, timing in passes(problem.leaves, fn, device, seconds, backward):
         result |= timing.named(name)
-    result["forward_tflops"] = flops / result["forward_ms"] / 1e9
+    result["forward_tflops"] = flops[0] / result["forward_ms"] / 1e9
     correct = is_right(errors, problem.q.dtype)
     if backward:
-        result["backward_tflops"] = 2.5 * flops / result["backward_ms"] / 1e9
-        dout = torch.randn_like(problem.q)
+        result["backward_tflops"] = flops[1] / result["backward_ms"] / 1e9
+        dout = torch.randn_like(attend()[0])
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
         if rival.deterministic:
             result["repeatable"] = repeatable = all(map(torch.equal, attend(dout), attend(dout)))
@@ -172,7 +172,7 @@ def _paper(problem: Problem, rival: Peer, device: torch.device, seconds: float, 
     for name, timing in passes(problem.leaves, fn, device, seconds, backward):
         result |= timing.named(name)
     if backward:
-        dout = torch.randn_like(problem.q)
+        dout = torch.randn_like(attend()[0])
         result |= timed_ms(lambda: attend(dout), device, seconds).named("both_ms")
         result["extra_bytes"] = peak_bytes(lambda: attend(dout), device)
     return result | {"errors": errors, "correct": correct}

@@ -61,7 +61,7 @@ def _peers(data: dict) -> ReportTable | None:
         f"{portable.removeprefix(OURS + ':')} x flex",
         "correct",
     ]
-    unit = "TFLOP/s forward / backward, over kept pairs only: 4 x pairs x head_dim x heads x batch, backward 2.5 times that"
+    unit = "TFLOP/s forward / backward, over kept pairs only: two products of head_dim a pair forward, five backward"
     note = f"{'ms forward / backward' if _on_cpu(data) else unit}. {_RATIO}. by: the back end that {main} takes."
     return noted(ReportTable("Beside the peers", columns, lines, [note]))
 

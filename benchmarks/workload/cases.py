@@ -11,18 +11,26 @@ _LONG_SPEC = 1000  # characters; a map of 512 x 512 blocks has 262,655
 
 @dataclass(frozen=True)
 class Shape:
-    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as query heads.
-    Tensors are (batch, heads, tokens, head_dim)."""
+    """tokens: queries and keys. kv_heads: heads of keys and values, None for as many as query heads. v_head_dim: of values, None
+    for that of queries and keys. Tensors are (batch, heads, tokens, head_dim)."""
 
     batch: int
     heads: int
     tokens: int
     head_dim: int
     kv_heads: int | None = None
+    v_head_dim: int | None = None
 
     def __str__(self):
         heads = f"{self.heads}" if self.kv_heads is None else f"{self.heads}/{self.kv_heads}"
-        return f"B{self.batch} H{heads} N{self.tokens} D{self.head_dim}"
+        dims = f"{self.head_dim}" if self.v_head_dim is None else f"{self.head_dim}/{self.v_head_dim}"
+        return f"B{self.batch} H{heads} N{self.tokens} D{dims}"
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """Operations for a pair of a query and a key, in the forward pass (two products) and in the backward pass (five)."""
+        qk, v = self.head_dim, self.v_head_dim or self.head_dim
+        return 2 * (qk + v), 2 * (3 * qk + 2 * v)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ def butterfly_of_half_blocks() -> Mask:
     return Mask("butterfly on blocks of 64", "butterfly(block=64)", block_size=64)
 
 
+def random_blocks(density: float, block: int) -> Mask:
+    return Mask(f"random {density:.0%}, blocks of {block}", f"random({density}, block={block})", block_size=block)
+
+
 def bigbird_map(blocks: int) -> np.ndarray:
     """(blocks, blocks) bool: three diagonals, two global blocks, three random draws per row (arXiv:2007.14062, sec. 2)."""
     i, j = np.ogrid[:blocks, :blocks]

@@ -15,7 +15,7 @@ from .cases import Case, PaperCase, Shape
 
 @dataclass(frozen=True)
 class Problem:
-    """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim).
+    """q: a leaf, (batch, heads, tokens, head_dim). k, v: leaves, (batch, kv_heads, tokens, head_dim); v's may be another.
     patterns: one for all query heads, or one for each. mask: what they compile to, on the tensors' device.
     dropout_p: of the attention probabilities. kv_lens: (batch,) int32, the number of keys of each sequence; None: all."""
 
@@ -65,10 +65,11 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: 
     else:
         mask = BlockMask.per_head(patterns, q_len=s.tokens, block_size=case.mask.block_size, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    heads = (s.heads, s.kv_heads or s.heads, s.kv_heads or s.heads)
+    kv_heads = s.kv_heads or s.heads
+    shapes = (s.heads, s.head_dim), (kv_heads, s.head_dim), (kv_heads, s.v_head_dim or s.head_dim)
     q, k, v = (
-        torch.randn((s.batch, h, s.tokens, s.head_dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
-        for h in heads
+        torch.randn((s.batch, heads, s.tokens, dim), generator=generator, device=device, dtype=dtype).requires_grad_(gradients)
+        for heads, dim in shapes
     )
     return Problem(patterns, mask, q, k, v, dropout_p, kv_lens)
 

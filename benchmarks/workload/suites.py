@@ -2,7 +2,7 @@
 
 speedup         speed-up against density, for the patterns      arXiv:2205.14135, Fig. 2 right
 length          time and memory against length                  arXiv:2205.14135, Fig. 3
-peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-4 and dense attention
+peers           masks of every kind at large shapes, against FlexAttention, FlashAttention-3 and -4, cuDNN and its blocks
 small           time and host time of one call of a short problem, eager and under a CUDA graph
 deterministic   gradients that repeat bit for bit, with FlashAttention-4 for comparison
 compile         time and memory of compiling masks
@@ -23,7 +23,20 @@ from .masks import BUTTERFLY, CAUSAL, FULL
 DETERMINISTIC = f"{OURS}-deterministic"
 DENSE_PEERS = {"cpu": ("sdpa-flash",), "cuda": ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient")}
 PEER_SHAPES = (Shape(4, 16, 4096, 128), Shape(1, 16, 16384, 128), Shape(1, 8, 65536, 128), Shape(4, 16, 16384, 64))
-GROUPED = Shape(1, 32, 16384, 128, kv_heads=8)
+# Single rows, beside those of PEER_SHAPES: grouped heads, other head dims, short rows, random blocks.
+PEER_ROWS = (
+    (Shape(1, 32, 16384, 128, kv_heads=8), CAUSAL),
+    (Shape(4, 16, 8192, 96), CAUSAL),
+    (Shape(1, 16, 8192, 192, v_head_dim=128), CAUSAL),
+    (Shape(1, 16, 8192, 256), FULL),
+    (Shape(1, 16, 8192, 256), CAUSAL),
+    (Shape(1, 16, 8192, 256), masks.window(1024)),
+    (Shape(2, 16, 8192, 128), masks.window(256)),
+    (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 128)),
+    (Shape(1, 16, 32768, 128), masks.random_blocks(0.08, 64)),
+    (Shape(1, 8, 1024, 128), FULL),
+    (Shape(1, 8, 1024, 128), CAUSAL),
+)
 SMALL_LENGTHS = (256, 512, 1024, 2048)
 PAPER_LENGTHS = tuple(128 << k for k in range(10))
 PAPER_DROPOUT = 0.1
@@ -146,7 +159,9 @@ def _peers(device, quick, own) -> Iterator[Case]:
         if device == "cuda" and not quick:
             yield Case(shape, mask, "flex-fa4")
         if device == "cuda" and (dense or str(mask.spec).startswith(("causal & local(", "causal & documents("))):
-            yield Case(shape, mask, "fa4")
+            yield from (Case(shape, mask, peer) for peer in ("fa3", "fa4"))
+        if device == "cuda" and not quick and str(mask.spec).startswith(("from_blocks(", "butterfly", "random(")):
+            yield Case(shape, mask, "cudnn-blocks")
         if dense:
             yield from (Case(shape, mask, peer) for peer in DENSE_PEERS[device][:2])
 
@@ -167,12 +182,12 @@ def _peer_rows(device, quick, own) -> list[tuple[Shape, Mask]]:
     if device == "cpu":
         return [(Shape(1, 4, 4096, 64), mask) for mask in own or [CAUSAL, Mask.of("causal & local(512)"), BUTTERFLY]]
     rows = [(shape, mask) for shape in PEER_SHAPES for mask in own or masks.of_peer_shape(shape)]
-    return rows if own else [*rows, (GROUPED, CAUSAL), *((Shape(1, 8, 1024, 128), mask) for mask in (FULL, CAUSAL))]
+    return rows if own else [*rows, *PEER_ROWS]
 
 
 def _small(device, quick, own) -> Iterator[CallCase]:
     lengths = SMALL_LENGTHS[:1] if quick else SMALL_LENGTHS
-    rivals = ("sdpa-flash",) if device == "cpu" else ("sdpa-cudnn", "sdpa-flash", "fa4")
+    rivals = ("sdpa-flash",) if device == "cpu" else ("sdpa-cudnn", "sdpa-flash", "fa3", "fa4")
     for tokens in lengths:
         for mask in own or (FULL, CAUSAL):
             for graph in (False, True) if device == "cuda" else (False,):
@@ -185,7 +200,7 @@ def _deterministic(device, quick, own) -> Iterator[Case]:
     for mask in own or (FULL, CAUSAL):
         yield from (Case(shape, mask, peer) for peer in (DETERMINISTIC, OURS))
         if device == "cuda" and mask in (FULL, CAUSAL):
-            yield from (Case(shape, mask, peer) for peer in ("fa4-deterministic", "fa4"))
+            yield from (Case(shape, mask, peer) for peer in ("fa3-deterministic", "fa3", "fa4-deterministic", "fa4"))
 
 
 def _compile(device, quick, own) -> Iterator[CompileCase]:

@@ -3,9 +3,7 @@
 import itertools
 import json
 import signal
-import sys
 import time
-import types
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -13,6 +11,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from problems import errors_of, problem
 from rich.console import Console
 
 import sparse_flash as sf
@@ -24,21 +23,9 @@ from sparse_flash.benchmarks.report.tables import tables
 from sparse_flash.benchmarks.results import Results, finished, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.workload import cases, masks, suites
-from sparse_flash.benchmarks.workload.problem import problem_of
 
 CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
-
-
-def problem(spec, tokens=256, block=128, heads=2, head_dim=16, batch=1, kv_heads=None):
-    """spec: one for all heads, or a tuple with one per head."""
-    case = cases.Case(cases.Shape(batch, heads, tokens, head_dim, kv_heads), cases.Mask("", spec, block), "sparse_flash")
-    return problem_of(case, CPU, torch.float32)
-
-
-def errors_of(peer, p):
-    p = p.memory_order(peer.order)
-    return check.sampled_errors(p, check.eagerly(p.leaves, peer.prepare(p)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -82,6 +69,7 @@ def test_the_peer_rows_hold_every_kind_of_mask_at_its_shape():
     assert long == dense | skewed | {"causal in 54 ragged documents", "window 1024, 128 global tokens"}
     assert ("B4 H16 N16384 D64", "causal & window 1024") in rows and ("B1 H32/8 N16384 D128", "causal") in rows
     assert {("B1 H8 N1024 D128", "full"), ("B1 H8 N1024 D128", "causal")} <= rows
+    assert ("B1 H16 N8192 D192/128", "causal") in rows and ("B1 H16 N32768 D128", "random 8%, blocks of 64") in rows
 
 
 def test_every_peer_row_has_ours_on_both_back_ends_and_flex_on_both_of_its():
@@ -90,8 +78,11 @@ def test_every_peer_row_has_ours_on_both_back_ends_and_flex_on_both_of_its():
     for case in chosen:
         found.setdefault((case.shape, case.mask.label), set()).add(case.peer)
     assert all({"sparse_flash", "sparse_flash:triton", "flex", "flex-fa4"} <= peers for peers in found.values())
-    assert all({"fa4", "sdpa-cudnn"} <= peers for (_, label), peers in found.items() if label in ("full", "causal"))
-    assert all("fa4" in peers for (_, label), peers in found.items() if "documents" in label or label.startswith("causal & window"))
+    assert all({"fa3", "fa4", "sdpa-cudnn"} <= peers for (_, label), peers in found.items() if label in ("full", "causal"))
+    flash = [peers for (_, label), peers in found.items() if "documents" in label or label.startswith("causal & window")]
+    assert flash and all({"fa3", "fa4"} <= peers for peers in flash)
+    blocks = [peers for (_, label), peers in found.items() if label == "butterfly" or "blocks" in label]
+    assert blocks and all("cudnn-blocks" in peers for peers in blocks)
     asked = suites.choose(["peers"], "cuda", backend="triton")["peers"]
     assert len({case.key for case in asked}) == len(asked) and not any(case.peer == "sparse_flash" for case in asked)
 
@@ -117,7 +108,7 @@ def test_sampled_check_accepts_what_is_right_and_notices_what_is_not(spec):
 
 
 def test_sampled_check_knows_the_mask_of_each_head():
-    mixed = problem(("causal", "butterfly(block=32)"), block=32)
+    mixed = problem(("causal", "butterfly(block=32)"), block_size=32)
     assert max(errors_of(registry.SparseFlash("reference"), mixed).values()) < 1e-4
     assert errors_of(registry.SparseFlash("reference"), replace(mixed, patterns=mixed.patterns[::-1]))["dv"] > 0.05
     assert mixed.kept_pairs == mixed.mask.to_dense().sum()
@@ -155,7 +146,7 @@ def test_sampled_check_looks_at_the_call_without_gradients_too():
 )
 def test_flex_gets_the_same_pairs(spec):
     heads = len(spec) if isinstance(spec, tuple) else 1
-    p = problem(spec, block=32, heads=heads)
+    p = problem(spec, block_size=32, heads=heads)
     block_mask = flex.flex_block_mask(p)
     head, q, kv = torch.meshgrid(torch.arange(heads), torch.arange(256), torch.arange(256), indexing="ij")
     kept = block_mask.mask_mod(0, head, q, kv)
@@ -166,7 +157,7 @@ def test_flex_gets_the_same_pairs(spec):
 
 @pytest.mark.parametrize("spec", ["full", "causal & local(40)", "butterfly(block=32)"])
 def test_flex_gets_the_keys_that_each_sequence_has(spec):
-    p = replace(problem(spec, block=32, heads=1, batch=3), kv_lens=torch.tensor([256, 70, 32], dtype=torch.int32))
+    p = replace(problem(spec, block_size=32, heads=1, batch=3), kv_lens=torch.tensor([256, 70, 32], dtype=torch.int32))
     block_mask = flex.flex_block_mask(p)
     batch, q, kv = torch.meshgrid(torch.arange(3), torch.arange(256), torch.arange(256), indexing="ij")
     kept = block_mask.mask_mod(batch, 0, q, kv)
@@ -184,62 +175,8 @@ def full_blocks(block_mask) -> torch.Tensor:
 
 
 def test_flex_gets_blocks_that_its_kernels_take():
-    block_mask = flex.flex_block_mask(flex._within_reach(problem("butterfly(block=64)", tokens=512, block=64)))
+    block_mask = flex.flex_block_mask(flex._within_reach(problem("butterfly(block=64)", tokens=512, block_size=64)))
     assert block_mask.BLOCK_SIZE == (128, 128)
-
-
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """A stand-in for flash_attn.cute: its calls and layouts, computed plainly. Returns the options of its calls."""
-    seen = []
-
-    def dense(q, k, v, kept):
-        """(batch, tokens, heads, head_dim)"""
-        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
-        return out.transpose(1, 2).contiguous()
-
-    def flash_attn_func(q, k, v, causal=False, window_size=(None, None), deterministic=False):
-        seen.append({"causal": causal, "window_size": window_size, "deterministic": deterministic})
-        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
-        kept = (distance >= 0) | (not causal)
-        return dense(q, k, v, kept if window_size[0] is None else kept & (distance <= window_size[0])), None
-
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
-        assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
-        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
-        seen.append({"cu_seqlens": cu_seqlens_q.tolist()})
-        position = torch.arange(len(q))
-        document = torch.bucketize(position, cu_seqlens_q, right=True)
-        kept = (position[:, None] >= position) & (document[:, None] == document)
-        return dense(q[None], k[None], v[None], kept)[0]
-
-    module = types.ModuleType("flash_attn.cute")
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    package = types.ModuleType("flash_attn")
-    package.cute = module
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    return seen
-
-
-@pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
-@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
-def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
-    p = problem(spec, **shape)
-    assert registry.peer("fa4").refuses(p) is None
-    assert max(errors_of(registry.peer("fa4"), p).values()) < 1e-4
-    assert ("cu_seqlens" in flash_attn[0]) == ("documents" in spec)
-
-
-def test_flash_attention_4_is_deterministic_where_asked_and_refuses_the_rest(flash_attn):
-    sure = registry.peer("fa4-deterministic")
-    assert max(errors_of(sure, problem("causal")).values()) < 1e-4
-    assert all(options["deterministic"] for options in flash_attn)
-    assert "dense and causal" in sure.refuses(problem("causal & local(9)"))
-    assert "end at 200" in registry.peer("fa4").refuses(problem("causal & documents([0, 200])"))
-    assert "window" in registry.peer("fa4").refuses(problem(("causal", "full")))
 
 
 def test_peers_refuse_with_a_reason():

@@ -270,6 +270,7 @@ def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
     chosen = suites.choose([suite], "cuda")
     results, _ = Results.open(tmp_path, {}, {}, True, False)
     times = {"sdpa-flash": 4, "sdpa-cudnn": 3, "flex": 5, "flex-fa4": 6, "fa4": 2, "fa4-deterministic": 7, "sdpa-efficient": 9}
+    times |= {"fa3": 3.5, "fa3-deterministic": 8}
     listed = [case for case in chosen[suite] if case.mask == masks.CAUSAL or suite == "speedup"]
     for case in listed:
         name, us = case.peer, isinstance(case, cases.CallCase)
@@ -279,7 +280,7 @@ def test_baselines_are_the_fastest_right_ones_of_each_table(suite, tmp_path):
     by_peer = {case.peer: {b.peer for b in suites.baselines(case, chosen, results)} for case in listed}
     expected = {
         "peers": {"sparse_flash": {"fa4", "flex-fa4"}, "sparse_flash:triton": {"fa4", "flex-fa4", "flex"}},
-        "deterministic": {"sparse_flash-deterministic": {"fa4-deterministic", "sparse_flash"}},
+        "deterministic": {"sparse_flash-deterministic": {"fa3-deterministic", "fa4-deterministic", "sparse_flash"}},
         "small": {"sparse_flash": {"sdpa-cudnn", "sdpa-flash"}},
         "speedup": {"sparse_flash": {"sdpa-cudnn", "sdpa-efficient"}},
     }

@@ -1,0 +1,171 @@
+"""FlashAttention-3 and -4. Their kernels work on (batch, tokens, heads, head_dim), and documents on (tokens, heads, head_dim)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sparse_flash.masks.pattern import And, Pattern
+from sparse_flash.patterns import documents, local
+
+from ..workload.problem import Problem
+from .base import Peer
+
+
+class Asked(NamedTuple):
+    """window: keys before the query's own; None: no window. cu_seqlens: where documents start, and where the last one ends, int32
+    on the device; longest: tokens of the longest. None: no documents."""
+
+    causal: bool
+    window: int | None = None
+    cu_seqlens: torch.Tensor | None = None
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class FlashAttention(Peer):
+    """Dense, causal, a causal window, and causal attention in documents through the variable-length call."""
+
+    deterministic: bool = False
+    order = (0, 2, 1, 3)
+
+    def missing(self) -> str | None:
+        """Why the library cannot be called, or None."""
+        raise NotImplementedError
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> torch.Tensor:
+        """The library's own call, in its layout."""
+        raise NotImplementedError
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.dropout_p or problem.kv_lens is not None:
+            return "its calls have no dropout, and padding is not measured"
+        inner = _inside_causal(problem)
+        if problem.name not in ("full", "causal") and not isinstance(inner, (local, documents)):
+            return "its block-sparse call is not measured; it has dense, causal, causal window and causal documents"
+        if self.deterministic and inner is not None:
+            return "its deterministic backward pass is measured dense and causal"
+        if isinstance(inner, documents) and inner.cu_seqlens[-1] != problem.q.shape[2]:
+            return f"its documents must end at the last of {problem.q.shape[2]} tokens; these end at {inner.cu_seqlens[-1]}"
+        return self.missing()
+
+    def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        inner = _inside_causal(problem)
+        if isinstance(inner, documents):
+            return self._documents(problem, inner.cu_seqlens)
+        asked = Asked(problem.name != "full", inner.window - 1 if isinstance(inner, local) else None)
+        return lambda: self.attend(*(t.transpose(1, 2) for t in problem.leaves), asked).transpose(1, 2)
+
+    def _documents(self, problem: Problem, bounds: tuple[int, ...]) -> Callable[[], torch.Tensor]:
+        """bounds: where documents start, and where the last one ends. The sequences of a batch are concatenated."""
+        batch, _, tokens, _ = problem.q.shape
+        starts = [b * tokens + start for b in range(batch) for start in bounds[:-1]]
+        cu_seqlens = torch.tensor([*starts, batch * tokens], dtype=torch.int32, device=problem.q.device)
+        asked = Asked(True, None, cu_seqlens, max(stop - start for start, stop in pairwise(bounds)))
+
+        def run():
+            packed = (t.transpose(1, 2).flatten(0, 1) for t in problem.leaves)
+            return self.attend(*packed, asked).unflatten(0, (batch, tokens)).transpose(1, 2)
+
+        return run
+
+
+def _inside_causal(problem: Problem) -> Pattern | None:
+    """``p`` if the problem's only pattern is ``causal & p``."""
+    if len(problem.patterns) > 1 or not isinstance(problem.patterns[0], And):
+        return None
+    operands = problem.patterns[0].operands
+    others = [p for p in operands if p.name != "causal"]
+    return others[0] if len(operands) == 2 and len(others) == 1 else None
+
+
+class FlashAttention4(FlashAttention):
+    """The CuTe kernels of the flash-attention project (flash_attn.cute)."""
+
+    def missing(self):
+        try:
+            import flash_attn.cute  # noqa: F401
+        except ImportError as error:
+            return f"flash_attn.cute is not installed ({error})"
+        return None
+
+    def attend(self, q, k, v, asked):
+        import flash_attn.cute
+
+        options: dict[str, Any] = {"causal": asked.causal}
+        if asked.cu_seqlens is not None:
+            options |= {"cu_seqlens_q": asked.cu_seqlens, "cu_seqlens_k": asked.cu_seqlens}
+            options |= {"max_seqlen_q": asked.longest, "max_seqlen_k": asked.longest}
+            return _first(flash_attn.cute.flash_attn_varlen_func(q, k, v, **options))
+        if asked.window is not None:
+            options["window_size"] = (asked.window, 0)
+        if self.deterministic:
+            options["deterministic"] = True
+        return _first(flash_attn.cute.flash_attn_func(q, k, v, **options))
+
+
+def _first(out):
+    """out, also from versions that return (out, lse)."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+class FlashAttention3(FlashAttention):
+    """The CUDA C++ kernels for Hopper: flash_attn_interface of the flash-attention project, or the copy that xformers brings."""
+
+    def missing(self):
+        return _flash_attention_3()
+
+    def attend(self, q, k, v, asked):
+        return _OfFlashAttention3.apply(q, k, v, asked, self.deterministic)
+
+
+@cache
+def _flash_attention_3() -> str | None:
+    """Registers torch.ops.flash_attn_3; why it cannot, or None."""
+    if importlib.util.find_spec("flash_attn_interface"):
+        try:
+            importlib.import_module("flash_attn_interface")
+        except Exception as error:  # built for another torch
+            return f"flash_attn_interface does not load: {error}"[:300]
+        return None
+    xformers = importlib.util.find_spec("xformers")
+    folders = [Path(folder) for folder in (xformers.submodule_search_locations or ())] if xformers else []
+    libraries = [path for folder in folders for path in (folder / "flash_attn_3").glob("_C*.so")]
+    if not libraries:
+        return "neither flash_attn_interface nor an xformers with flash_attn_3 is installed"
+    try:
+        torch.ops.load_library(str(libraries[0]))
+    except Exception as error:
+        return f"{libraries[0]} does not load: {error}"[:300]
+    return None
+
+
+class _OfFlashAttention3(torch.autograd.Function):
+    """Calls the operators themselves, which both copies register, so that both are called alike."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, asked: Asked, deterministic: bool):
+        ctx.options = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": asked.causal}
+        if asked.window is not None:
+            ctx.options |= {"window_size_left": asked.window, "window_size_right": 0}
+        if asked.cu_seqlens is not None:
+            ctx.options |= {"cu_seqlens_q": asked.cu_seqlens, "cu_seqlens_k": asked.cu_seqlens}
+            ctx.options |= {"max_seqlen_q": asked.longest, "max_seqlen_k": asked.longest}
+        ctx.deterministic = deterministic
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        torch.ops.flash_attn_3.bwd(dout.contiguous(), q, k, v, out, lse, *grads, deterministic=ctx.deterministic, **ctx.options)
+        return *grads, None, None

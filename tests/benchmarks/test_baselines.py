@@ -1,0 +1,195 @@
+"""FlashAttention and cuDNN's blocks are asked for what the problem is: stand-ins compute what they are asked."""
+
+import sys
+import types
+
+import pytest
+import torch
+from problems import errors_of, problem
+
+from sparse_flash.benchmarks.baselines import flash, registry
+from sparse_flash.benchmarks.measure import throughput
+from sparse_flash.benchmarks.workload import cases, masks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A stand-in for flash_attn.cute: its calls and layouts, computed plainly. Returns the options of its calls."""
+    seen = []
+
+    def dense(q, k, v, kept):
+        """(batch, tokens, heads, head_dim)"""
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(None, None), deterministic=False):
+        seen.append({"causal": causal, "window_size": window_size, "deterministic": deterministic})
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        kept = (distance >= 0) | (not causal)
+        return dense(q, k, v, kept if window_size[0] is None else kept & (distance <= window_size[0])), None
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        seen.append({"cu_seqlens": cu_seqlens_q.tolist()})
+        position = torch.arange(len(q))
+        document = torch.bucketize(position, cu_seqlens_q, right=True)
+        kept = (position[:, None] >= position) & (document[:, None] == document)
+        return dense(q[None], k[None], v[None], kept)[0]
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package = types.ModuleType("flash_attn")
+    package.cute = module
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    return seen
+
+
+@pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
+def test_flash_attention_4_computes_what_it_is_asked(flash_attn, spec, shape):
+    p = problem(spec, **shape)
+    assert registry.peer("fa4").refuses(p) is None
+    assert max(errors_of(registry.peer("fa4"), p).values()) < 1e-4
+    assert ("cu_seqlens" in flash_attn[0]) == ("documents" in spec)
+
+
+@pytest.fixture
+def flash_attention_3(monkeypatch):
+    """A stand-in for FlashAttention-3's operators, in PyTorch's: out and lse forward, gradients into the given tensors backward."""
+    seen = []
+
+    def scores(q, k, is_causal, window_size_left=-1, window_size_right=-1, cu_seqlens_q=None, **options):
+        seen.append(options)
+        position = torch.arange(q.shape[-3])
+        distance = position[:, None] - position
+        kept = (distance >= 0) | (not is_causal)
+        if window_size_left >= 0:
+            assert window_size_right == 0
+            kept &= distance <= window_size_left
+        if cu_seqlens_q is not None:
+            assert cu_seqlens_q.dtype == torch.int32 and options["max_seqlen_k"] == cu_seqlens_q.diff().max()
+            document = torch.bucketize(position, cu_seqlens_q, right=True)
+            kept &= document[:, None] == document
+        group = q.shape[-2] // k.shape[-2]
+        found = options["softmax_scale"] * torch.einsum("...qhd,...khd->...hqk", q, k.repeat_interleave(group, -2))
+        return found.masked_fill(~kept, -torch.inf), group
+
+    def fwd(q, k, v, num_splits, **options):
+        found, group = scores(q, k, **options)
+        out = torch.einsum("...hqk,...khd->...qhd", found.softmax(-1), v.repeat_interleave(group, -2))
+        return out, found.logsumexp(-1), None, None
+
+    def bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic, **options):
+        seen.append({"deterministic": deterministic})
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            again, again_lse, *_ = fwd(*leaves, 1, **options)
+            assert torch.allclose(again, out) and torch.allclose(again_lse, lse)
+            for into, grad in zip((dq, dk, dv), torch.autograd.grad(again, leaves, dout), strict=True):
+                into.copy_(grad)
+
+    monkeypatch.setattr(flash, "_flash_attention_3", lambda: None)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("spec", ["full", "causal", "causal & local(40)", "causal & documents([0, 100, 180, 256])"])
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2, "batch": 2}], ids=["plain", "batch and groups"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attention_3_computes_what_it_is_asked(flash_attention_3, spec, shape, deterministic):
+    p, peer = problem(spec, **shape), registry.peer("fa3-deterministic" if deterministic else "fa3")
+    if deterministic and " & " in spec:
+        assert "dense and causal" in peer.refuses(p)
+        return
+    assert peer.refuses(p) is None
+    assert max(errors_of(peer, p).values()) < 1e-4
+    assert [o["deterministic"] for o in flash_attention_3 if "deterministic" in o] == [deterministic]
+
+
+def test_flash_attention_3_is_looked_for_in_both_places(monkeypatch, tmp_path):
+    flash._flash_attention_3.cache_clear()
+    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: None)
+    assert "neither flash_attn_interface nor an xformers" in registry.peer("fa3").refuses(problem("causal"))
+    (tmp_path / "flash_attn_3").mkdir()
+    (tmp_path / "flash_attn_3" / "_C.so").write_bytes(b"not a library")
+    found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(flash.importlib.util, "find_spec", lambda name: found if name == "xformers" else None)
+    flash._flash_attention_3.cache_clear()
+    assert "_C.so does not load" in registry.peer("fa3").refuses(problem("causal"))
+    flash._flash_attention_3.cache_clear()
+
+
+@pytest.fixture
+def cudnn_frontend(monkeypatch):
+    """A stand-in for cuDNN's frontend, in PyTorch's operations."""
+
+    def attend(q, k, v, index, q2k_block_nums, sparse_block_size):
+        assert index.dtype == q2k_block_nums.dtype == torch.int32 and index.shape[:2] == q2k_block_nums.shape[:2] == q.shape[:2]
+        listed = torch.arange(index.shape[3]) < q2k_block_nums[..., None]
+        kept = torch.zeros(*index.shape[:3], k.shape[2] // sparse_block_size + 1, dtype=torch.bool)
+        kept.scatter_(3, torch.where(listed, index.long(), kept.shape[3] - 1), True)
+        pairs = kept[..., :-1].repeat_interleave(sparse_block_size, 2).repeat_interleave(sparse_block_size, 3)
+        scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~pairs, -torch.inf)
+        return {"o_tensor": scores.softmax(3) @ v, "lse_tensor": scores.logsumexp(3)}
+
+    def grads(dout, q, k, v, out, lse, index, **options):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            again = attend(*leaves, index, **options)
+            assert torch.allclose(again["o_tensor"], out) and torch.allclose(again["lse_tensor"], lse)
+            found = torch.autograd.grad(again["o_tensor"], leaves, dout)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
+
+    module = types.ModuleType("cudnn.block_sparse_attention")
+    module.BSA = types.SimpleNamespace(block_sparse_attention_forward=attend, block_sparse_attention_backward=grads)
+    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        ("butterfly(block=64)", {}),
+        ("random(0.4, block=64)", {"batch": 2}),
+        (("butterfly(block=64)", "random(0.4, block=64)"), {"heads": 2}),
+    ],
+    ids=["butterfly", "a batch", "heads that differ"],
+)
+def test_cudnn_blocks_computes_what_it_is_asked(cudnn_frontend, spec, shape):
+    p = problem(spec, tokens=512, block_size=64, **shape)
+    assert registry.peer("cudnn-blocks").refuses(p) is None
+    assert max(errors_of(registry.peer("cudnn-blocks"), p).values()) < 1e-4
+
+
+def test_cudnn_blocks_refuses_what_is_not_of_whole_blocks(cudnn_frontend):
+    peer = registry.peer("cudnn-blocks")
+    assert "full blocks" in peer.refuses(problem("causal", block_size=64))
+    assert "full blocks" in peer.refuses(problem("full", block_size=64))
+    assert "blocks of 32" in peer.refuses(problem("butterfly(block=32)", block_size=32))
+    assert "as many heads" in peer.refuses(problem("butterfly(block=64)", heads=2, kv_heads=1, block_size=64))
+
+
+def test_operations_are_counted_product_by_product():
+    assert cases.Shape(1, 1, 1, 128).flops == (4 * 128, 10 * 128)
+    assert cases.Shape(1, 1, 1, 192, v_head_dim=128).flops == (2 * (192 + 128), 2 * (3 * 192 + 2 * 128))
+
+
+def test_values_of_another_head_dim_are_measured():
+    case = cases.Case(cases.Shape(1, 2, 128, 24, v_head_dim=16), masks.CAUSAL, "sparse_flash")
+    assert str(case.shape) == "B1 H2 N128 D24/16"
+    assert throughput.run(case, CPU, seconds=0.01)["correct"]
+
+
+def test_flash_attention_4_is_deterministic_where_asked_and_refuses_the_rest(flash_attn):
+    sure = registry.peer("fa4-deterministic")
+    assert max(errors_of(sure, problem("causal")).values()) < 1e-4
+    assert all(options["deterministic"] for options in flash_attn)
+    assert "dense and causal" in sure.refuses(problem("causal & local(9)"))
+    assert "end at 200" in registry.peer("fa4").refuses(problem("causal & documents([0, 200])"))
+    assert "window" in registry.peer("fa4").refuses(problem(("causal", "full")))
