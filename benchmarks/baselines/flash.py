@@ -61,7 +61,12 @@ class FlashAttention(Peer):
         if isinstance(inner, documents):
             return self._documents(problem, inner.cu_seqlens)
         asked = Asked(problem.name != "full", inner.window - 1 if isinstance(inner, local) else None)
-        return lambda: self.attend(*(t.transpose(1, 2) for t in problem.leaves), asked).transpose(1, 2)
+
+        def run():
+            q, k, v = (t.transpose(1, 2) for t in problem.leaves)
+            return self.attend(q, k, v, asked).transpose(1, 2)
+
+        return run
 
     def _documents(self, problem: Problem, bounds: tuple[int, ...]) -> Callable[[], torch.Tensor]:
         """bounds: where documents start, and where the last one ends. The sequences of a batch are concatenated."""
@@ -71,8 +76,8 @@ class FlashAttention(Peer):
         asked = Asked(True, None, cu_seqlens, max(stop - start for start, stop in pairwise(bounds)))
 
         def run():
-            packed = (t.transpose(1, 2).flatten(0, 1) for t in problem.leaves)
-            return self.attend(*packed, asked).unflatten(0, (batch, tokens)).transpose(1, 2)
+            q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in problem.leaves)
+            return self.attend(q, k, v, asked).unflatten(0, (batch, tokens)).transpose(1, 2)
 
         return run
 
