@@ -96,9 +96,9 @@ def mask_mod(problem: Problem) -> Callable:
         return lambda b, h, q, k: inner(b, h, q, k) & (k < lengths[b])
     index = problem.mask.mask_index
     if index.numel() == 1:
-        return _form(problem.patterns[0], problem.mask, 0)
+        return mask_function(problem.patterns[0], problem.mask, 0)
     of_head = index[0].cpu().tolist()
-    forms = [_form(problem.patterns[of_head.index(number)], problem.mask, number) for number in range(problem.mask.masks)]
+    forms = [mask_function(problem.patterns[of_head.index(number)], problem.mask, number) for number in range(problem.mask.masks)]
     return reduce(lambda low, number: _chosen(low, forms[number], index[0], number), range(1, len(forms)), forms[0])
 
 
@@ -106,7 +106,7 @@ def _chosen(low: Callable, form: Callable, number_of_head: torch.Tensor, number:
     return lambda b, h, q, k: torch.where(number_of_head[h] == number, form(b, h, q, k), low(b, h, q, k))
 
 
-def _form(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
+def mask_function(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
     """The cheapest form of a stored mask: a closed form if there is one, a block map if all blocks are full, else a lookup in the
     mask tiles."""
     closed = _closed_form(pattern, mask)
@@ -124,9 +124,10 @@ def _form(pattern: Pattern, mask: BlockMask, number: int) -> Callable:
     first, stop = unpack_runs(runs)
     column = np.arange(size)
     in_runs = (column >= first[:, :, None]) & (column < stop[:, :, None])
-    tiles = torch.from_numpy(np.concatenate([np.ones((1, size, size), bool), in_runs, unpack_bits(bits, size)])).to(device)
+    none_and_all = np.stack([np.zeros((size, size), bool), np.ones((size, size), bool)])
+    tiles = torch.from_numpy(np.concatenate([none_and_all, in_runs, unpack_bits(bits, size)])).to(device)
     number_of_tile = np.zeros(mask.grid.shape, np.int32)
-    number_of_tile[rows, cols] = np.where(kind == 0, 0, tile + np.where(kind == 1, 1, 1 + len(runs)))
+    number_of_tile[rows, cols] = np.where(kind == 0, 1, tile + np.where(kind == 1, 2, 2 + len(runs)))
     tile_at = torch.from_numpy(number_of_tile).to(device)
     return lambda b, h, q, k: tiles[tile_at[q // size, k // size], q % size, k % size]
 

@@ -1,0 +1,57 @@
+"""What each rank of a pool does to test the benchmark of context parallelism."""
+
+import sys
+import types
+from unittest import mock
+
+import on_ranks
+import torch
+
+from sparse_flash.benchmarks import context
+from sparse_flash.benchmarks.baselines import context as ways
+
+CPU = torch.device("cpu")
+
+
+def case(mask: str, heads: int = 4, kv_heads: int = 2) -> context.ContextCase:
+    return context.ContextCase("a mask", mask, tokens=512, heads=heads, kv_heads=kv_heads, head_dim=16)
+
+
+def run(mask: str, names: list[str]) -> dict:
+    with mock.patch.multiple(context, _SECONDS=0.0, _LEAST=1):
+        return context.run(case(mask), names, on_ranks.mesh())
+
+
+def _dense(q, k, v, kept):
+    """(batch, heads, tokens, head_dim). kept: (queries, keys) bool."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
+
+
+def _flash_attn_func(q, k, v, causal, window_size=(None, None)):
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    kept = (distance >= 0) & ((window_size[0] is None) | (distance <= (window_size[0] or 0)))
+    assert causal
+    return _dense(*(t.transpose(1, 2) for t in (q, k, v)), kept).transpose(1, 2)
+
+
+def _flex_attention(q, k, v, block_mask, enable_gqa):
+    query, key = (torch.arange(t.shape[2]) for t in (q, k))
+    return _dense(q, k, v, block_mask.mask_mod(0, 0, query[:, None], key[None]))
+
+
+def error_of(name: str, mask: str) -> float:
+    """Of a way whose library is replaced by PyTorch's operations."""
+    cute = types.ModuleType("flash_attn.cute")
+    cute.flash_attn_func = _flash_attn_func
+    package = types.ModuleType("flash_attn")
+    package.cute = cute
+    sequence = context.sequence_of(case(mask), CPU, torch.float32)
+    leaves = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
+    exact = context.results(leaves, lambda: context.sf.attention(*leaves, sequence.mask))
+    with (
+        mock.patch.dict(sys.modules, {"flash_attn": package, "flash_attn.cute": cute}),
+        mock.patch("torch.nn.attention.flex_attention.flex_attention", _flex_attention),
+        mock.patch.object(ways.GatheredKeys, "refuses", lambda *_: None),
+        mock.patch.multiple(context, _SECONDS=0.0, _LEAST=1),
+    ):
+        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh())["error"]
