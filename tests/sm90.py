@@ -132,23 +132,27 @@ def compiled_for_hopper(
     dtype: str = "bf16",
     variant=NO_VARIANT,
     switches=NO_SWITCHES,
+    dim_v: int | None = None,
 ):
+    """dim: of q and k, as many columns as products cover; dim_v: of v, dim by default, in the forward pass."""
+    padded = padded_head_dim(dim)
+    widths = padded, padded
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
-        constants |= {"GROUPS": config.queries // 64}
+        constants |= {"GROUPS": config.queries // 64} | hopper_forward.columns_of(dim, dim_v or dim)
+        widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
     else:
         queries, pieces = config.queries, config.pieces
         constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
-    constants |= {"KEYS": config.keys}
-    used, dim = dim, padded_head_dim(dim)
-    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": padded, "USED": dim}
+    constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * padded // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * padded // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
+            rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
+            tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
