@@ -304,6 +304,29 @@ def of_the_tests():
                 row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
+    yield from of_wide_forward()
+
+
+def of_wide_forward():
+    """Of Hopper's forward kernel, for head dimensions above 128, and for v of its own."""
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
+        columns = hopper_forward.columns_of(dim, dim_v)
+
+        def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
+            config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
+            given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
+            options |= {"dim_v": dim_v, "variant": given, "switches": switches}
+            details = hopper_forward.attention_forward_kernel, config, dim, sparse, block
+            row += "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
+            return partial(report, row, dim, sparse, compiled_for_hopper, *details, **options)
+
+        yield compiles(row, False, 128)
+        yield compiles(row, True, 128, split=True)
+        yield compiles(row, True, 64, split=True)
+        yield compiles(f"{row}_of_dropout", False, 128, plain=False, dropout=True)
+        for variant in ("alibi", "lengths") if dim != dim_v or dim == 256 else ():
+            yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
 
 
 def of_the_record():

@@ -108,10 +108,6 @@ def forward_of_call(
     return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
 
 
-# Bytes of shared memory of a multiprocessor, less what barriers take and each program's own KiB.
-ROOM = 226 << 10
-
-
 def wide_forward(
     dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
 ) -> ForwardConfig:
@@ -121,7 +117,9 @@ def wide_forward(
     Chosen by footprint, not measured: steps as long as registers hold beside sums of dim_v columns and shared memory holds twice."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
-        return (ROOM // programs - 2 * queries * dim) // (2 * keys * (dim + dim_v))
+        # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
+        room = (228 << 10) // programs - 1024 - queries // 64 * 2560
+        return (room - 2 * queries * dim) // (2 * keys * (dim + dim_v))
 
     short = short_tiles <= SHORT_TILES[256 if max(dim, dim_v) > 128 else 128] * multiprocessors
     if block_size == 64 or (plain and short):
@@ -197,6 +195,19 @@ FOOTPRINT = {
     ("backward_of_lengths", 128): Footprint(231484, 128),
     ("forward_of_lengths_of_64", 128): Footprint(98908, 48),
     ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
+    ("forward", 256): Footprint(200964, 72),
+    ("forward_of_64_alone", 256): Footprint(231684, 24),
+    ("forward_of_dropout", 256): Footprint(200964, 96),
+    ("forward_of_alibi", 256): Footprint(200964, 224),
+    ("forward_of_lengths", 256): Footprint(201092, 104),
+    ("forward", 192): Footprint(225540, 0),
+    ("forward_of_64_alone", 192): Footprint(198916, 0),
+    ("forward_of_dropout", 192): Footprint(225540, 40),
+    ("forward_of_192_and_128", 192): Footprint(217348, 32),
+    ("forward_of_192_and_128_of_64", 192): Footprint(108804, 0),
+    ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 88),
+    ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 144),
+    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 120),
 }
 
 

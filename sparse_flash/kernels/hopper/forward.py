@@ -254,10 +254,10 @@ def _operand(p, kept, layout: gl.constexpr):
 
 
 @gluon.jit
-def _walk(p, tile, state, turn, step, last, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
+def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
     its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
-    compilation. last: the tile's last step, if WIDE."""
+    compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
@@ -279,7 +279,9 @@ def _walk(p, tile, state, turn, step, last, begin, end, stream, place, zeros, HA
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.WIDE:
-            p.q.release(turn, pred=step == last)
+            # Nothing follows the walk over full blocks, and that follows the other only if there are any.
+            is_last = entry + 1 == end
+            p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
@@ -313,10 +315,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     p.k.release(0)
     while tile.first >= 0:
-        last = step
         if p.WIDE:
-            last += gl.maximum(tile.end - tile.begin, 1) - 1
-            p.q.release(turn, pred=step == last)
+            p.q.release(turn, pred=tile.end - tile.begin <= 1)
         stream = p.dropout.stream(tile.line)
         place = p.scoring.place(p.heads, tile.line)
         first_query = tile.first + HALF_INDEX * HALF
@@ -338,9 +338,9 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
-            state, step = _walk(p, tile, state, turn, step, last, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
+            state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
-        state, step = _walk(p, tile, state, turn, step, last, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
+        state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
         if p.WIDE:
             p.scheduler.slots.release(turn)

@@ -1,8 +1,8 @@
 """Products over head dimensions that are no power of two.
 
-A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With 96 in use, each product is
-two: of the first 64 columns, and of the next 32; with 192, of 128 and 64. In registers, sums over rows of such columns are a tuple:
-of one tensor, or of these two. Where the zeros would take the room of another stage, 192 columns are three tiles of 64 instead:
+A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
+192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns are
+a tuple: of one tensor, or of these two. Where zeros would take the room of another stage, 192 columns are three tiles of 64 instead:
 ``pieces_of``.
 """
 
@@ -25,7 +25,7 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
     if left.shape[1] == USED:
         started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
-        FIRST: gl.constexpr = 64 if USED == 96 else 128
+        FIRST: gl.constexpr = left.shape[1] // 2
         REST: gl.constexpr = USED - FIRST
         first, with_first = left.slice(0, FIRST, dim=1), right.slice(0, FIRST, dim=1)
         started = warpgroup_mma(first, with_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -63,7 +63,7 @@ def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
         whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
         sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
     else:
-        FIRST: gl.constexpr = 64 if USED == 96 else 128
+        FIRST: gl.constexpr = DIM // 2
         REST: gl.constexpr = USED - FIRST
         first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
         rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
@@ -191,11 +191,10 @@ def _in_units(stride):
 def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
     # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
     WIDTH: gl.constexpr = numbers.shape[1]
-    registers: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0]]
-    wide: gl.constexpr = registers + ([[0, 32]] if WIDTH > 32 else []) + ([[0, 64]] if WIDTH > 64 else []) + ([[0, 128]] if WIDTH > 128 else [])
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        wide, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [numbers.shape[0], WIDTH]
-    )
+    FURTHER: gl.constexpr = [[0, 32], [0, 64], [0, 128]]
+    LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0]] + FURTHER[: WIDTH // 64]
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS, LANES, [[16, 0], [32, 0]], [], [numbers.shape[0], WIDTH])
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
     across = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]
