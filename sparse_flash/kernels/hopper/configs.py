@@ -114,7 +114,8 @@ def wide_forward(
     """The config for calls whose head dimensions exceed 128 or differ. dim, dim_v: columns of q and k, and of v, in shared memory.
     short_tiles: how many tiles of 64 queries there are. plain: whether the call has no variant.
 
-    Chosen by footprint, not measured: steps as long as registers hold beside sums of dim_v columns and shared memory holds twice."""
+    Chosen by footprint, not measured: steps of as many keys as registers hold beside sums of dim_v columns, and shared memory holds
+    twice."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
         # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.

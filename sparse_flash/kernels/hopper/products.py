@@ -1,9 +1,9 @@
 """Products over head dimensions that are no power of two.
 
 A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
-192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns are
-a tuple: of one tensor, or of these two. Where zeros would take the room of another stage, 192 columns are three tiles of 64 instead:
-``pieces_of``.
+192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns
+are a tuple: of one tensor, or of these two. Where zeros would take the room of another stage, 192 columns are three tiles of 64
+instead: ``pieces_of``.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .masks import where_rows
-
 
 
 def used_columns(head_dim: int) -> int:
@@ -39,7 +38,7 @@ def pieces_of(ring, n, first, COUNT: gl.constexpr):
     """COUNT pieces of a ring's stage, from ``first`` on: the columns of a tile, in order."""
     pieces = ()
     for number in gl.static_range(COUNT):
-        pieces = pieces + (ring.stage(n, first + number),)
+        pieces += (ring.stage(n, first + number),)
     return pieces
 
 
@@ -171,8 +170,8 @@ def _write(place, STRIDE: gl.constexpr, numbers, exists):
 
 @gluon.jit
 def write_rows(tensor, base, batch, head, first, sums):
-    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on, past whose ends nothing is stored, without
-    a pass through shared memory. tensor: its descriptor. base: its address; this and its strides are multiples of 16 bytes."""
+    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on; none past its end. tensor: its descriptor.
+    base: its address; this and its strides are multiples of 16 bytes."""
     batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
     place = base + (batch * batch_stride + head * head_stride + first * stride)
     rows, columns = tensor.shape[2] - first, tensor.shape[3] // 8 * 8
@@ -191,10 +190,10 @@ def _in_units(stride):
 def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
     # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
     WIDTH: gl.constexpr = numbers.shape[1]
-    FURTHER: gl.constexpr = [[0, 32], [0, 64], [0, 128]]
+    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
     LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0]] + FURTHER[: WIDTH // 64]
-    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS, LANES, [[16, 0], [32, 0]], [], [numbers.shape[0], WIDTH])
+    WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
     across = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]
