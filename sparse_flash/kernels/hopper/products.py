@@ -170,8 +170,8 @@ def _write(place, STRIDE: gl.constexpr, numbers, exists):
 
 @gluon.jit
 def write_rows(tensor, base, batch, head, first, sums):
-    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on; none past its end. tensor: its descriptor.
-    base: its address; this and its strides are multiples of 16 bytes."""
+    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on, none past its end. tensor: its
+    descriptor. base: its address; this and its strides are multiples of 16 bytes."""
     batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
     place = base + (batch * batch_stride + head * head_stride + first * stride)
     rows, columns = tensor.shape[2] - first, tensor.shape[3] // 8 * 8
