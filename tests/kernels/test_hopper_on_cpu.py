@@ -35,7 +35,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True)])
+@pytest.mark.parametrize(
+    "name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True), ("256", True)]
+)
 def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic):
     spec, q_len, kv_len, changed = CASES[name]
     options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
