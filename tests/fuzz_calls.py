@@ -271,7 +271,10 @@ def _launches(call: DrawnCall):
     from sparse_flash.kernels.portable import configs as portable
 
     limit = 1 << 30 if call.short else 0
-    with patch.object(portable, "ONE_LAUNCH_TOKENS", limit), patch.object(hopper, "SHORT_TILES", dict.fromkeys((64, 128), limit)):
+    with (
+        patch.object(portable, "ONE_LAUNCH_TOKENS", limit),
+        patch.object(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit)),
+    ):
         yield
 
 

@@ -132,23 +132,27 @@ def compiled_for_hopper(
     dtype: str = "bf16",
     variant=NO_VARIANT,
     switches=NO_SWITCHES,
+    dim_v: int | None = None,
 ):
+    """dim: of q and k, as many columns as products cover; dim_v: of v, dim by default, in the forward pass."""
+    padded = padded_head_dim(dim)
+    widths = padded, padded
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
-        constants |= {"GROUPS": config.queries // 64}
+        constants |= {"GROUPS": config.queries // 64} | hopper_forward.columns_of(dim, dim_v or dim)
+        widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
     else:
         queries, pieces = config.queries, config.pieces
         constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
-    constants |= {"KEYS": config.keys}
-    used, dim = dim, padded_head_dim(dim)
-    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": padded, "USED": dim}
+    constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * padded // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * padded // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
+            rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
+            tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
@@ -300,6 +304,29 @@ def of_the_tests():
                 row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
+    yield from of_wide_forward()
+
+
+def of_wide_forward():
+    """Of Hopper's forward kernel, for head dimensions above 128, and for v of its own."""
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
+        columns = hopper_forward.columns_of(dim, dim_v)
+
+        def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
+            config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
+            given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
+            options |= {"dim_v": dim_v, "variant": given, "switches": switches}
+            details = hopper_forward.attention_forward_kernel, config, dim, sparse, block
+            row += "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
+            return partial(report, row, dim, sparse, compiled_for_hopper, *details, **options)
+
+        yield compiles(row, False, 128)
+        yield compiles(row, True, 128, split=True)
+        yield compiles(row, True, 64, split=True)
+        yield compiles(f"{row}_of_dropout", False, 128, plain=False, dropout=True)
+        for variant in ("alibi", "lengths") if dim != dim_v or dim == 256 else ():
+            yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
 
 
 def of_the_record():

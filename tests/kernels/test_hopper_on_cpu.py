@@ -1,5 +1,7 @@
 """The Hopper kernels, run on a CPU in drawn orders of events: see ``gluon_on_cpu``. On a GPU, other tests run the compiled ones."""
 
+from itertools import product
+
 import fuzz_calls
 import pytest
 import torch
@@ -25,10 +27,17 @@ CASES = {
     "whole blocks": ("butterfly(block=128)", 512, 512, {"kv_heads": 1}),
     "empty rows and columns": ("prefix(70) & ~causal", 400, 300, {}),
     "blocks of 256": ("causal & local(200)", 400, 400, {"block_size": 256}),
+    "256": ("causal", 300, 300, {"head_dim": 256, "kv_heads": 1}),
+    "256, blocks of 64": ("local(90)", 200, 200, {"head_dim": 256, "block_size": 64}),
+    "192 and 128": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 192, "v_head_dim": 128}),
+    "136, empty rows": ("prefix(70) & ~causal", 300, 200, {"head_dim": 136}),
+    "64 and 200, dense": (None, 100, 190, {"head_dim": 64, "v_head_dim": 200}),
 }
 
 
-@pytest.mark.parametrize("name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True)])
+@pytest.mark.parametrize(
+    "name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True), ("256", True)]
+)
 def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic):
     spec, q_len, kv_len, changed = CASES[name]
     options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
@@ -52,12 +61,39 @@ def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_le
     assert {config.queries for config in chosen} == {queries}
 
 
-def test_splits_of_heavy_rows_are_combined():
+@pytest.mark.parametrize("dim, dim_v", [*product((64, 128, 192, 256), (64, 128, 256))])
+def test_wide_tiles_of_two_steps_fit_into_shared_memory(dim, dim_v):
+    from sparse_flash.kernels.hopper.configs import wide_forward
+
+    found = {
+        wide_forward(dim, dim_v, block_size, tiles, 132, plain)
+        for block_size, tiles, plain in product((None, 64, 128), (132, 1000), (True, False))
+    }
+    assert {config.queries for config in found} == {64, 128}
+    for config in found:
+        taken = 2 * (config.queries * dim + config.stages * config.keys * (dim + dim_v))
+        assert config.stages >= 2 and config.programs * (taken + 1024) <= 228 * 1024, config
+        # Sums of dim_v columns, scores, and the weights that wait in 16 bits.
+        registers = (config.queries // 64 == 2 and 240) or 65536 // (256 * config.programs)
+        assert dim_v // 2 + config.keys // 2 + config.keys // 4 <= registers - 16, config
+
+
+def test_a_short_call_of_wide_heads_takes_smaller_tiles_unless_it_has_a_variant(monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {256: 1})
+    assert [configs.wide_forward(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
+    assert configs.wide_forward(192, 128, None, 132, 132, False).queries == 128
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (192, 128)])
+def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
     assert mask.by_query.is_split and mask.by_key.is_split
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 2, "kv_heads": 1}
     with emulated.gluon_on_cpu():
-        check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, head_dim=64, heads=2, kv_heads=1)
+        check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
 
 
 def test_dropout_drops_the_pairs_that_it_drops_elsewhere():
@@ -102,6 +138,7 @@ UNDER = {
     "whole blocks": ("butterfly(block=128)", 512, 512, {"head_dim": 128}),
     "blocks of 64": ("local(90)", 300, 300, {"block_size": 64}),
     "blocks of 256": ("local(200)", 400, 400, {"block_size": 256}),
+    "head_dim 192": ("causal", 200, 200, {"head_dim": 192}),
 }
 OF_TERMS = [*((name, "causal", False) for name in TERMS), *(("all", under, False) for under in UNDER)]
 OF_TERMS += [("lengths", under, under == "bits") for under in UNDER] + [("all, dropout", "dense, ragged", False)]

@@ -59,7 +59,7 @@ TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figu
 # 13.9 and 17.6. 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8. Causal, 2026-11-23, 8 heads of 1,024 tokens, 64 and 128: 12.7 and
 # 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8,
 # 23.4 and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
-SHORT_TILES = {64: 2, 128: 1}
+SHORT_TILES = {64: 2, 128: 1, 256: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
@@ -106,6 +106,28 @@ def forward_of_call(
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
     config = forward_config(dtype, dim, block_size, device)
     return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
+
+
+def wide_forward(
+    dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
+) -> ForwardConfig:
+    """The config for calls whose head dimensions exceed 128 or differ. dim, dim_v: columns of q and k, and of v, in shared memory.
+    short_tiles: how many tiles of 64 queries there are. plain: whether the call has no variant.
+
+    Chosen by footprint, not measured: steps of as many keys as registers hold beside sums of dim_v columns, and shared memory holds
+    twice."""
+
+    def fitting(queries: int, keys: int, programs: int) -> int:
+        # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
+        room = (228 << 10) // programs - 1024 - queries // 64 * 2560
+        return (room - 2 * queries * dim) // (2 * keys * (dim + dim_v))
+
+    short = short_tiles <= SHORT_TILES[256 if max(dim, dim_v) > 128 else 128] * multiprocessors
+    if block_size == 64 or (plain and short):
+        programs = 2 if plain and dim_v <= 128 and fitting(64, 64, 2) >= 2 else 1
+        return ForwardConfig(min(3, fitting(64, 64, programs)), 0, 64, 64, programs)
+    keys = 128 if dim_v <= 128 and fitting(128, 128, 1) >= 2 else 64
+    return ForwardConfig(min(3, fitting(128, keys, 1)), keys=keys)
 
 
 @remembered
@@ -174,6 +196,19 @@ FOOTPRINT = {
     ("backward_of_lengths", 128): Footprint(231484, 128),
     ("forward_of_lengths_of_64", 128): Footprint(98908, 48),
     ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
+    ("forward", 256): Footprint(200964, 72),
+    ("forward_of_64_alone", 256): Footprint(231684, 24),
+    ("forward_of_dropout", 256): Footprint(200964, 96),
+    ("forward_of_alibi", 256): Footprint(200964, 224),
+    ("forward_of_lengths", 256): Footprint(201092, 104),
+    ("forward", 192): Footprint(225540, 0),
+    ("forward_of_64_alone", 192): Footprint(198916, 0),
+    ("forward_of_dropout", 192): Footprint(225540, 40),
+    ("forward_of_192_and_128", 192): Footprint(217348, 32),
+    ("forward_of_192_and_128_of_64", 192): Footprint(108804, 0),
+    ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 88),
+    ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 144),
+    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 120),
 }
 
 
