@@ -249,7 +249,7 @@ class BlockMask:
     @property
     def tall(self) -> TallRows | None:
         """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
-        the table. None where they are not, for masks of several heads, and for masks made at run time."""
+        the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
         return cast("TallRows | None", build.in_tall_rows(self))
 
     @property
