@@ -148,7 +148,7 @@ FOOTPRINT = {
     ("backward", 96): Footprint(232156, 0),
     ("backward", 128): Footprint(232156, 48),
     ("forward_of_192", 64): Footprint(147980, 0),
-    ("forward_of_tall", 64): Footprint(148028, 72),
+    ("forward_of_tall", 64): Footprint(148028, 48),
     # Two of these share a multiprocessor's 227 KiB.
     ("forward_of_short", 64): Footprint(49580, 0),
     ("forward_of_short", 128): Footprint(98740, 0),
