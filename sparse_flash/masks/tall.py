@@ -17,7 +17,9 @@ BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1
 # (docs/performance.md). Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
-_MOST_ENTRIES = 1 << 22  # beyond, making them takes seconds and gigabytes on the host
+# Beyond, making them takes seconds on the host, and for entries gigabytes.
+_MOST_ENTRIES = 1 << 22
+_MOST_TILES = 1 << 11  # distinct ones
 
 _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number of its tile, plus 1 if it is of bits
 
@@ -52,7 +54,10 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     pool = TilePool(BLOCK, QUERIES)
     tiles = np.full(len(found), FULL_TILE, np.int64)
     partial = np.flatnonzero((upper != _FULL) | (lower != _FULL))
-    tiles[partial] = _joined_tiles(here, row[partial] % 2, upper[partial], lower[partial], pool)
+    joined = _joined_tiles(here, row[partial] % 2, upper[partial], lower[partial], pool)
+    if joined is None:
+        return None
+    tiles[partial] = joined
     kept = tiles != EMPTY_TILE
     row, col, tiles = row[kept], col[kept], tiles[kept]
     if _time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _time(kind > 0) * BLOCK:
@@ -84,11 +89,13 @@ def _merged(mask: BlockMask, rows: np.ndarray, cols: np.ndarray, state: np.ndarr
     return found[some], upper[some], lower[some]
 
 
-def _joined_tiles(mask: BlockMask, odd: np.ndarray, upper: np.ndarray, lower: np.ndarray, pool: TilePool) -> np.ndarray:
+def _joined_tiles(mask: BlockMask, odd: np.ndarray, upper: np.ndarray, lower: np.ndarray, pool: TilePool) -> np.ndarray | None:
     """The tile numbers of blocks with these states: an even row has the first three halves of both block rows, an odd one the last
-    three."""
+    three. None if there are too many tiles."""
     states = int(max(upper.max(initial=0), lower.max(initial=0))) + 1
     unique, inverse = np.unique((upper * states + lower) * 2 + odd, return_inverse=True)
+    if len(unique) > _MOST_TILES:
+        return None
     (upper, lower), odd = np.divmod(unique // 2, states), unique % 2
     numbers = [np.zeros(0, np.int64)]
     for part in dense_batches(len(unique), QUERIES):

@@ -78,6 +78,10 @@ def test_only_lasting_masks_of_one_head_and_blocks_of_128_have_tall_rows(monkeyp
     assert BlockMask.from_tensors(*mask.sizes, mask.tensors()).tall is None
     assert sf.BlockMask.per_head(["causal", "local(200)"], 1024).tall is None
     assert sf.compile_mask("causal", 1024, block_size=256).tall is None
+    monkeypatch.setattr(tall, "_MOST_TILES", 3)
+    assert sf.compile_mask("causal", 1024).tall is None
+    monkeypatch.setattr(tall, "_MOST_TILES", 4)
+    assert sf.compile_mask("causal", 1024).tall is not None
     monkeypatch.setattr(tall, "_MOST_ENTRIES", 35)
     assert sf.compile_mask("causal", 1024).tall is None
 
