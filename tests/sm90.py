@@ -267,7 +267,8 @@ def of_the_tests():
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
         yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
         for name, table, sparse in (
-            ("192", hopper_configs.DENSE_FORWARD, False),
+            ("192", hopper_configs.FORWARD_OF_192, False),
+            ("tall", hopper_configs.FORWARD_OF_192, True),
             ("short", hopper_configs.SHORT_FORWARD, False),
             ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
         ):

@@ -7,6 +7,7 @@ import torch
 from oracle import LAYOUTS, check, heavy_rows_split
 
 import sparse_flash as sf
+from sparse_flash.masks import tall
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
@@ -185,6 +186,21 @@ def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim, monkeypatc
     monkeypatch.setattr(configs, "SHORT_TILES", dict.fromkeys(configs.SHORT_TILES, 1 << 20))
     for q_len, block_size in ((700, 128), (515, 256)):
         check("hopper", spec, q_len, 600, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim, heads=4, kv_heads=2)
+
+
+@parametrize("split", [False, True])
+@parametrize("name", PATTERNS)
+def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    with heavy_rows_split() if split else nullcontext():
+        mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")
+        assert mask.tall is not None
+    options = {"head_dim": 64, "heads": 4, "kv_heads": 2, "batch": 2}
+    check("hopper", mask, 385, 380, block_size=128, dtype=torch.bfloat16, **options)
 
 
 @parametrize("backend", BACKENDS)

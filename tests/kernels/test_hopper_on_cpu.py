@@ -8,6 +8,7 @@ import torch
 from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
+from sparse_flash.masks import tall
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant
 
@@ -94,6 +95,59 @@ def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
     shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 2, "kv_heads": 1}
     with emulated.gluon_on_cpu():
         check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
+
+
+_OF_MASK = 9  # among the arguments of forward._forward_launch
+OF_TALL_ROWS = {
+    "causal": ("causal", 700, 640, {"kv_heads": 1}),
+    "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),
+    "bits": ("causal & (local(70) | strided(7, block=1))", 400, 420, {"head_dim": 40}),
+    "whole blocks": ("butterfly(block=128)", 768, 768, {}),
+    "empty rows": ("prefix(70) & ~causal", 600, 300, {"kv_heads": 1}),
+}
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch):
+    """Tiles of 192 queries wherever a mask may have rows for them; a list of the rows that kernels walk."""
+    from sparse_flash.kernels.hopper import configs, forward
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    rows, launch = [], forward._forward_launch
+    monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_OF_MASK].row_queries) or launch(*call))
+    return rows
+
+
+@pytest.mark.parametrize("name", OF_TALL_ROWS)
+def test_tiles_of_192_queries_walk_rows_of_their_own(tall_tiles, name):
+    spec, q_len, kv_len, changed = OF_TALL_ROWS[name]
+    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2} | changed
+    with emulated.gluon_on_cpu(seed=len(name)):
+        check("hopper", spec, q_len, kv_len, **options)
+    assert set(tall_tiles) == {192}
+
+
+def test_splits_of_heavy_tall_rows_are_combined(tall_tiles):
+    with heavy_rows_split():
+        mask = sf.compile_mask("causal | sinks(130)", 700, 700, 128)
+        assert mask.tall.by_query.is_split
+    with emulated.gluon_on_cpu():
+        check("hopper", mask, 700, 700, block_size=128, dtype=torch.float16, head_dim=64, heads=2, kv_heads=1)
+    assert set(tall_tiles) == {192}
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 80}, {"block_size": 256}, {"heads": 3, "per_head": True}, {"dropout_p": 0.2}])
+def test_other_calls_with_a_table_walk_the_masks_own_rows(tall_tiles, options):
+    options = {"head_dim": 64, "block_size": 128, "heads": 2, "dropout_p": 0.0, "per_head": False} | options
+    mask = sf.compile_mask("causal & local(300)", 700, 700, options["block_size"])
+    if options["per_head"]:
+        mask = sf.BlockMask.per_head([mask, "causal", mask])
+    q = torch.randn(1, options["heads"], 700, options["head_dim"], dtype=torch.float16)
+    with emulated.gluon_on_cpu():
+        out = sf.attention(q, q, q, mask, dropout_p=options["dropout_p"], backend="hopper")
+    assert tall_tiles == [options["block_size"]] and out.isfinite().all()
 
 
 def test_dropout_drops_the_pairs_that_it_drops_elsewhere():

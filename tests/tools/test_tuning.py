@@ -201,7 +201,7 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
 def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kernel, dim, block_size):
     found = hopper_configs.candidates(kernel, dim, block_size)
     of = f"{kernel.upper()}_OF_64" if block_size == 64 else kernel.upper()
-    of_192 = hopper_configs.DENSE_FORWARD if (kernel, block_size) == ("forward", None) else {}
+    of_192 = hopper_configs.FORWARD_OF_192 if kernel == "forward" and block_size in (None, 128) else {}
     assert found[0] == of_192.get(dim, getattr(hopper_configs, of)[dim])
     assert len(set(found)) == len(found) <= configs.MOST_CANDIDATES
 

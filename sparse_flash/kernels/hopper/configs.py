@@ -43,16 +43,16 @@ class BackwardConfig:
 
 def _registers(programs: int) -> dict[str, int]:
     """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
-    return {"maxnreg": 65536 // (256 * programs)} if programs > 1 else {}
+    return {"maxnreg": 65536 // (256 * programs) // 8 * 8} if programs > 1 else {}  # registers come in eights
 
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
-# Without a table, three warp groups share each step's keys and values, at 64 only: their registers hold no more. 4 x 16 heads of
+# Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
-# by less than 1 %.
-DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
+# by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).
+FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
 # Where tiles of 64 queries are not more than SHORT_TILES times the multiprocessors; by padded head_dim. In CUDA graphs, the same
 # H200, forward, in us. Without a table, 8 heads of 1,024 tokens, 64 and 128: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN
@@ -73,7 +73,7 @@ BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
 BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2)}
 
 # Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
-_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
+_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4), ForwardConfig(3, 0, 64, 64, 3))}
 _OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
 
 
@@ -83,7 +83,7 @@ def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardCo
     if block_size == 64:
         return ((FORWARD_OF_64 if kernel == "forward" else BACKWARD_OF_64)[dim],)
     builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
-    first = DENSE_FORWARD.get(dim) if kernel == "forward" and block_size is None else None
+    first = FORWARD_OF_192.get(dim) if kernel == "forward" and block_size in (None, 128) else None
     return tuple(dict.fromkeys((*filter(None, (first,)), builtin[dim], *others.get(dim, ()))))
 
 
@@ -96,8 +96,9 @@ def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device:
 def forward_of_call(
     dtype: torch.dtype, dim: int, block_size: int | None, tiles: Callable[[int], int], device: torch.device, multiprocessors: int
 ) -> ForwardConfig:
-    """The config for a call, whose tiles of so many queries ``tiles`` counts. A short call takes smaller tiles; others take what
-    ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
+    """The config for a call, whose tiles of so many queries ``tiles`` counts, 0 if its table has no such rows. A short call takes
+    smaller tiles; others take what ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse
+    than it saves."""
 
     def rounds(queries: int) -> int:
         return -(-tiles(queries) // multiprocessors)
@@ -105,7 +106,15 @@ def forward_of_call(
     if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
     config = forward_config(dtype, dim, block_size, device)
-    return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
+    if config.queries == 192 and (not tiles(192) or rounds(128) < TIME_OF_192 * rounds(192)):
+        return FORWARD[dim]
+    return config
+
+
+def forward_of_variant(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
+    """For a call with a variant, which needs the registers that a third warp group, or a second program, would take."""
+    config = forward_config(dtype, dim, block_size, device)
+    return config if block_size == 64 or config.queries == 128 else FORWARD[dim]
 
 
 def wide_forward(
@@ -161,6 +170,7 @@ FOOTPRINT = {
     ("backward", 96): Footprint(232156, 0),
     ("backward", 128): Footprint(232156, 48),
     ("forward_of_192", 64): Footprint(147980, 0),
+    ("forward_of_tall", 64): Footprint(148028, 48),
     # Two of these share a multiprocessor's 227 KiB.
     ("forward_of_short", 64): Footprint(49580, 0),
     ("forward_of_short", 128): Footprint(98740, 0),

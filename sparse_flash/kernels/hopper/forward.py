@@ -31,7 +31,7 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import FORWARD, forward_config, forward_of_call, wide_forward
+from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
@@ -207,12 +207,16 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     if p.lengths.ANY:
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS)
-    row = tile.first % table.BLOCK + HALF_INDEX * HALF
+    ROW: gl.constexpr = p.QUERIES if p.QUERIES > table.BLOCK else table.BLOCK
+    if p.QUERIES > table.BLOCK:
+        row = HALF_INDEX * HALF
+    else:
+        row = tile.first % ROW + HALF_INDEX * HALF
     if step < tile.bits:
-        words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
+        words = row_run(table.tile_runs + mask_tile * ROW + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (p.KEYS // 32)
+        first = table.tile_bits + (mask_tile.to(gl.int64) * ROW + row) * WORDS + step % STEPS * (p.KEYS // 32)
         words = row_bits(first, HALF, p.KEYS, WORDS, layout)
     return words
 
@@ -579,11 +583,11 @@ def combine_kernel(
     q_len,
     listed,
     DIM: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
 ):
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
     queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
-    STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
+    STEPS: tl.constexpr = TABLE_ROW // COMBINED
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
@@ -592,7 +596,7 @@ def combine_kernel(
     start = tl.program_id(0) % STEPS * COMBINED
     if count > 0:
         rows = tl.arange(0, COMBINED)
-        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_BLOCK + start + rows
+        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_ROW + start + rows
         running_max = tl.full([COMBINED], FLOOR, tl.float32)
         running_sum = tl.zeros([COMBINED], tl.float32)
         accumulator = tl.zeros([COMBINED, DIM], tl.float32)
@@ -604,10 +608,10 @@ def combine_kernel(
             accumulator = accumulator * rescale[:, None] + out * weight[:, None]
             running_sum = running_sum * rescale + weight
             running_max = new_max
-            line += TABLE_BLOCK
+            line += TABLE_ROW
         keeps_nothing = running_sum == 0.0
         total = tl.where(keeps_nothing, 1.0, running_sum)
-        first_query = row * TABLE_BLOCK + start
+        first_query = row * TABLE_ROW + start
         store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, COMBINED, DIM)
         query = first_query + rows
         lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
@@ -620,14 +624,17 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
     q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     beside: see ``launch``.
     """
-    split_rows, of_variant = _split_rows(mask), hopper_variant(variant)
+    of_variant = hopper_variant(variant)
+    key = _key(q, k, v, scale, of_variant, config)
+    config, walked = _config_and_walked(q, v, mask, of_variant, config)
+    split_rows = _split_rows(walked)
     tensors = _tensors(q, k, v, variant, of_variant, split_rows)
-    recording = Recording(mask, _key(q, k, v, scale, of_variant, config), tensors, facts=split_rows)
-    prepared = _forward_launch(*tensors[:_OWN], mask, scale, split_rows, of_variant, config)
+    recording = Recording(mask, key, tensors, facts=split_rows)
+    prepared = _forward_launch(*tensors[:_OWN], walked, scale, split_rows, of_variant, config)
     recording.launch(attention_forward_kernel, prepared, of_variant.kinds, beside)
     _, _, _, out, lse, split_out, split_lse, *_ = tensors
     if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, walked))
     recording.finish()
     return out, lse
 
@@ -672,7 +679,37 @@ def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
 def _split_rows(mask) -> int:
     """How many rows of queries per head are splits of rows of the table."""
     split = mask is not None and mask.by_query.is_split
-    return mask.by_query.splits.shape[1] * mask.block_size if split else 0
+    return mask.by_query.splits.shape[1] * mask.row_queries if split else 0
+
+
+def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
+    """(config, what the kernel walks with it: the mask, its tall rows, or None)"""
+    columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
+    dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
+
+    def tiles_of(queries: int) -> int:
+        walked = _walked(mask, queries)
+        return 0 if mask and walked is None else _items_and_tiles(q, walked, queries)[1]
+
+    if config is None and wide:
+        config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
+    elif config is None and of_variant is PLAIN:
+        config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
+    elif config is None:
+        config = forward_of_variant(q.dtype, dim, block_size, q.device)
+    walked = _walked(mask, config.queries)
+    return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
+
+
+def _walked(mask, queries: int):
+    """What tiles of so many queries walk: the mask, or its tall rows, which it may not have."""
+    return mask.tall if mask and queries > mask.block_size else mask
+
+
+def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
+    """Work items of a mask; tiles of all heads."""
+    items = walked.by_query.work.shape[1] if walked else triton.cdiv(q.shape[2], queries)
+    return items, items * (walked.row_queries // queries if walked else 1) * q.shape[0] * q.shape[1]
 
 
 def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, of_variant, config):
@@ -682,22 +719,8 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     group, lines = heads // kv_heads, batch * heads
     columns = columns_of(head_dim, v.shape[3])
     dim, dim_v, width = columns["DIM"], columns["DIM_V"], columns["DIM"] // columns["PIECES"]
-
-    def items_of(queries: int) -> int:
-        return mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, queries)
-
-    def tiles_of(queries: int) -> int:
-        return items_of(queries) * (mask.block_size // queries if mask else 1) * lines
-
-    if config is None and columns["WIDE"]:
-        config = wide_forward(dim, dim_v, mask and mask.block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
-    elif config is None and of_variant is PLAIN:
-        config = forward_of_call(q.dtype, dim, mask and mask.block_size, tiles_of, q.device, multiprocessors(q.device))
-    elif config is None:
-        # A variant needs the registers that a third warp group, or a second program, would take.
-        config = forward_config(q.dtype, dim, mask.block_size, q.device) if mask else FORWARD[dim]
     block_size = mask.block_size if mask else config.queries
-    items, tiles = items_of(config.queries), tiles_of(config.queries)
+    items, tiles = _items_and_tiles(q, mask, config.queries)
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
         described(q, [1, 1, HALF.value, width]),
@@ -745,5 +768,5 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
     # A split row has two splits or more, so the second half of the lines is never in use.
-    grid = (table.shape[1] // 2 * (mask.block_size // COMBINED.value), batch * heads)
-    return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}
+    grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value), batch * heads)
+    return grid, arguments, {"DIM": dim, "TABLE_ROW": mask.row_queries}, {"num_warps": 4}

@@ -207,7 +207,9 @@ class Scheduler:
         """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
         a group, items follow each other, each with all heads of the group."""
         table = self.table
-        TILES: gl.constexpr = table.BLOCK // self.TILE
+        # Of the table: a tile may be taller than a block, but not than a row.
+        ROW: gl.constexpr = self.TILE if self.TILE > table.BLOCK else table.BLOCK
+        TILES: gl.constexpr = ROW // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
         slots = items * TILES
         group = number // (slots * self.heads_together)
@@ -218,7 +220,7 @@ class Scheduler:
         if table.SPARSE:
             batch, head = self.heads.of_line(line)
             item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
-            first = gl.load(item) * table.BLOCK + slot % TILES * self.TILE
+            first = gl.load(item) * ROW + slot % TILES * self.TILE
             split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
