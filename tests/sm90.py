@@ -132,23 +132,26 @@ def compiled_for_hopper(
     dtype: str = "bf16",
     variant=NO_VARIANT,
     switches=NO_SWITCHES,
+    dim_v: int | None = None,
 ):
+    """dim, dim_v: columns in use; dim_v: of v, dim by default."""
+    widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
         constants |= {"GROUPS": config.queries // 64}
     else:
         queries, pieces = config.queries, config.pieces
-        constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
+        constants = {"QUERIES": queries, "PIECES": pieces, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM_V": widths[1], "USED_V": dim_v or dim}
     constants |= {"KEYS": config.keys}
-    used, dim = dim, padded_head_dim(dim)
+    used, dim = dim, widths[0]
     constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
+            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{widths[name in OF_VALUES]}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 

@@ -1,7 +1,8 @@
 """Products over head dimensions that are no power of two.
 
-A tile in shared memory has 64 or 128 columns, the last of which may hold nothing but zeros. With 96 in use, each product is two: of
-the first 64 columns, and of the next 32. In registers, sums over rows of such columns are a tuple: of one tensor, or of these two.
+A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
+192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns are
+a tuple: of one tensor, or of these two.
 """
 
 from triton.experimental import gluon
@@ -10,12 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from .masks import where_rows
 
-FIRST = gl.constexpr(64)
-
-
 def used_columns(head_dim: int) -> int:
     """How many columns products cover."""
-    return next(columns for columns in (64, 96, 128) if head_dim <= columns)
+    return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)
 
 
 @gluon.jit
@@ -24,6 +22,7 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
     if left.shape[1] == USED:
         started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
+        FIRST: gl.constexpr = left.shape[1] // 2
         REST: gl.constexpr = USED - FIRST
         first, with_first = left.slice(0, FIRST, dim=1), right.slice(0, FIRST, dim=1)
         started = warpgroup_mma(first, with_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -34,28 +33,35 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
 
 @gluon.jit
 def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
-    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds."""
+    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds. Warps beyond those that
+    have 16 rows each share their columns."""
     WARPS: gl.constexpr = gl.num_warps()
+    DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
+    ACROSS: gl.constexpr = WARPS // DOWN
     if USED == DIM:
-        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, DIM // ACROSS, 16])
         sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
     else:
+        FIRST: gl.constexpr = DIM // 2
         REST: gl.constexpr = USED - FIRST
-        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
-        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, FIRST // ACROSS, 16])
+        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, 16])
         sums = (gl.zeros([ROWS, FIRST], gl.float32, layout=first), gl.zeros([ROWS, REST], gl.float32, layout=rest))
     return sums
 
 
 @gluon.jit
-def times(left, right, sums):
-    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them. right:
-    in shared memory, with the columns."""
+def times(left, right, sums, SHARED: gl.constexpr = False):
+    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them; or
+    SHARED, in shared memory. right: in shared memory, with the columns."""
     if len(sums) == 1:
         started = (warpgroup_mma(left, right, sums[0], is_async=True),)
     else:
+        FIRST: gl.constexpr = sums[0].shape[1]
         REST: gl.constexpr = sums[1].shape[1]
-        other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        other = left
+        if not SHARED:
+            other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
         started = (
             warpgroup_mma(left, right.slice(0, FIRST, dim=1), sums[0], is_async=True),
             warpgroup_mma(other, right.slice(FIRST, REST, dim=1), sums[1], is_async=True),
@@ -108,6 +114,18 @@ def both_finished(started, others, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def one_and_sums_finished(one, started, PENDING: gl.constexpr):
+    """``finished``, of a product by itself and of sums."""
+    if len(started) == 1:
+        first, sums = warpgroup_mma_wait(PENDING, deps=(one, started[0]))
+        both = (first, (sums,))
+    else:
+        first, sums, rest = warpgroup_mma_wait(PENDING, deps=(one, started[0], started[1]))
+        both = (first, (sums, rest))
+    return both
+
+
+@gluon.jit
 def scaled_by(sums, factor):
     """Sums times one factor."""
     if len(sums) == 1:
@@ -123,6 +141,7 @@ def store_columns(tile, sums):
     if len(sums) == 1:
         tile.store(sums[0].to(tile.dtype))
     else:
+        FIRST: gl.constexpr = sums[0].shape[1]
         tile.slice(0, FIRST, dim=1).store(sums[0].to(tile.dtype))
         tile.slice(FIRST, sums[1].shape[1], dim=1).store(sums[1].to(tile.dtype))
 
@@ -132,7 +151,7 @@ def write_columns(place, STRIDE: gl.constexpr, sums, exists):
     """Stores sums in global memory, from ``place`` on, in rows of STRIDE elements, if the tile exists."""
     _write(place, STRIDE, sums[0], exists)
     if len(sums) > 1:
-        _write(place + FIRST, STRIDE, sums[1], exists)
+        _write(place + sums[0].shape[1], STRIDE, sums[1], exists)
 
 
 @gluon.jit
