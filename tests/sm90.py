@@ -303,6 +303,25 @@ def of_the_tests():
                 row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
+    yield from of_wide_heads()
+
+
+def of_wide_heads():
+    """The backward kernel in which warp groups share keys: head_dim 256 and 192, and 192 with 128 for v."""
+    kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[256]
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
+        for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
+            details = kernel, config, dim, sparse
+            yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
+    details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
+    yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)
+    details = kernel, hopper_configs.BACKWARD_OF_DROPOUT[256], 256, True
+    yield partial(report, "hopper_backward_of_dropout", 256, True, compiled_for_hopper, *details, dropout=True)
+    for name, (given, switches) in OF_VARIANTS.items():
+        config = hopper_configs.backward_of_variant(256, 128, switches["SCORED"])
+        options = {"variant": given, "switches": switches}
+        yield partial(report, f"hopper_backward_of_{name}", 256, True, compiled_for_hopper, kernel, config, 256, True, **options)
 
 
 def of_the_record():

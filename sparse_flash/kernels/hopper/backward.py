@@ -574,7 +574,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
 @gluon.jit
 def _walk_together(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
     """``_walk`` where two warp groups share a tile's keys, and divide columns: of scores, and of every sum. Weights reach both
-    through shared memory. The products between the pieces of dQ give each time to leave."""
+    through shared memory. Products that follow a piece of dQ give it time to leave."""
     dk, dv, scores = state
     PRODUCTS: gl.constexpr = len(dk)
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
@@ -613,25 +613,18 @@ def _walk_together(p, tile, state, step, last, turn, begin, end, exists, stream,
         started_dk = times(stored, q, dk, True)
         dq, dv = one_and_sums_finished(started_dq, started_dv, PRODUCTS)
         _hand_over_queries(p, dq, step, sent)
-        started_dq = _queries_piece(p, stored, keys, dq_zeros, 1)
+        others = ()
+        for piece in gl.static_range(1, p.PIECES):
+            others = others + (_queries_piece(p, stored, keys, dq_zeros, piece),)
         # The scores of a next tile wait for its keys.
         p.q.wait(step + 1, pred=step != last)
         started_scores = times_transposed(p.k.stage(turn), p.q.stage(step + 1), zeros, p.USED)
-        dq, dk = one_and_sums_finished(started_dq, started_dk, PRODUCTS)
+        dq, dk = one_and_sums_finished(others[0], started_dk, PRODUCTS + p.PIECES - 2)
         _hand_over_queries(p, dq, step, sent + 1)
-        if p.PIECES == 2:
-            scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        else:
-            started_dq = _queries_piece(p, stored, keys, dq_zeros, 2)
-            if p.PIECES == 3:
-                scores, dq = warpgroup_mma_wait(0, deps=(started_scores, started_dq))
-                _hand_over_queries(p, dq, step, sent + 2)
-            else:
-                started_last = _queries_piece(p, stored, keys, dq_zeros, 3)
-                scores, dq = warpgroup_mma_wait(1, deps=(started_scores, started_dq))
-                _hand_over_queries(p, dq, step, sent + 2)
-                dq = warpgroup_mma_wait(0, deps=(started_last,))
-                _hand_over_queries(p, dq, step, sent + 3)
+        for piece in gl.static_range(2, p.PIECES):
+            dq = warpgroup_mma_wait(PRODUCTS + p.PIECES - 1 - piece, deps=(others[piece - 1],))
+            _hand_over_queries(p, dq, step, sent + piece)
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
     return (dk, dv, scores), step
 
@@ -1128,7 +1121,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
     does that of dK and dV if query heads share them.
 
-    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
+    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes; head_dim 33 to 256, of v the same,
+    or 65 to 128 if it is 129 or more. mask: table blocks of 64 to 256.
     """
     room = _room(q, k, v, mask, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
@@ -1292,7 +1286,9 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         dropout_p or 0.0,
         of_variant.given,
     ]
-    constants = {"DIM": dim, "USED": used_columns(head_dim), "DIM_V": dim_v, "USED_V": used_columns(v.shape[3])}
+    constants = {"DIM": dim, "USED": used_columns(head_dim), "DIM_V": dim_v}
+    # Sums of values that are narrower than keys are whole.
+    constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
     constants |= {"KEYS": config.keys, "QUERIES": config.queries}
     constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
