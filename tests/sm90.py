@@ -151,7 +151,8 @@ def compiled_for_hopper(
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{widths[name in OF_VALUES]}],{TILE_LAYOUT!r}>"
+            rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
+            tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 

@@ -84,7 +84,7 @@ def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
     checked = [k for k in kernels if k["kernel"].startswith("hopper")]
     # Head dimensions; dense and sparse, ragged keys, split columns, blocks of 64, dropout, short calls; 192 queries; 96 columns;
-    # four variants in three shapes, both passes; backward at 256 and 192, also with 128 for v, blocks of 64, dropout, four variants.
+    # four variants in three shapes, both passes. Backward: 256, 192, this with 128 for v; blocks of 64, dropout, four variants.
     assert len(checked) == 2 * (2 * 5 + 2 + 4 + 4 + 2) + 1 + 5 + 4 * 3 * 2 + 3 * 4 + 2 + 4
     for k in checked:
         footprint = FOOTPRINT[k["kernel"].removeprefix("hopper_"), k["dim"]]

@@ -1,5 +1,5 @@
-"""Hopper's backward kernel where two warp groups share the keys of a tile, run on a CPU as in ``test_hopper_on_cpu``: head_dim above
-128, and values narrower than keys. Out and lse are the reference's, so nothing here depends on a forward kernel."""
+"""Hopper's backward kernel where two warp groups share a tile's keys, run on a CPU as in ``test_hopper_on_cpu``: head_dim 129 to
+256, and values narrower than keys. Out and lse are the reference's, so nothing here depends on a forward kernel."""
 
 import fuzz_calls
 import pytest

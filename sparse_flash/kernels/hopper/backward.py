@@ -266,7 +266,8 @@ def _send(p):
     releases what the step has used, as the computing warps would have to wait for each other to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
     ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
-    # Units of integer sums, which lie beside q, are read with every piece. Where warp groups share keys, dK follows the first piece.
+    # Units of integer sums, which lie beside q, are read with every piece. Where warp groups share keys, the product of dK comes
+    # after the first piece.
     RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 1 if p.SHARED else 0
     grads = p.grads
     step = 0
@@ -472,13 +473,14 @@ def _dscores(p, tile, weights, dweights, delta, products, place, position):
 
 
 @gluon.jit
-def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
+def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
-    adjacent to its neighbours'. ``finish_kernel`` restores the order."""
+    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
-    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 3, 4, 0, 2, 6, 5, 7))
+    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
+    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
 
 
@@ -615,7 +617,7 @@ def _walk_together(p, tile, state, step, last, turn, begin, end, exists, stream,
         _hand_over_queries(p, dq, step, sent)
         others = ()
         for piece in gl.static_range(1, p.PIECES):
-            others = others + (_queries_piece(p, stored, keys, dq_zeros, piece),)
+            others = others + (_queries_piece(p, stored, keys, dq_zeros, piece),)  # noqa: RUF005  # which Triton 3.6 compiles
         # The scores of a next tile wait for its keys.
         p.q.wait(step + 1, pred=step != last)
         started_scores = times_transposed(p.k.stage(turn), p.q.stage(step + 1), zeros, p.USED)
@@ -643,10 +645,10 @@ def _hand_over_queries(p, dq, step, sent):
     p.dq.acquire(sent)
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN)
+        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN, True)
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        p.dq.data.store(_in_register_order(dq, WARPS_DOWN))
+        p.dq.data.store(_in_register_order(dq, WARPS_DOWN, True))
     fence_async_shared()
     p.dq.commit(sent)
 
@@ -941,9 +943,7 @@ def attention_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["kv_heads"])
-def bound_kernel(
-    k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr
-):
+def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr):
     """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
     They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
@@ -1032,10 +1032,11 @@ def prepare_kernel(
 
 
 @triton.jit
-def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. PIECES: of its columns, one after the
-    other."""
-    parts = sums.reshape(PIECES, 2, DIM // (16 * PIECES), TILE // 16, 8, 4, 2, 2).permute(3, 1, 4, 0, 2, 6, 5, 7)
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl.constexpr, PIECES: tl.constexpr):
+    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps that take turns along a row.
+    PIECES: of its columns, one after the other."""
+    ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
     return parts.reshape(TILE, DIM)
 
 
@@ -1050,18 +1051,19 @@ def finish_kernel(
     factor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
+    ACROSS: tl.constexpr,
     PIECES: tl.constexpr,
     FIXED: tl.constexpr,
 ):
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
-    rows of the added tiles. PIECES: of their columns, one after the other. group: how many consecutive sums make one gradient.
+    rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
     FIXED: sums are integers, in units of a power of two per row."""
     first = tl.program_id(0) * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
         line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
-    grad = _from_register_order(sums, TILE, DIM, PIECES) * factor
+    grad = _from_register_order(sums, TILE, DIM, ACROSS, PIECES) * factor
     if FIXED:
         unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
@@ -1114,7 +1116,7 @@ def _sum_of_splits(sums_ptr, line, count, TILE: tl.constexpr, DIM: tl.constexpr,
     for _ in range(count):
         sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
         line += TILES
-    return _from_register_order(sums, TILE, DIM, 1)
+    return _from_register_order(sums, TILE, DIM, 1, 1)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
@@ -1240,7 +1242,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.padded_q,
         share,
     ]
-    constants = {"DIM": dim, "DIM_V": dim_v, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE": ROWS}
+    constants |= {"HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
     constants["CUT"] = of_variant.given.q_starts is not None or of_variant.given.q_lens is not None
     recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, rows_options))
 
@@ -1297,16 +1300,17 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
     recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
-    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, dim, config.pieces)]
+    across = config.options["num_warps"] * 16 // config.queries
+    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, dim, across, config.pieces)]
     if room.added:
         dk_sums, dv_sums = kv_sums.split([room.kv_sums // (dim + dim_v) * width for width in (dim, dim_v)])
         members = group if deterministic else 1
-        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, dim, 1)]
-        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, dim_v, 1)]
-    for grad, added, members, length, factor, tile, width, pieces in finished:
+        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, dim, 1, 1)]
+        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, dim_v, 1, 1)]
+    for grad, added, members, length, factor, tile, width, across, pieces in finished:
         batch, heads = grad.shape[:2]
         arguments = [described_for_triton(grad, tile, width), added, row_unit, heads, members, length, factor]
-        constants = {"DIM": width, "TILE": tile, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
+        constants = {"DIM": width, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
         recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, rows_options))
     if room.splits and not room.added:
         prepared = combine_columns_launch(dk, dv, kv_sums, mask, config.keys, (scale / share, 1.0 / share))

@@ -27,8 +27,9 @@ class ForwardConfig:
 @dataclass(frozen=True)
 class BackwardConfig:
     """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
-    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns of a tile of dQ, 1, 2 or 4.
-    programs: that share a multiprocessor. sharing: warp groups that share a tile's keys and divide its columns, 1 or 2."""
+    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
+    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. sharing: warp groups that share a tile's keys and divide its
+    columns, 1 or 2."""
 
     queries: int
     dout_stages: int
@@ -145,8 +146,8 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256 it
-# reads up to five words of addresses back, on triton 3.9 with a table.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256,
+# with a table, on triton 3.9, each of its steps reads some words of addresses back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 96): Footprint(197160, 0),

@@ -1,8 +1,8 @@
 """Products over head dimensions that are no power of two.
 
 A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
-192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns are
-a tuple: of one tensor, or of these two.
+192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns
+are a tuple: of one tensor, or of these two.
 """
 
 from triton.experimental import gluon
@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .masks import where_rows
+
 
 def used_columns(head_dim: int) -> int:
     """How many columns products cover."""
