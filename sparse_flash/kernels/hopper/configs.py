@@ -194,11 +194,11 @@ FOOTPRINT = {
     ("backward", 192): Footprint(231612, 0),
     ("backward_of_192_and_128", 192): Footprint(198860, 0),
     ("backward", 256): Footprint(231612, 104),
-    ("backward_of_64_alone", 256): Footprint(231084, 80),
-    ("backward_of_dropout", 256): Footprint(231068, 120),
+    ("backward_of_64_alone", 256): Footprint(231084, 104),
+    ("backward_of_dropout", 256): Footprint(231068, 128),
     ("backward_of_softcap", 256): Footprint(231068, 88),
     ("backward_of_alibi", 256): Footprint(231068, 128),
-    ("backward_of_own", 256): Footprint(231068, 88),
+    ("backward_of_own", 256): Footprint(231068, 96),
     ("backward_of_lengths", 256): Footprint(231228, 128),
 }
 
