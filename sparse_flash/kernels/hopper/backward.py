@@ -1215,7 +1215,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     group, dim, dim_v = heads // kv_heads, padded_head_dim(head_dim), padded_head_dim(v.shape[3])
     if config is None and of_variant is not PLAIN:
         config = backward_of_variant(dim, mask and mask.block_size, of_variant.switches["SCORED"])
-    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device, dim_v)
     block_size = mask.block_size if mask else config.keys
     rows_options = {"num_warps": max(4, dim // 32)}  # of kernels that compute whole rows
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)

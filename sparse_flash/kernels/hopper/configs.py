@@ -120,9 +120,11 @@ def forward_of_call(
 
 
 @remembered
-def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
-    """For the backward pass."""
-    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
+def backward_config(
+    dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device, dim_v: int | None = None
+) -> BackwardConfig:
+    """For the backward pass. dim_v: of v, padded; dim by default."""
+    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device, dim_v))
 
 
 def backward_keys(dim: int, block_size: int | None) -> int:
@@ -147,7 +149,7 @@ class Footprint:
 
 
 # By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256,
-# with a table, on triton 3.9, each of its steps reads some words of addresses back.
+# on triton 3.9, each of its steps reads some words back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 96): Footprint(197160, 0),
