@@ -157,6 +157,15 @@ def compiled_for_hopper(
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
 
+def compiled_columns(dim: int, dim_v: int, keys: int):
+    """The kernel that combines splits of columns in dK and dV of unequal widths."""
+    kernel, constants = hopper_backward.combine_columns_kernel, {"DIM": dim, "DIM_V": dim_v, "TILE": keys, "TABLE_BLOCK": 128}
+    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
+    types = tensors | {"sums_ptr": "*fp32", "split_columns": "*i32", "dk_factor": "fp32", "dv_factor": "fp32"}
+    source = ASTSource(kernel, *arguments(kernel, types, constants))
+    return triton.compile(source, target=TARGET, options={"num_warps": 8} | FUSED)
+
+
 def compiled_for_decoding(
     config,
     dim: int,
@@ -315,6 +324,7 @@ def of_wide_heads():
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
             details = kernel, config, dim, sparse
             yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
+    yield partial(report, "combine_columns_of_192_and_128", 256, True, compiled_columns, 256, 128, config.keys)
     details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
     yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)
     details = kernel, hopper_configs.BACKWARD_OF_DROPOUT[256], 256, True

@@ -25,7 +25,7 @@ def kernels():
 
 
 def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(kernels):
-    assert len(kernels) == 106 + 3 * 4 + 2 + 4
+    assert len(kernels) == 106 + 3 * 4 + 2 + 4 + 1
     assert all(k["shared"] <= SHARED_LIMIT for k in kernels), kernels
 
 
@@ -45,7 +45,7 @@ def test_products_run_on_tensor_cores_and_tiles_come_without_passing_through_reg
         if k["kernel"] == "decode":  # tiles with few rows; rows of keys in pages, which the copy engine cannot address
             assert k["wgmma"] + k["mma"] > 0 and k["async"] > 0, k
         else:
-            assert k["wgmma"] > 0 and k["tma"] > 0, k
+            assert (k["wgmma"] > 0 or k["kernel"].startswith("combine_columns")) and k["tma"] > 0, k  # which only adds
 
 
 def test_parameters_of_compiled_kernels_are_those_that_repeated_launches_pack(kernels):

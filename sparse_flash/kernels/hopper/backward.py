@@ -1103,11 +1103,11 @@ def combine_columns_kernel(
         first_key = column * TABLE_BLOCK + part * TILE
         if is_dv == 1:
             sums_ptr += tl.num_programs(1).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
-            grad = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
-            store_tile(dv_tensor, grad * dv_factor, batch, head, first_key, TILE, DIM_V)
+            dv = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
+            store_tile(dv_tensor, dv * dv_factor, batch, head, first_key, TILE, DIM_V)
         else:
-            grad = _sum_of_splits(sums_ptr, line, count, TILE, DIM, TILES)
-            store_tile(dk_tensor, grad * dk_factor, batch, head, first_key, TILE, DIM)
+            dk = _sum_of_splits(sums_ptr, line, count, TILE, DIM, TILES)
+            store_tile(dk_tensor, dk * dk_factor, batch, head, first_key, TILE, DIM)
 
 
 @triton.jit
