@@ -134,20 +134,20 @@ def compiled_for_hopper(
     switches=NO_SWITCHES,
     dim_v: int | None = None,
 ):
-    """dim: of q and k, as many columns as products cover; dim_v: of v, dim by default, in the forward pass."""
-    padded = padded_head_dim(dim)
-    widths = padded, padded
+    """dim, dim_v: columns in use; dim_v: of v, dim by default."""
+    widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
         constants |= {"GROUPS": config.queries // 64} | hopper_forward.columns_of(dim, dim_v or dim)
         widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
     else:
         queries, pieces = config.queries, config.pieces
-        constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": padded, "USED": dim}
+        constants = {"QUERIES": queries, "PIECES": pieces, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
+        constants |= {"DIM": widths[0], "USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * padded // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * padded // 512},256],{FLOAT_LAYOUT!r}>"
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
@@ -155,6 +155,15 @@ def compiled_for_hopper(
             tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
+
+
+def compiled_columns(dim: int, dim_v: int, keys: int):
+    """The kernel that combines splits of columns in dK and dV of unequal widths."""
+    kernel, constants = hopper_backward.combine_columns_kernel, {"DIM": dim, "DIM_V": dim_v, "TILE": keys, "TABLE_BLOCK": 128}
+    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
+    types = tensors | {"sums_ptr": "*fp32", "split_columns": "*i32", "dk_factor": "fp32", "dv_factor": "fp32"}
+    source = ASTSource(kernel, *arguments(kernel, types, constants))
+    return triton.compile(source, target=TARGET, options={"num_warps": 8} | FUSED)
 
 
 def compiled_for_decoding(
@@ -306,6 +315,7 @@ def of_the_tests():
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
     yield from of_wide_forward()
+    yield from of_wide_backward()
 
 
 def of_wide_forward():
@@ -328,6 +338,25 @@ def of_wide_forward():
         yield compiles(f"{row}_of_dropout", False, 128, plain=False, dropout=True)
         for variant in ("alibi", "lengths") if dim != dim_v or dim == 256 else ():
             yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
+
+
+def of_wide_backward():
+    """The backward kernel in which warp groups share keys: head_dim 256 and 192, and 192 with 128 for v."""
+    kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[256]
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
+        for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
+            details = kernel, config, dim, sparse
+            yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
+    yield partial(report, "combine_columns_of_192_and_128", 256, True, compiled_columns, 256, 128, config.keys)
+    details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
+    yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)
+    details = kernel, hopper_configs.BACKWARD_OF_DROPOUT[256], 256, True
+    yield partial(report, "hopper_backward_of_dropout", 256, True, compiled_for_hopper, *details, dropout=True)
+    for name, (given, switches) in OF_VARIANTS.items():
+        config = hopper_configs.backward_of_variant(256, 128, switches["SCORED"])
+        options = {"variant": given, "switches": switches}
+        yield partial(report, f"hopper_backward_of_{name}", 256, True, compiled_for_hopper, kernel, config, 256, True, **options)
 
 
 def of_the_record():

@@ -26,19 +26,26 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4; there is one more tile of
-    queries, as scores are computed a step ahead. keys: of a tile, 64 or 128. pieces: of the columns of a tile of dQ, 1 or 2.
-    programs: that share a multiprocessor."""
+    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
+    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
+    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. sharing: warp groups that share a tile's keys and divide its
+    columns, 1 or 2."""
 
     queries: int
     dout_stages: int
     keys: int = 128
     pieces: int = 1
     programs: int = 1
+    sharing: int = 1
+    more: int = 1
+
+    @property
+    def q_stages(self) -> int:
+        return self.dout_stages + self.more
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // 16} | _registers(self.programs)
+        return {"num_warps": self.keys // 16 * self.sharing} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
@@ -48,7 +55,8 @@ def _registers(programs: int) -> dict[str, int]:
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
+# 256: chosen by footprint, not measured. The sums of 64 keys, dK and dV, take 128 registers per thread of two warp groups.
+BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, sharing=2, more=0)}
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
 # by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).
@@ -66,15 +74,18 @@ SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 
 # Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
 # the portable kernels 1.55 and 6.73.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
-BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
+BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
-BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
+BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
 # As BACKWARD_OF_64, with the registers of two programs, without which the assembler would let products wait for each other.
-BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2)}
+BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
 # Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4), ForwardConfig(3, 0, 64, 64, 3))}
-_OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
+_OTHER_BACKWARD = {
+    64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4)),
+    256: (BackwardConfig(64, 1, 64, 2, sharing=2),),
+}
 
 
 def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
@@ -140,9 +151,16 @@ def wide_forward(
 
 
 @remembered
-def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
-    """For the backward pass."""
-    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
+def backward_config(
+    dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device, dim_v: int | None = None
+) -> BackwardConfig:
+    """For the backward pass. dim_v: of v, padded; dim by default."""
+    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device, dim_v))
+
+
+def backward_keys(dim: int, block_size: int | None) -> int:
+    """Keys of a tile. Arguments as for ``candidates``, which all have as many."""
+    return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim].keys
 
 
 def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
@@ -161,7 +179,8 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256,
+# on triton 3.9, each of its steps reads some words back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 96): Footprint(197160, 0),
@@ -219,6 +238,15 @@ FOOTPRINT = {
     ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 88),
     ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 144),
     ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 120),
+    ("backward", 192): Footprint(231612, 0),
+    ("backward_of_192_and_128", 192): Footprint(198860, 0),
+    ("backward", 256): Footprint(231612, 104),
+    ("backward_of_64_alone", 256): Footprint(231084, 104),
+    ("backward_of_dropout", 256): Footprint(231068, 128),
+    ("backward_of_softcap", 256): Footprint(231068, 88),
+    ("backward_of_alibi", 256): Footprint(231068, 128),
+    ("backward_of_own", 256): Footprint(231068, 96),
+    ("backward_of_lengths", 256): Footprint(231228, 128),
 }
 
 

@@ -56,30 +56,35 @@ def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
 
 @gluon.jit
 def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
-    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds."""
+    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds. Warps beyond those that
+    have 16 rows each share their columns."""
     WARPS: gl.constexpr = gl.num_warps()
+    DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
+    ACROSS: gl.constexpr = WARPS // DOWN
     if USED == DIM:
-        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, DIM // ACROSS, 16])
         sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
     else:
         FIRST: gl.constexpr = DIM // 2
         REST: gl.constexpr = USED - FIRST
-        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
-        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, FIRST // ACROSS, 16])
+        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, 16])
         sums = (gl.zeros([ROWS, FIRST], gl.float32, layout=first), gl.zeros([ROWS, REST], gl.float32, layout=rest))
     return sums
 
 
 @gluon.jit
-def times(left, right, sums):
-    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them. right:
-    in shared memory, with the columns."""
+def times(left, right, sums, SHARED: gl.constexpr = False):
+    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them; or
+    SHARED, in shared memory. right: in shared memory, with the columns."""
     if len(sums) == 1:
         started = (warpgroup_mma(left, right, sums[0], is_async=True),)
     else:
         FIRST: gl.constexpr = sums[0].shape[1]
         REST: gl.constexpr = sums[1].shape[1]
-        other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        other = left
+        if not SHARED:
+            other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
         started = (
             warpgroup_mma(left, right.slice(0, FIRST, dim=1), sums[0], is_async=True),
             warpgroup_mma(other, right.slice(FIRST, REST, dim=1), sums[1], is_async=True),
@@ -128,6 +133,18 @@ def both_finished(started, others, PENDING: gl.constexpr):
     else:
         first, rest, more, more_rest = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], others[0], others[1]))
         both = ((first, rest), (more, more_rest))
+    return both
+
+
+@gluon.jit
+def one_and_sums_finished(one, started, PENDING: gl.constexpr):
+    """``finished``, of a product by itself and of sums."""
+    if len(started) == 1:
+        first, sums = warpgroup_mma_wait(PENDING, deps=(one, started[0]))
+        both = (first, (sums,))
+    else:
+        first, sums, rest = warpgroup_mma_wait(PENDING, deps=(one, started[0], started[1]))
+        both = (first, (sums, rest))
     return both
 
 
