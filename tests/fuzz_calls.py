@@ -19,6 +19,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import backends
+from sparse_flash.masks import tall
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
@@ -263,7 +264,7 @@ def _moved(value, device):
 
 @contextmanager
 def _launches(call: DrawnCall):
-    """Sets whether kernels run as in short calls."""
+    """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries in others."""
     if call.backend not in ("triton", "hopper"):
         yield
         return
@@ -271,7 +272,12 @@ def _launches(call: DrawnCall):
     from sparse_flash.kernels.portable import configs as portable
 
     limit = 1 << 30 if call.short else 0
-    with patch.object(portable, "ONE_LAUNCH_TOKENS", limit), patch.object(hopper, "SHORT_TILES", dict.fromkeys((64, 128), limit)):
+    with (
+        patch.object(portable, "ONE_LAUNCH_TOKENS", limit),
+        patch.object(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit)),
+        patch.object(hopper, "TIME_OF_192", 0 if call.seed % 4 == 1 else 1 << 30),
+        patch.object(tall, "_MOST_TIME", 1 << 30),
+    ):
         yield
 
 

@@ -132,6 +132,7 @@ class Descriptor:
     def __init__(self, tensor: torch.Tensor, block: list[int]):
         self.array, self.block, self.layout, self.shape = tensor.numpy(), block, None, tensor.shape
         self.dtype = TRITON[self.array.dtype]
+        self.strides = [Tensor(np.int64(stride)) for stride in tensor.stride()]
 
     def _parts(self, corner) -> tuple[tuple, tuple]:
         """The slices of a tile that lie within the tensor: of the tensor, and of the tile."""

@@ -132,25 +132,38 @@ def compiled_for_hopper(
     dtype: str = "bf16",
     variant=NO_VARIANT,
     switches=NO_SWITCHES,
+    dim_v: int | None = None,
 ):
+    """dim, dim_v: columns in use; dim_v: of v, dim by default."""
+    widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
     if kernel is hopper_forward.attention_forward_kernel:
         queries, pieces, constants = 64, 1, {"STAGES": config.stages, "REGISTERS": config.registers}
-        constants |= {"GROUPS": config.queries // 64}
+        constants |= {"GROUPS": config.queries // 64} | hopper_forward.columns_of(dim, dim_v or dim)
+        widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
     else:
         queries, pieces = config.queries, config.pieces
-        constants = {"QUERIES": queries, "PIECES": pieces, "DOUT_STAGES": config.dout_stages}
+        constants = {"QUERIES": queries, "PIECES": pieces, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
         constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
-    constants |= {"KEYS": config.keys}
-    used, dim = dim, padded_head_dim(dim)
-    constants |= {"DIM": dim, "USED": used, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * dim // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
-    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * dim // 512},256],{FLOAT_LAYOUT!r}>"
+        constants |= {"DIM": widths[0], "USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
+    constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
+    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
-            tensors[name] = f"tensordesc<{dtype}[1,1,{queries if name in OF_QUERIES else config.keys},{dim}],{TILE_LAYOUT!r}>"
+            rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
+            tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
+
+
+def compiled_columns(dim: int, dim_v: int, keys: int):
+    """The kernel that combines splits of columns in dK and dV of unequal widths."""
+    kernel, constants = hopper_backward.combine_columns_kernel, {"DIM": dim, "DIM_V": dim_v, "TILE": keys, "TABLE_BLOCK": 128}
+    tensors = {f"d{name}_tensor": f"tensordesc<bf16[1,1,{keys},{width}]>" for name, width in (("k", dim), ("v", dim_v))}
+    types = tensors | {"sums_ptr": "*fp32", "split_columns": "*i32", "dk_factor": "fp32", "dv_factor": "fp32"}
+    source = ASTSource(kernel, *arguments(kernel, types, constants))
+    return triton.compile(source, target=TARGET, options={"num_warps": 8} | FUSED)
 
 
 def compiled_for_decoding(
@@ -263,7 +276,8 @@ def of_the_tests():
         details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD_OF_64[dim], dim, True, 64, True
         yield partial(report, "hopper_forward_of_64", dim, True, compiled_for_hopper, *details)
         for name, table, sparse in (
-            ("192", hopper_configs.DENSE_FORWARD, False),
+            ("192", hopper_configs.FORWARD_OF_192, False),
+            ("tall", hopper_configs.FORWARD_OF_192, True),
             ("short", hopper_configs.SHORT_FORWARD, False),
             ("short", hopper_configs.SHORT_FORWARD_OF_TABLES, True),
         ):
@@ -300,6 +314,49 @@ def of_the_tests():
                 row = f"hopper_{pass_}_of_{name}" + ("" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone")
                 options = {"variant": given, "switches": switches}
                 yield partial(report, row, dim, True, compiled_for_hopper, *details, **options)
+    yield from of_wide_forward()
+    yield from of_wide_backward()
+
+
+def of_wide_forward():
+    """Of Hopper's forward kernel, for head dimensions above 128, and for v of its own."""
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        row = "hopper_forward" if dim == dim_v else f"hopper_forward_of_{dim}_and_{dim_v}"
+        columns = hopper_forward.columns_of(dim, dim_v)
+
+        def compiles(row, sparse, block, variant=None, plain=True, dim=dim, dim_v=dim_v, columns=columns, **options):
+            config = hopper_configs.wide_forward(columns["DIM"], columns["DIM_V"], sparse and block, 1, 0, plain)
+            given, switches = OF_VARIANTS[variant] if variant else (NO_VARIANT, NO_SWITCHES)
+            options |= {"dim_v": dim_v, "variant": given, "switches": switches}
+            details = hopper_forward.attention_forward_kernel, config, dim, sparse, block
+            row += "" if block > 64 else "_of_64" if config.programs > 1 else "_of_64_alone"
+            return partial(report, row, dim, sparse, compiled_for_hopper, *details, **options)
+
+        yield compiles(row, False, 128)
+        yield compiles(row, True, 128, split=True)
+        yield compiles(row, True, 64, split=True)
+        yield compiles(f"{row}_of_dropout", False, 128, plain=False, dropout=True)
+        for variant in ("alibi", "lengths") if dim != dim_v or dim == 256 else ():
+            yield compiles(f"{row}_of_{variant}", True, 128, variant, plain=False)
+
+
+def of_wide_backward():
+    """The backward kernel in which warp groups share keys: head_dim 256 and 192, and 192 with 128 for v."""
+    kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[256]
+    for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
+        name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
+        for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
+            details = kernel, config, dim, sparse
+            yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
+    yield partial(report, "combine_columns_of_192_and_128", 256, True, compiled_columns, 256, 128, config.keys)
+    details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
+    yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)
+    details = kernel, hopper_configs.BACKWARD_OF_DROPOUT[256], 256, True
+    yield partial(report, "hopper_backward_of_dropout", 256, True, compiled_for_hopper, *details, dropout=True)
+    for name, (given, switches) in OF_VARIANTS.items():
+        config = hopper_configs.backward_of_variant(256, 128, switches["SCORED"])
+        options = {"variant": given, "switches": switches}
+        yield partial(report, f"hopper_backward_of_{name}", 256, True, compiled_for_hopper, kernel, config, 256, True, **options)
 
 
 def of_the_record():

@@ -14,7 +14,11 @@ from . import Call, lacking
 from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = range(33, 129)  # padded to 64 or 128
+HEAD_DIMS = range(33, 257)  # of q and k, and of v
+# For which there is a backward kernel: of v as of q and k, or narrower beside wide ones. Others' gradients come from the portable
+# kernels, to which lse and dropped pairs are the same.
+BACKWARD_HEAD_DIMS = range(33, 257)
+WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
@@ -71,6 +75,13 @@ def _lacking_of_terms(call: Call) -> str | None:
     return None
 
 
+def has_backward(head_dim: int, v_head_dim: int) -> bool:
+    """Whether the backward pass has a kernel of its own for head dimensions whose forward pass has one."""
+    if v_head_dim == head_dim:
+        return head_dim in BACKWARD_HEAD_DIMS
+    return head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS
+
+
 def supports(call: Call) -> str | None:
     reason = lacking(call, FEATURES) or _lacking_of_terms(call) or available()
     if reason:
@@ -79,10 +90,9 @@ def supports(call: Call) -> str | None:
         return f"it needs a GPU of compute capability 9.0 (H100, H200); q is on {call.device}"
     if call.dtype not in DTYPES:
         return f"it runs float16 and bfloat16; got {call.dtype}"
-    if call.head_dim not in HEAD_DIMS:
-        return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
-    if call.v_head_dim != call.head_dim:
-        return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
+    for head_dim, of_v in ((call.head_dim, ""), (call.v_head_dim, " of v")):
+        if head_dim not in HEAD_DIMS:
+            return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}{of_v}; got {head_dim}"
     if call.block_size not in BLOCK_SIZES:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
@@ -108,6 +118,8 @@ def forward(q, k, v, mask, scale, variant):
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
+    if not has_backward(q.shape[3], v.shape[3]):
+        return portable.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     if done := _kernels().repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic):
         return done
     dout, out, *ready = (portable.addressable(t) for t in (dout, out, q, k, v))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from .pattern import Pattern
 from .select_blocks import counted
 from .table import Table, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
+
+if TYPE_CHECKING:
+    from .tall import TallRows
 
 Device: TypeAlias = torch.device | str
 
@@ -42,6 +45,7 @@ class BlockMask:
     tile_bits: (bit tiles, block, ceil(block / 32)) int32: row r keeps key c if bit c % 32 of word c // 32 is set.
     coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
     blocks, and for masks made at run time.
+    from_host: whether the table was made on the host, once, so that others may be derived from it.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -63,6 +67,7 @@ class BlockMask:
     tile_runs: torch.Tensor
     tile_bits: torch.Tensor
     coarse: BlockMask | None = None
+    from_host: bool = False
 
     def __post_init__(self) -> None:
         # Otherwise torch.compile would recompile for each table length, and each mask has its own.
@@ -237,6 +242,17 @@ class BlockMask:
         return work_of_whole_rows(t.row_order, ordered_bounds(t.row_ptr, t.row_split, t.row_order))
 
     @property
+    def row_queries(self) -> int:
+        """Queries in a row of ``by_query``."""
+        return self.block_size
+
+    @property
+    def tall(self) -> TallRows | None:
+        """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
+        the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
+        return cast("TallRows | None", build.in_tall_rows(self))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tables and tiles."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
@@ -265,7 +281,7 @@ class BlockMask:
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
-        return replace(moved, coarse=self.coarse and self.coarse.to(device))
+        return replace(moved, coarse=self.coarse and self.coarse.to(device), from_host=self.from_host)
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
         """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""

@@ -12,13 +12,14 @@ import torch
 
 from . import block_mask, coarsen, from_flex
 from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
-from .cache import as_block_mask, from_flex_once, is_recorded, one_mask
+from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
 from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid
 from .memory import remembered
 from .pattern import Pattern
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
-from .table import Entries, at_least_two, table_of, transposed_table_of, with_work
+from .table import Entries, at_least_two, in_table_order, table_of, transposed_table_of, with_work
+from .tall import TallRows, tall_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool
 
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
@@ -26,25 +27,9 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
     """One mask, the same for every batch and head, from kept blocks and their tiles."""
-    rows, cols, tiles = entries
-    check_blocks(len(rows))
-    segment = np.zeros(len(tiles), np.int8)
-    partial = np.flatnonzero(tiles != FULL_TILE)
-    segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
-    # 32 bits except for the key: dense masks of a million tokens take gigabytes.
-    rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
-    key = (rows * np.int64(3) + segment) * grid.kv_blocks + cols
-    if (key[1:] < key[:-1]).any():
-        order = np.argsort(key, kind="stable")
-        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
-    index, stacks = np.zeros(len(tiles), np.int32), []
-    for kind in (1, 2):
-        # Tiles are numbered by first appearance in the table, so equal masks have equal tables.
-        used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
-        rank = np.argsort(np.argsort(first))
-        index[segment == kind] = rank[inverse]
-        stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
-    keeps_all = len(tiles) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, rows, cols, tiles, pool)
+    check_blocks(len(entries.rows))
+    rows, cols, segment, index, stacks = in_table_order(entries, grid.kv_blocks, pool)
+    keeps_all = len(rows) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, entries, pool)
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
@@ -55,6 +40,7 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask
         by_key=transposed_table_of(rows, cols, segment, index, grid.kv_blocks),
         tile_runs=stacks[0],
         tile_bits=stacks[1],
+        from_host=True,
     )
 
 
@@ -64,7 +50,8 @@ def check_blocks(count: int) -> None:
         raise ValueError(f"the mask keeps {count:,} blocks, more than 2^31 - 1; use a larger block_size")
 
 
-def _keeps_all(grid: BlockGrid, rows: np.ndarray, cols: np.ndarray, tiles: np.ndarray, pool: TilePool) -> bool:
+def _keeps_all(grid: BlockGrid, entries: Entries, pool: TilePool) -> bool:
+    rows, cols, tiles = entries
     kept = np.append(pool.kept, grid.block_size**2)
     return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
 
@@ -409,6 +396,16 @@ def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]
     copies = tiles.clone()
     copies[:, cut:] = 0
     return torch.cat([tiles, copies]), len(tiles)
+
+
+def in_tall_rows(mask: BlockMask) -> TallRows | None:
+    """See ``BlockMask.tall``."""
+    if "_tall" not in mask.__dict__:
+        if not mask.from_host or is_recorded(mask.device):
+            return None
+        # Launches may have been remembered with the first ones, so those stay, should two threads make some.
+        mask.__dict__.setdefault("_tall", made_apart(tall_rows, mask))
+    return mask.__dict__["_tall"]
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:

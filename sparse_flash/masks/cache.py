@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import singledispatch
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
 from .pattern import Pattern
+
+MADE = TypeVar("MADE")
 
 # A FlexAttention mask -> (what it was made of, BlockMask), as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
@@ -123,11 +126,14 @@ def _cached_mask(pattern: Pattern | str, q_len: int, kv_len: int, block_size: in
             f"the table of {pattern} for {q_len} queries and {kv_len} keys does not exist yet, and cannot be made while a CUDA "
             "graph is captured; make the call once before, or pass compile_mask(...)"
         )
-    # In a separate thread: dispatch modes, inference mode, default devices and the memory pool of torch.compile's CUDA graphs are
-    # per thread, and a lasting table must not belong to any of them.
+    return made_apart(as_block_mask, pattern, q_len=q_len, kv_len=kv_len, block_size=block_size, device=device)
+
+
+def made_apart(make: Callable[..., MADE], *args: Any, **options: Any) -> MADE:
+    """make(*args, **options), in a separate thread: dispatch modes, inference mode, default devices and the memory pool of
+    torch.compile's CUDA graphs are per thread, and a lasting table must not belong to any of them."""
     with ThreadPoolExecutor(1) as thread:
-        lengths = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "device": device}
-        return thread.submit(as_block_mask, pattern, **lengths).result()
+        return thread.submit(make, *args, **options).result()
 
 
 def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -> BlockMask:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .tiles import FULL_TILE, TilePool
+
 WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
 SPLIT_FIELDS = 4
 
@@ -59,6 +61,30 @@ class Table(NamedTuple):
     def is_split(self) -> bool:
         """Whether rows may be split: whether there is room for splits."""
         return self.work.shape[1] > self.row_order.shape[1]
+
+
+def in_table_order(
+    entries: Entries, n_cols: int, pool: TilePool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
+    """(rows, cols, segment, index, stacks) of one mask's entries as ``table_of`` expects them, and their run and bit tiles."""
+    rows, cols, tiles = entries
+    segment = np.zeros(len(tiles), np.int8)
+    partial = np.flatnonzero(tiles != FULL_TILE)
+    segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
+    # 32 bits except for the key: dense masks of a million tokens take gigabytes.
+    rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
+    key = (rows * np.int64(3) + segment) * n_cols + cols
+    if (key[1:] < key[:-1]).any():
+        order = np.argsort(key, kind="stable")
+        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
+    index, stacks = np.zeros(len(tiles), np.int32), []
+    for kind in (1, 2):
+        # Tiles are numbered by first appearance in the table, so equal masks have equal tables.
+        used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
+        rank = np.argsort(np.argsort(first))
+        index[segment == kind] = rank[inverse]
+        stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
+    return rows, cols, segment, index, stacks
 
 
 def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:

@@ -68,10 +68,11 @@ def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TilePool:
-    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival."""
+    """Collects tiles of ``block`` x ``block`` pairs, each distinct one once, and numbers them in order of arrival. queries: rows of
+    a tile, if not ``block``."""
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, block: int, queries: int | None = None):
+        self.block, self.queries = block, queries or block
         self.is_bits: list[bool] = []
         self.kept: list[int] = []
         self._data: list[np.ndarray] = []
@@ -105,7 +106,7 @@ class TilePool:
         return np.array(numbers, np.int64)[inverse]
 
     def _add(self, is_bits: bool, tile: np.ndarray, kept: int) -> int:
-        if kept in (0, self.block**2):
+        if kept in (0, self.queries * self.block):
             return FULL_TILE if kept else EMPTY_TILE
         key = (is_bits, tile.tobytes())
         if key not in self._number:
@@ -117,7 +118,7 @@ class TilePool:
 
     def stack(self, numbers: np.ndarray, is_bits: bool) -> np.ndarray:
         """The tiles of one kind with these numbers: (n, block) or (n, block, words) int32."""
-        shape = (self.block, -(-self.block // 32)) if is_bits else (self.block,)
+        shape = (self.queries, -(-self.block // 32)) if is_bits else (self.queries,)
         return np.stack([self._data[n] for n in numbers]) if len(numbers) else np.zeros((0, *shape), np.int32)
 
 

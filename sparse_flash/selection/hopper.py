@@ -11,6 +11,7 @@ from ..masks.block_selection import BlockSelection
 from . import portable
 
 BLOCK_SIZES = (64, 128)
+HEAD_DIMS = range(33, 129)
 
 
 def supports(call: Call, selection: BlockSelection) -> str | None:
@@ -18,6 +19,10 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
         return reason
     if call.block_size not in BLOCK_SIZES:
         return f"it runs picks of blocks of {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys; got {call.block_size}"
+    if call.head_dim not in HEAD_DIMS:
+        return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
+    if call.v_head_dim != call.head_dim:
+        return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
     return of_masks.supports(call) or portable.supports(call, selection)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..backends import hopper, triton
+from ..kernels.common.config import padded_head_dim
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
@@ -304,11 +305,12 @@ def memory(
         work["triton"] = 0, 4 * queries  # the backward pass: rowsum(dout x out) per query
     if (
         dtype in hopper.DTYPES
-        and head_dim == v_head_dim
         and head_dim in hopper.HEAD_DIMS
+        and v_head_dim in hopper.HEAD_DIMS
         and (mask.keeps_all or given.block_size in hopper.BLOCK_SIZES)
     ):
-        work["hopper"] = _hopper_work(given, batch, heads, kv_heads, 64 if head_dim <= 64 else 128, deterministic)
+        forward, backward = _hopper_work(given, batch, heads, kv_heads, padded_head_dim(v_head_dim), deterministic)
+        work["hopper"] = forward, backward if hopper.has_backward(head_dim, v_head_dim) else work["triton"][1]
     return Memory(
         inputs=(queries * head_dim + keys * (head_dim + v_head_dim)) * dtype.itemsize,
         out=queries * v_head_dim * dtype.itemsize,
@@ -319,7 +321,7 @@ def memory(
 
 
 def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
-    """dim: head_dim as padded by the kernels."""
+    """dim: v's head_dim as padded by the kernels. The backward pass's if q and k have the same."""
     block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
     # The results and lse of the splits of heavy rows, and dK and dV of those of heavy columns.
     split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))

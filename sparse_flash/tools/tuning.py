@@ -17,6 +17,7 @@ from functools import cache
 import torch
 
 from .. import backends
+from ..backends import hopper
 from ..backends import triton as portable
 from ..kernels.launch import tuned
 from ..kernels.portable import configs
@@ -142,9 +143,9 @@ def tasks(problem: TuningProblem, device: torch.device, backend: str = "auto") -
         chosen = backends.choose(backend, call)
         if chosen not in _RUNS:
             raise ValueError(f"back end {chosen!r}, which runs this call, has no configs to tune; tune 'triton' or 'hopper'")
-        for kernel, (candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
+        for kernel, (owner, candidates, run) in _RUNS[chosen](problem, call.block_size, mask, *inputs).items():
             dim, dim_v = map(configs.padded_head_dim, problem.head_dims)
-            key = tuned.key_of(chosen, kernel, problem.dtype, dim, call.block_size, device, dim_v)
+            key = tuned.key_of(owner, kernel, problem.dtype, dim, call.block_size, device, dim_v)
             fitting = tuple(config for config in candidates if _may_fit(config, kernel, problem, device))
             if key is not None and len(fitting) > 1:  # None without a GPU to tune for
                 found.append(Task(key, problem, name, fitting, run, len(candidates) - len(fitting)))
@@ -178,26 +179,31 @@ def _portable_runs(problem, block_size, mask, q, k, v, dout) -> dict:
     of_keys, of_values = problem.head_dims
     family = configs.family_of(q.device)
     return {
-        name: (configs.candidates(name, problem.dtype, of_keys, block_size, of_values, family), run) for name, run in runs.items()
+        name: ("triton", configs.candidates(name, problem.dtype, of_keys, block_size, of_values, family), run)
+        for name, run in runs.items()
     }
 
 
 def _hopper_runs(problem, block_size, mask, q, k, v, dout) -> dict:
+    """Those of Hopper's kernels of which there are several configs, and of the portable ones that take the backward pass of head
+    dimensions for which Hopper has none."""
     from ..kernels.hopper.backward import attention_backward
     from ..kernels.hopper.configs import candidates
-    from ..kernels.hopper.forward import attention_forward
+    from ..kernels.hopper.forward import attention_forward, columns_of
 
+    if not hopper.has_backward(*problem.head_dims):
+        of_both = _portable_runs(problem, block_size, mask, q, k, v, dout)
+        return {name: run for name, run in of_both.items() if name != "forward"}
     scale, dim = problem.head_dim**-0.5, configs.padded_head_dim(problem.head_dim)
     forward = cache(lambda: attention_forward(q, k, v, mask, scale))
 
     def backward(config):
         return _named("dq dk dv", attention_backward(dout, None, q, k, v, *forward(), mask, scale, config=config))
 
-    runs = {
-        "forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config)),
-        "backward": backward,
-    }
-    return {name: (candidates(name, dim, block_size), run) for name, run in runs.items()}
+    runs = {"backward": backward}
+    if not columns_of(*problem.head_dims)["WIDE"]:
+        runs = {"forward": lambda config: _named("out lse", attention_forward(q, k, v, mask, scale, config=config))} | runs
+    return {name: ("hopper", candidates(name, dim, block_size), run) for name, run in runs.items()}
 
 
 _RUNS = {"triton": _portable_runs, "hopper": _hopper_runs}

@@ -19,9 +19,9 @@ from ..masks.compiler import compile_mask
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENS = 256
-# In the second, some rows and columns are so heavy that they are split.
-_MASKS = {"even rows": "causal & local(100)", "heavy rows": "local(128) | global_tokens(128)"}
-_MASK_TOKENS = {"even rows": _TOKENS, "heavy rows": 32768}
+# The second is long enough for the tiles of long calls. In the third, some rows and columns are so heavy that they are split.
+_MASKS = {"even rows": "causal & local(100)", "long rows": "causal", "heavy rows": "local(128) | global_tokens(128)"}
+_MASK_TOKENS = {"even rows": _TOKENS, "long rows": 16384, "heavy rows": 32768}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Warmed:
 def kinds(
     head_dims: list[tuple[int, int]], dtypes: list[torch.dtype], block_size: int = 128, deterministic: bool = False
 ) -> list[CallKind]:
-    """The calls of training: dense and sparse, with even and with heavy rows, with grouped heads and without.
+    """The calls of training: dense and sparse, with even, long and heavy rows, with grouped heads and without.
 
     head_dims: of q and k, and of v.
     """

@@ -152,9 +152,10 @@ def test_hopper_names_a_head_dim_of_v_that_it_does_not_run(monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     call = backends.Call(torch.device("cuda"), torch.float16, 1, 2, 2, 64, 64, 128, None)
     assert hopper.supports(call) is None
-    assert hopper.supports(replace(call, v_head_dim=64)) == (
-        "it runs v of the head_dim of q and k; got head_dim 64 of v and 128 of q and k"
-    )
+    assert hopper.supports(replace(call, v_head_dim=64)) is None
+    assert hopper.supports(replace(call, head_dim=192)) is None
+    assert hopper.supports(replace(call, v_head_dim=32)) == "it runs head_dim 33 to 256 of v; got 32"
+    assert hopper.supports(replace(call, head_dim=264)) == "it runs head_dim 33 to 256; got 264"
 
 
 @every_backend

@@ -7,6 +7,7 @@ import torch
 from oracle import LAYOUTS, check, heavy_rows_split
 
 import sparse_flash as sf
+from sparse_flash.masks import tall
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
@@ -52,17 +53,18 @@ V_HEAD_DIMS += [(192, 128, torch.float16), (192, 128, torch.float32), (64, 128, 
 
 @parametrize("head_dim, v_head_dim, dtype", V_HEAD_DIMS)
 @parametrize("name", [None, "local", "dilated"])
-def test_v_may_have_a_head_dim_of_its_own(name, head_dim, v_head_dim, dtype):
+@parametrize("backend", BACKENDS)
+def test_v_may_have_a_head_dim_of_its_own(backend, name, head_dim, v_head_dim, dtype):
     pattern = PATTERNS[name] if name else None
     for layout in LAYOUTS:
         # Alternates with v like q and k: a launch is repeated only for what it was compiled for.
         for width in (head_dim, v_head_dim):
             options = {"head_dim": head_dim, "v_head_dim": width, "layout": layout, "dtype": dtype, "block_size": 128}
-            check("triton", pattern, 385, 380, heads=4, kv_heads=2, batch=2, **options)
+            check(backend, pattern, 385, 380, heads=4, kv_heads=2, batch=2, **options)
 
 
-def test_hopper_leaves_v_of_another_head_dim_to_the_portable_kernels():
-    q, v = (torch.randn(1, 2, 300, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for dim in (128, 64))
+def test_hopper_leaves_narrow_v_to_the_portable_kernels():
+    q, v = (torch.randn(1, 2, 300, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for dim in (128, 24))
     ours = sf.attention(q, q, v, "causal & local(90)")
     named = sf.attention(q, q, v, "causal & local(90)", backend="triton")
     assert ours.shape == v.shape and torch.equal(ours, named)
@@ -163,25 +165,42 @@ def test_rows_and_columns_that_come_in_parts_are_right(name, block_size, head_di
 
 
 @parametrize("layout", LAYOUTS)
-@parametrize("head_dim", [64, 96, 100])
+@parametrize("head_dim", [64, 96, 100, 200])
 @parametrize("backend", BACKENDS)
 def test_every_memory_order_is_right(backend, head_dim, layout):
     check(backend, "causal", 300, 260, dtype=torch.float16, head_dim=head_dim, heads=4, kv_heads=2, batch=2, layout=layout)
 
 
+@parametrize("head_dim, v_head_dim", [(64, 64), (192, 128), (256, 256)])
 @parametrize("spec", [None, "causal", "butterfly(block=128)"])
-def test_programs_that_compute_many_tiles_each_are_right(spec):
-    check("hopper", spec, 2048, block_size=128, dtype=torch.bfloat16, head_dim=64, heads=24, batch=1)
+def test_programs_that_compute_many_tiles_each_are_right(spec, head_dim, v_head_dim):
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 24, "batch": 1}
+    check("hopper", spec, 2048, block_size=128, dtype=torch.bfloat16, **shape)
 
 
-@parametrize("head_dim", (64, 80, 128))
+@parametrize("head_dim", (64, 80, 128, 192, 256))
 @parametrize("spec", (None, "causal", "local(100) | sinks(70)"))
 def test_short_calls_are_right_in_tiles_of_64_queries(spec, head_dim, monkeypatch):
     from sparse_flash.kernels.hopper import configs
 
-    monkeypatch.setattr(configs, "SHORT_TILES", {64: 1 << 20, 128: 1 << 20})
+    monkeypatch.setattr(configs, "SHORT_TILES", dict.fromkeys(configs.SHORT_TILES, 1 << 20))
     for q_len, block_size in ((700, 128), (515, 256)):
         check("hopper", spec, q_len, 600, block_size=block_size, dtype=torch.bfloat16, head_dim=head_dim, heads=4, kv_heads=2)
+
+
+@parametrize("split", [False, True])
+@parametrize("name", PATTERNS)
+def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    with heavy_rows_split() if split else nullcontext():
+        mask = sf.compile_mask(PATTERNS[name], 385, 380, device="cuda")
+        assert mask.tall is not None
+    options = {"head_dim": 64, "heads": 4, "kv_heads": 2, "batch": 2}
+    check("hopper", mask, 385, 380, block_size=128, dtype=torch.bfloat16, **options)
 
 
 @parametrize("backend", BACKENDS)

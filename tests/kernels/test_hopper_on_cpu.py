@@ -1,11 +1,14 @@
 """The Hopper kernels, run on a CPU in drawn orders of events: see ``gluon_on_cpu``. On a GPU, other tests run the compiled ones."""
 
+from itertools import product
+
 import fuzz_calls
 import pytest
 import torch
 from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
+from sparse_flash.masks import tall
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant
 
@@ -25,10 +28,17 @@ CASES = {
     "whole blocks": ("butterfly(block=128)", 512, 512, {"kv_heads": 1}),
     "empty rows and columns": ("prefix(70) & ~causal", 400, 300, {}),
     "blocks of 256": ("causal & local(200)", 400, 400, {"block_size": 256}),
+    "256": ("causal", 300, 300, {"head_dim": 256, "kv_heads": 1}),
+    "256, blocks of 64": ("local(90)", 200, 200, {"head_dim": 256, "block_size": 64}),
+    "192 and 128": ("causal & (local(70) | strided(7, block=1))", 300, 300, {"head_dim": 192, "v_head_dim": 128}),
+    "136, empty rows": ("prefix(70) & ~causal", 300, 200, {"head_dim": 136}),
+    "64 and 200, dense": (None, 100, 190, {"head_dim": 64, "v_head_dim": 200}),
 }
 
 
-@pytest.mark.parametrize("name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True)])
+@pytest.mark.parametrize(
+    "name, deterministic", [*((name, False) for name in CASES), ("causal", True), ("bits", True), ("256", True)]
+)
 def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic):
     spec, q_len, kv_len, changed = CASES[name]
     options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
@@ -52,12 +62,92 @@ def test_calls_are_right_in_tiles_that_suit_their_length(monkeypatch, spec, q_le
     assert {config.queries for config in chosen} == {queries}
 
 
-def test_splits_of_heavy_rows_are_combined():
+@pytest.mark.parametrize("dim, dim_v", [*product((64, 128, 192, 256), (64, 128, 256))])
+def test_wide_tiles_of_two_steps_fit_into_shared_memory(dim, dim_v):
+    from sparse_flash.kernels.hopper.configs import wide_forward
+
+    found = {
+        wide_forward(dim, dim_v, block_size, tiles, 132, plain)
+        for block_size, tiles, plain in product((None, 64, 128), (132, 1000), (True, False))
+    }
+    assert {config.queries for config in found} == {64, 128}
+    for config in found:
+        taken = 2 * (config.queries * dim + config.stages * config.keys * (dim + dim_v))
+        assert config.stages >= 2 and config.programs * (taken + 1024) <= 228 * 1024, config
+        # Sums of dim_v columns, scores, and the weights that wait in 16 bits.
+        registers = (config.queries // 64 == 2 and 240) or 65536 // (256 * config.programs)
+        assert dim_v // 2 + config.keys // 2 + config.keys // 4 <= registers - 16, config
+
+
+def test_a_short_call_of_wide_heads_takes_smaller_tiles_unless_it_has_a_variant(monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {256: 1})
+    assert [configs.wide_forward(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
+    assert configs.wide_forward(192, 128, None, 132, 132, False).queries == 128
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (192, 128)])
+def test_splits_of_heavy_rows_are_combined(head_dim, v_head_dim):
     with heavy_rows_split():
         mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
     assert mask.by_query.is_split and mask.by_key.is_split
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "heads": 2, "kv_heads": 1}
     with emulated.gluon_on_cpu():
-        check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, head_dim=64, heads=2, kv_heads=1)
+        check("hopper", mask, 512, 512, block_size=128, dtype=torch.float16, **shape)
+
+
+_OF_MASK = 9  # among the arguments of forward._forward_launch
+OF_TALL_ROWS = {
+    "causal": ("causal", 700, 640, {"kv_heads": 1}),
+    "rows of one block": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, {}),
+    "bits": ("causal & (local(70) | strided(7, block=1))", 400, 420, {"head_dim": 40}),
+    "whole blocks": ("butterfly(block=128)", 768, 768, {}),
+    "empty rows": ("prefix(70) & ~causal", 600, 300, {"kv_heads": 1}),
+}
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch):
+    """Tiles of 192 queries wherever a mask may have rows for them; a list of the rows that kernels walk."""
+    from sparse_flash.kernels.hopper import configs, forward
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "TIME_OF_192", 0)
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    rows, launch = [], forward._forward_launch
+    monkeypatch.setattr(forward, "_forward_launch", lambda *call: rows.append(call[_OF_MASK].row_queries) or launch(*call))
+    return rows
+
+
+@pytest.mark.parametrize("name", OF_TALL_ROWS)
+def test_tiles_of_192_queries_walk_rows_of_their_own(tall_tiles, name):
+    spec, q_len, kv_len, changed = OF_TALL_ROWS[name]
+    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2} | changed
+    with emulated.gluon_on_cpu(seed=len(name)):
+        check("hopper", spec, q_len, kv_len, **options)
+    assert set(tall_tiles) == {192}
+
+
+def test_splits_of_heavy_tall_rows_are_combined(tall_tiles):
+    with heavy_rows_split():
+        mask = sf.compile_mask("causal | sinks(130)", 700, 700, 128)
+        assert mask.tall.by_query.is_split
+    with emulated.gluon_on_cpu():
+        check("hopper", mask, 700, 700, block_size=128, dtype=torch.float16, head_dim=64, heads=2, kv_heads=1)
+    assert set(tall_tiles) == {192}
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 80}, {"block_size": 256}, {"heads": 3, "per_head": True}, {"dropout_p": 0.2}])
+def test_other_calls_with_a_table_walk_the_masks_own_rows(tall_tiles, options):
+    options = {"head_dim": 64, "block_size": 128, "heads": 2, "dropout_p": 0.0, "per_head": False} | options
+    mask = sf.compile_mask("causal & local(300)", 700, 700, options["block_size"])
+    if options["per_head"]:
+        mask = sf.BlockMask.per_head([mask, "causal", mask])
+    q = torch.randn(1, options["heads"], 700, options["head_dim"], dtype=torch.float16)
+    with emulated.gluon_on_cpu():
+        out = sf.attention(q, q, q, mask, dropout_p=options["dropout_p"], backend="hopper")
+    assert tall_tiles == [options["block_size"]] and out.isfinite().all()
 
 
 def test_dropout_drops_the_pairs_that_it_drops_elsewhere():
@@ -102,6 +192,7 @@ UNDER = {
     "whole blocks": ("butterfly(block=128)", 512, 512, {"head_dim": 128}),
     "blocks of 64": ("local(90)", 300, 300, {"block_size": 64}),
     "blocks of 256": ("local(200)", 400, 400, {"block_size": 256}),
+    "head_dim 192": ("causal", 200, 200, {"head_dim": 192}),
 }
 OF_TERMS = [*((name, "causal", False) for name in TERMS), *(("all", under, False) for under in UNDER)]
 OF_TERMS += [("lengths", under, under == "bits") for under in UNDER] + [("all, dropout", "dense, ragged", False)]

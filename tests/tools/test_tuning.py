@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
+from sparse_flash import backends
 from sparse_flash.cli import doctor
 from sparse_flash.cli.app import app
 from sparse_flash.kernels.hopper import configs as hopper_configs
@@ -200,9 +201,20 @@ def test_candidates_are_few_distinct_and_start_with_the_built_in_config(kernel, 
 def test_hopper_candidates_start_with_the_built_in_config_and_are_distinct(kernel, dim, block_size):
     found = hopper_configs.candidates(kernel, dim, block_size)
     of = f"{kernel.upper()}_OF_64" if block_size == 64 else kernel.upper()
-    of_192 = hopper_configs.DENSE_FORWARD if (kernel, block_size) == ("forward", None) else {}
+    of_192 = hopper_configs.FORWARD_OF_192 if kernel == "forward" and block_size in (None, 128) else {}
     assert found[0] == of_192.get(dim, getattr(hopper_configs, of)[dim])
     assert len(set(found)) == len(found) <= configs.MOST_CANDIDATES
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(128, 128), (192, 128), (128, 64)])
+def test_a_backward_pass_without_a_hopper_kernel_is_tuned_as_the_portable_one(head_dim, v_head_dim):
+    q, v = torch.zeros(1, 1, 64, head_dim), torch.zeros(1, 1, 64, v_head_dim)
+    problem = tuning.TuningProblem(head_dim=head_dim, v_head_dim=v_head_dim)
+    owners = {kernel: owner for kernel, (owner, *_) in tuning._hopper_runs(problem, 128, None, q, q, v, v).items()}
+    of_hopper = backends.backend("hopper").has_backward(head_dim, v_head_dim)
+    assert owners == (
+        dict.fromkeys(("forward", "backward"), "hopper") if of_hopper else dict.fromkeys(("grad_q", "grad_kv"), "triton")
+    )
 
 
 class FakeClock:

@@ -32,13 +32,14 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import backward_config, backward_of_variant
+from .configs import backward_config, backward_keys, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 from .products import (
     both_finished,
+    one_and_sums_finished,
     scaled_by,
     store_columns,
     times,
@@ -47,7 +48,7 @@ from .products import (
     zero_sums,
 )
 from .ring import Ring, ring_beside, ring_of
-from .scheduler import TILE, Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms
 from .variant import PLAIN, HopperVariant, hopper_variant
 
@@ -115,18 +116,25 @@ class BackwardArguments:
     scheduler: Scheduler
     k: Ring  # one stage per tile
     v: Ring
+    beside: gl.shared_memory_descriptor  # of dV, and of half of a tile's sums: the buffer of dQ, or with LATE that of v
     q: Ring  # one stage per step
-    dout: Ring  # one stage less; released with q
+    dout: Ring  # released with q
     lse: gl.shared_memory_descriptor  # loaded with q
     unit: gl.shared_memory_descriptor  # loaded with q
     delta: gl.shared_memory_descriptor  # loaded with dout
+    weights: gl.shared_memory_descriptor  # only where warp groups share keys
     dscores: gl.shared_memory_descriptor
     dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
     DIM: gl.constexpr
     USED: gl.constexpr  # of DIM columns; the others are zeros
+    DIM_V: gl.constexpr  # of v and dout
+    USED_V: gl.constexpr
     KEYS: gl.constexpr  # per tile
     QUERIES: gl.constexpr  # per step
-    PIECES: gl.constexpr  # of dQ: as many of its columns as there is room for at a time
+    COLUMNS: gl.constexpr  # of a piece of dQ: as many as there is room for at a time
+    PIECES: gl.constexpr  # that have columns in use
+    SHARED: gl.constexpr  # whether warp groups share a tile's keys
+    LATE: gl.constexpr  # whether values stay until dK and dV have left, as the buffer of dQ is too small for dV
     RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
 
 
@@ -180,10 +188,10 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
             cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
             ring.expect(step, BESIDE)
         else:
-            ring.expect(step, p.QUERIES * p.DIM * 2 + BESIDE)
+            ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
             ring.load(step, tensor, source)
     else:
-        ring.expect(step, p.QUERIES * p.DIM * 2 + BESIDE)
+        ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
     return cuts
 
 
@@ -256,9 +264,11 @@ def _load(p):
 def _send(p):
     """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
     releases what the step has used, as the computing warps would have to wait for each other to do so."""
-    ROWS: gl.constexpr = p.QUERIES * p.DIM // (256 * p.PIECES)
-    # Units of integer sums, which lie beside q, are read with every piece.
-    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 0
+    ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
+    ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
+    # Units of integer sums, which lie beside q, are read with every piece. Where warp groups share keys, the product of dK comes
+    # after the first piece.
+    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 1 if p.SHARED else 0
     grads = p.grads
     step = 0
     sent = 0
@@ -277,8 +287,9 @@ def _send(p):
                 if piece == RELEASED:
                     # The warps that hand over dQ have finished all products with what is released.
                     p.q.release(step)
-                    p.v.release(turn, pred=step == last)
-                async_add(grads.dq_rows, [((line + position) // p.QUERIES * p.PIECES + piece) * ROWS, 0], rows)
+                    if not p.LATE:
+                        p.v.release(turn, pred=step == last)
+                async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
                 store_wait(0)
                 p.dq.release(sent)
                 sent += 1
@@ -286,6 +297,8 @@ def _send(p):
             step += 1
         sent = _send_keys(p, tile, turn, sent)
         p.k.release(turn)
+        if p.LATE:
+            p.v.release(turn)
         if p.k.STAGES == 1:
             p.scheduler.slots.release(turn)
         turn += 1
@@ -294,7 +307,7 @@ def _send(p):
 
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
-    """Stores dK and dV of a tile, or adds them, from the buffers of its keys and of dQ."""
+    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and ``beside``."""
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -328,7 +341,7 @@ def _send_results(p, batch, kv_head, first_key, place, sent):
         p.dq.release(sent)
         sent += 1
         p.dq.wait(sent)
-    values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
+    values = view(p.beside, grads.dv.dtype, [1, 1, p.KEYS, p.DIM_V], grads.dv.layout)
     async_store(grads.dv, [batch, kv_head, first_key, 0], values)
     store_wait(0)
     p.dq.release(sent)
@@ -340,21 +353,32 @@ def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
     """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     grads = p.grads
-    low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    low = view(p.beside, gl.float32, [HALF, 256], grads.dkv_rows.layout)
     high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-    for grad in range(2):
+    # Narrower values have the sums of one half.
+    for grad in range(2 if p.DIM_V == p.DIM else 1):
         row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
         p.dq.wait(sent)
-        if ALONE:
-            async_store(grads.dkv_rows, [row, 0], low)
-            async_store(grads.dkv_rows, [row + HALF, 0], high)
-        else:
-            async_add(grads.dkv_rows, [row, 0], low)
-            async_add(grads.dkv_rows, [row + HALF, 0], high)
+        _send_rows(grads, row, low, ALONE)
+        _send_rows(grads, row + HALF, high, ALONE)
+        store_wait(0)
+        p.dq.release(sent)
+        sent += 1
+    if p.DIM_V < p.DIM:
+        p.dq.wait(sent)
+        _send_rows(grads, grads.kv_lines // p.KEYS * (2 * HALF) + line // p.KEYS * HALF, high, ALONE)
         store_wait(0)
         p.dq.release(sent)
         sent += 1
     return sent
+
+
+@gluon.jit
+def _send_rows(grads, row, rows, ALONE: gl.constexpr):
+    if ALONE:
+        async_store(grads.dkv_rows, [row, 0], rows)
+    else:
+        async_add(grads.dkv_rows, [row, 0], rows)
 
 
 @gluon.jit
@@ -389,24 +413,74 @@ def _masked(p, tile, weights, words, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _operand(p, weights, layout: gl.constexpr):
-    """Weights of a step as the left operand of dV's product."""
+def _kept(p, weights):
+    """Weights of a step in 16 bits, with 0 for what dropout drops: the left operand of dV's product."""
     dtype: gl.constexpr = p.q.data.dtype
     if p.dropout.ENABLED:
-        operand = gl.convert_layout(kept_operand(weights, dtype), layout)
+        kept = kept_operand(weights, dtype)
     else:
-        operand = gl.convert_layout(weights.to(dtype), layout)
-    return operand
+        kept = weights.to(dtype)
+    return kept
 
 
 @gluon.jit
-def _in_register_order(grad, WARPS_DOWN: gl.constexpr):
+def _existing_keys(p, tile, layout: gl.constexpr):
+    """Words for ``where_rows`` of weights, if a tile may have keys that do not exist and whose scores may be anything."""
+    existing = tile.first
+    if p.lengths.KV_CUT:
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
+    elif p.RAGGED and p.scoring.SCORED:
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, layout)
+    return existing
+
+
+@gluon.jit
+def _weights(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
+    """Weights of a step, (keys, queries), from its products. A sign marks what dropout drops."""
+    lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
+    scores = products
+    if p.scoring.SCORED:
+        scores = p.scoring.scored(products, place, position, tile.first)
+    weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
+    if p.scoring.SCORE is not None:
+        # Nor need its results for queries that keep nothing be numbers.
+        weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
+    if KIND != FULL:
+        weights = _masked(p, tile, weights, words, KIND)
+    if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
+        # A score function may give anything for keys that do not exist; without one, their scores are 0.
+        weights = where_rows(weights, existing)
+    elif p.RAGGED:
+        # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
+        # rows of zeros. No existing key has a weight above 1.
+        weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
+    if p.dropout.ENABLED:
+        # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
+        weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
+    return weights
+
+
+@gluon.jit
+def _dscores(p, tile, weights, dweights, delta, products, place, position):
+    """Gradients of a step's scores."""
+    if p.dropout.ENABLED:
+        dscores = score_gradients(weights, dweights, delta[None, :])
+    else:
+        dscores = weights * (dweights - delta[None, :])
+    if p.scoring.SIGNED:
+        dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
+    return dscores
+
+
+@gluon.jit
+def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
-    adjacent to its neighbours'. ``finish_kernel`` restores the order."""
+    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
     ROWS: gl.constexpr = grad.shape[0]
     DIM: gl.constexpr = grad.shape[1]
     ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
-    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2]).permute((1, 4, 3, 0, 2, 6, 5, 7))
+    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
+    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
 
 
@@ -429,51 +503,30 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    CUT: gl.constexpr = p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED)
-    if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, score_layout)
-    elif CUT:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, score_layout)
+    existing = _existing_keys(p, tile, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
         values = p.v.stage(turn, fresh_zero(step))
+        words, position = entry, entry
         if KIND != FULL:
             words = _mask_words(p, tile, entry, exists, KIND, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = _first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
-        started = times_transposed(values, dout, zeros, p.USED)
-        lse = p.lse.index(p.q.place(step)).load(column)
+        started = times_transposed(values, dout, zeros, p.USED_V)
         products = scores
-        if p.scoring.SCORED:
-            scores = p.scoring.scored(products, place, position, tile.first)
-        weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
-        if p.scoring.SCORE is not None:
-            # Nor need its results for queries that keep nothing be numbers.
-            weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
-        if KIND != FULL:
-            weights = _masked(p, tile, weights, words, KIND)
-        if CUT:
-            # A score function may give anything for keys that do not exist; without one, their scores are 0.
-            weights = where_rows(weights, existing)
-        elif p.RAGGED:
-            # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
-            # rows of zeros. No existing key has a weight above 1.
-            weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
-        if p.dropout.ENABLED:
-            # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
-            weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
+        weights = _weights(p, tile, products, step, words, existing, stream, place, position, KIND)
         if p.scoring.SCORED:
             # Here, so that the derivative's values need not stay in registers during the products.
-            operand = _operand(p, weights, operand_layout)
+            operand = gl.convert_layout(_kept(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.PIECES > 1:
             delta = p.delta.index(p.dout.place(step)).load(column)
         if not p.scoring.SCORED:
-            operand = _operand(p, weights, operand_layout)
+            operand = gl.convert_layout(_kept(p, weights), operand_layout)
         started_dv = times(operand, dout, dv)
         # What follows must stay behind the product's start; the compiler would move it before.
         if p.PIECES == 1:
@@ -481,12 +534,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
         else:
             # With dQ in pieces, the assembler serializes all products if delta is read here. This returns at once.
             p.dout.wait(step)
-        if p.dropout.ENABLED:
-            dscores = score_gradients(weights, dweights, delta[None, :])
-        else:
-            dscores = weights * (dweights - delta[None, :])
-        if p.scoring.SIGNED:
-            dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
+        dscores = _dscores(p, tile, weights, dweights, delta, products, place, position)
         p.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         started_dk = times(ds_operand, q, dk)
@@ -500,11 +548,11 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
             dv, dk = both_finished(started_dv, started_dk, 1)
         else:
             # dQ takes twice the registers here, which hold one piece beside the next one's product.
-            left = keys.slice(0, p.DIM // 2, dim=1)
+            left = keys.slice(0, p.COLUMNS, dim=1)
             started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
             dv, dk = both_finished(started_dv, started_dk, 1)
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
-            right = keys.slice(p.DIM // 2, p.DIM // 2, dim=1)
+            right = keys.slice(p.COLUMNS, p.COLUMNS, dim=1)
             started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
             _hand_over_queries(p, dq_left, step, sent)
         upcoming_turn = turn
@@ -526,31 +574,98 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
 
 
 @gluon.jit
+def _walk_together(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
+    """``_walk`` where two warp groups share a tile's keys, and divide columns: of scores, and of every sum. Weights reach both
+    through shared memory. Products that follow a piece of dQ give it time to leave."""
+    dk, dv, scores = state
+    PRODUCTS: gl.constexpr = len(dk)
+    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
+    score_layout: gl.constexpr = zeros.type.layout
+    column: gl.constexpr = gl.SliceLayout(0, score_layout)
+    existing = _existing_keys(p, tile, score_layout)
+    for entry in range(begin, end):
+        q = p.q.stage(step)
+        dout = p.dout.stage(step)
+        values = p.v.stage(turn, fresh_zero(step))
+        words, position = entry, entry
+        if KIND != FULL:
+            words = _mask_words(p, tile, entry, exists, KIND, score_layout)
+        if p.dropout.ENABLED or p.scoring.SCORED:
+            position = _first_query(p, tile, entry, end, exists)
+        p.dout.wait(step)
+        started = times_transposed(values, dout, zeros, p.USED_V)
+        products = scores
+        weights = _weights(p, tile, products, step, words, existing, stream, place, position, KIND)
+        p.weights.index(0).store(_kept(p, weights))
+        if p.scoring.SCORED and not p.scoring.SIGNED:
+            weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
+        fence_async_shared()
+        barrier()
+        started_dv = times(p.weights.index(fresh_zero(step)), dout, dv, True)
+        dweights = warpgroup_mma_wait(len(dv), deps=(started,))
+        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+        dscores = _dscores(p, tile, weights, dweights, delta, products, place, position)
+        p.dscores.index(0).store(dscores.to(p.q.data.dtype))
+        fence_async_shared()
+        barrier()
+        stored = p.dscores.index(fresh_zero(step))
+        keys = p.k.stage(turn, fresh_zero(step))
+        sent = step * p.PIECES + turn * SENT
+        started_dq = _queries_piece(p, stored, keys, dq_zeros, 0)
+        started_dk = times(stored, q, dk, True)
+        dq, dv = one_and_sums_finished(started_dq, started_dv, PRODUCTS)
+        _hand_over_queries(p, dq, step, sent)
+        others = ()
+        for piece in gl.static_range(1, p.PIECES):
+            others = others + (_queries_piece(p, stored, keys, dq_zeros, piece),)  # noqa: RUF005  # which Triton 3.6 compiles
+        # The scores of a next tile wait for its keys.
+        p.q.wait(step + 1, pred=step != last)
+        started_scores = times_transposed(p.k.stage(turn), p.q.stage(step + 1), zeros, p.USED)
+        dq, dk = one_and_sums_finished(others[0], started_dk, PRODUCTS + p.PIECES - 2)
+        _hand_over_queries(p, dq, step, sent + 1)
+        for piece in gl.static_range(2, p.PIECES):
+            dq = warpgroup_mma_wait(PRODUCTS + p.PIECES - 1 - piece, deps=(others[piece - 1],))
+            _hand_over_queries(p, dq, step, sent + piece)
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        step += 1
+    return (dk, dv, scores), step
+
+
+@gluon.jit
+def _queries_piece(p, dscores, keys, zeros, PIECE: gl.constexpr):
+    """Starts the product of a piece of dQ. dscores: (keys, queries)."""
+    columns = keys.slice(PIECE * p.COLUMNS, p.COLUMNS, dim=1)
+    return warpgroup_mma(dscores.permute((1, 0)), columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _hand_over_queries(p, dq, step, sent):
     """Hands a piece of dQ of a step to the sending warp."""
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     p.dq.acquire(sent)
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN)
+        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN, True)
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        p.dq.data.store(_in_register_order(dq, WARPS_DOWN))
+        p.dq.data.store(_in_register_order(dq, WARPS_DOWN, True))
     fence_async_shared()
     p.dq.commit(sent)
 
 
 @gluon.jit
 def _compute(p):
-    """The computing warps: each group of four holds 64 keys."""
+    """The computing warps: each group of four holds 64 keys, or half the columns of the same 64."""
     WARPS: gl.constexpr = gl.num_warps()
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
+    KEY_WARPS: gl.constexpr = p.KEYS // 16
+    WITH_KEYS: gl.constexpr = WARPS // KEY_WARPS  # that share keys
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [KEY_WARPS, WITH_KEYS], [16, p.QUERIES // WITH_KEYS, 16])
     # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
-    COLUMNS: gl.constexpr = p.DIM // p.PIECES
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, COLUMNS * DOWN // WARPS, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, p.COLUMNS * DOWN // WARPS, 16])
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
-    dq_zeros = gl.zeros([p.QUERIES, COLUMNS], gl.float32, layout=dq_layout)
+    dq_zeros = gl.zeros([p.QUERIES, p.COLUMNS], gl.float32, layout=dq_layout)
+    walk: gl.constexpr = _walk_together if p.SHARED else _walk
 
     scores = zeros
     if p.k.STAGES > 1:
@@ -562,7 +677,7 @@ def _compute(p):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
-        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
+        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM_V, p.USED_V), scores)
         stream = p.dropout.stream(tile.line)
         place = p.scoring.place(p.heads, tile.line)
         p.v.wait(turn)
@@ -570,9 +685,9 @@ def _compute(p):
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
-        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
+            state, step = walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+            state, step = walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
+        state, step = walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
@@ -590,7 +705,8 @@ def _first_scores(p, turn, step, zeros):
 
 @gluon.jit
 def _hand_over(p, tile, turn, step, dk, dv):
-    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once its last tile has left."""
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and ``beside`` once the last tile of dQ has
+    left."""
     place = p.k.stage(turn)
     step *= p.PIECES
     if p.grads.ADDED:
@@ -606,7 +722,7 @@ def _hand_over(p, tile, turn, step, dk, dv):
 
 @gluon.jit
 def _hand_over_results(p, dk, dv, sent, place):
-    """Hands over dK and dV in their dtype: dK through ``place``, dV through dQ's buffer."""
+    """Hands over dK and dV in their dtype: dK through ``place``, dV through ``beside``."""
     dtype: gl.constexpr = p.k.data.dtype
     store_columns(place, scaled_by(dk, p.scale))
     if p.dropout.ENABLED:
@@ -617,7 +733,7 @@ def _hand_over_results(p, dk, dv, sent, place):
         p.dq.commit(sent)
         sent += 1
         p.dq.acquire(sent)
-    store_columns(view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout), dv)
+    store_columns(view(p.beside, dtype, [p.KEYS, p.DIM_V], p.k.data.layout), dv)
     fence_async_shared()
     p.dq.commit(sent)
 
@@ -626,16 +742,25 @@ def _hand_over_results(p, dk, dv, sent, place):
 def _hand_over_sums(p, dk, dv, sent, place):
     """Hands over dK and dV in fp32."""
     _hand_over_halves(p, dk, sent, place)
-    _hand_over_halves(p, dv, sent + 1, place)
+    if p.DIM_V == p.DIM:
+        _hand_over_halves(p, dv, sent + 1, place)
+    else:
+        # Half as many.
+        gl.static_assert(2 * p.DIM_V == p.DIM)
+        p.dq.acquire(sent + 1)
+        rows = _in_register_order(dv[0], p.KEYS // 16)
+        view(place, gl.float32, rows.shape, p.grads.dkv_rows.layout).store(rows)
+        fence_async_shared()
+        p.dq.commit(sent + 1)
 
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through dQ's buffer and half through ``place``. Columns that are not in
+    """Hands over dK or dV in fp32, in register order: half through ``beside`` and half through ``place``. Columns that are not in
     use come last, and hold what was there."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     p.dq.acquire(sent)
-    low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    low = view(p.beside, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
     high = view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
     FIRST: gl.constexpr = p.KEYS * grad[0].shape[1] // 512
     _store_halves(grad[0], p.KEYS // 16, low.slice(0, FIRST), high.slice(0, FIRST))
@@ -693,8 +818,11 @@ def attention_backward_kernel(
     variant,
     DIM: gl.constexpr,
     USED: gl.constexpr,
+    DIM_V: gl.constexpr,
+    USED_V: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
     PIECES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
@@ -709,20 +837,25 @@ def attention_backward_kernel(
     SCORE: gl.constexpr,
     DERIVATIVE: gl.constexpr,
 ):
-    Q_STAGES: gl.constexpr = DOUT_STAGES + 1  # scores are computed a step ahead
     dtype: gl.constexpr = q_tensor.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     K_STAGES: gl.constexpr = KEYS // 64
     k = ring_of(gl.allocate_shared_memory(dtype, [K_STAGES, KEYS, DIM], flat), K_STAGES)
-    v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
+    SHARED: gl.constexpr = gl.num_warps() * 16 > KEYS
+    LATE: gl.constexpr = KEYS * PIECES > 2 * QUERIES
+    values = gl.allocate_shared_memory(dtype, [1, KEYS, DIM if LATE else DIM_V], flat)
+    v = ring_of(values if DIM_V == DIM else view(values, dtype, [1, KEYS, DIM_V], flat), 1)
     q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES)
-    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM], flat), DOUT_STAGES)
+    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM_V], flat), DOUT_STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
     unit = lse
     if FIXED:
         unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
     dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
+    weights = dscores
+    if SHARED:
+        weights = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
     dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // (256 * PIECES), 256], dq_rows.layout), 1)
     table = TableArguments(
         mask_index=mask_index,
@@ -785,25 +918,32 @@ def attention_backward_kernel(
         scheduler=scheduler,
         k=k,
         v=v,
+        beside=values if LATE else dq.data,
         q=q,
         dout=dout,
         lse=lse,
         unit=unit,
         delta=delta,
+        weights=weights,
         dscores=dscores,
         dq=dq,
         DIM=DIM,
         USED=USED,
+        DIM_V=DIM_V,
+        USED_V=USED_V,
         KEYS=KEYS,
         QUERIES=QUERIES,
-        PIECES=PIECES,
+        COLUMNS=DIM // PIECES,
+        PIECES=(USED * PIECES + DIM - 1) // DIM,
+        SHARED=SHARED,
+        LATE=LATE,
         RAGGED=RAGGED,
     )
     gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["kv_heads"])
-def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, TILE: tl.constexpr):
+def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr):
     """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
     They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
@@ -815,7 +955,7 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.cons
     head = tl.program_id(1) % kv_heads
     first = tl.program_id(0) * TILE
     k = load_tile(k_tensor, batch, head, first, TILE, DIM).to(tl.float32)
-    v = load_tile(v_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    v = load_tile(v_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     token = first + tl.arange(0, TILE)
     if variant.kv_starts is not None:
         exist = (token >= tl.load(variant.kv_starts + batch))[:, None]
@@ -843,6 +983,7 @@ def prepare_kernel(
     padded_q_len,
     share,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     FIXED: tl.constexpr,
@@ -856,8 +997,8 @@ def prepare_kernel(
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     first = tl.program_id(0) * TILE
-    out = load_tile(out_tensor, batch, head, first, TILE, DIM).to(tl.float32)
-    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    out = load_tile(out_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
+    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < q_len, other=-float("inf"))
@@ -891,13 +1032,11 @@ def prepare_kernel(
 
 
 @triton.jit
-def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, WARPS: tl.constexpr, PIECES: tl.constexpr):
-    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. WARPS: that computed the tile. PIECES: of
-    its columns, one after the other."""
-    DOWN: tl.constexpr = TILE // 16
-    ACROSS: tl.constexpr = WARPS // DOWN
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl.constexpr, PIECES: tl.constexpr):
+    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps that take turns along a row.
+    PIECES: of its columns, one after the other."""
     ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
-    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, DOWN, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
     return parts.reshape(TILE, DIM)
 
 
@@ -912,19 +1051,19 @@ def finish_kernel(
     factor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    WARPS: tl.constexpr,
+    ACROSS: tl.constexpr,
     PIECES: tl.constexpr,
     FIXED: tl.constexpr,
 ):
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
-    rows of the added tiles. WARPS: that computed a tile. PIECES: of its columns, one after the other. group: how many consecutive
-    sums make one gradient. FIXED: sums are integers, in units of a power of two per row."""
+    rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
+    FIXED: sums are integers, in units of a power of two per row."""
     first = tl.program_id(0) * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
         line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
-    grad = _from_register_order(sums, TILE, DIM, WARPS, PIECES) * factor
+    grad = _from_register_order(sums, TILE, DIM, ACROSS, PIECES) * factor
     if FIXED:
         unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
@@ -945,6 +1084,7 @@ def combine_columns_kernel(
     dk_factor,
     dv_factor,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     TILE: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
 ):
@@ -959,26 +1099,34 @@ def combine_columns_kernel(
     entry = split_columns + (mask * listed + tl.program_id(0) // (2 * TILES)) * 4
     column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if count > 0:
-        line = (tl.num_programs(1) * is_dv + tl.program_id(1)).to(tl.int64) * listed * TILES + first * TILES + part
-        sums = tl.zeros([TILE * DIM], tl.float32)
-        for _ in range(count):
-            sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
-            line += TILES
-        grad = _from_register_order(sums, TILE, DIM, TILE // 16, 1)
+        line = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + part
         first_key = column * TABLE_BLOCK + part * TILE
         if is_dv == 1:
-            store_tile(dv_tensor, grad * dv_factor, batch, head, first_key, TILE, DIM)
+            sums_ptr += tl.num_programs(1).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
+            dv = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
+            store_tile(dv_tensor, dv * dv_factor, batch, head, first_key, TILE, DIM_V)
         else:
-            store_tile(dk_tensor, grad * dk_factor, batch, head, first_key, TILE, DIM)
+            dk = _sum_of_splits(sums_ptr, line, count, TILE, DIM, TILES)
+            store_tile(dk_tensor, dk * dk_factor, batch, head, first_key, TILE, DIM)
+
+
+@triton.jit
+def _sum_of_splits(sums_ptr, line, count, TILE: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr):
+    sums = tl.zeros([TILE * DIM], tl.float32)
+    for _ in range(count):
+        sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
+        line += TILES
+    return _from_register_order(sums, TILE, DIM, 1, 1)
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
     """dq, dk, dv like q, k, v. dlse may be None. Unless ``deterministic``, the summation order of dQ differs from run to run, as
     does that of dK and dV if query heads share them.
 
-    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
+    Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes; head_dim 33 to 256, of v the same,
+    or 65 to 128 if it is 129 or more. mask: table blocks of 64 to 256.
     """
-    room = _room(q, k, mask, deterministic)
+    room = _room(q, k, v, mask, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
     of_variant = hopper_variant(variant)
     tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
@@ -1042,21 +1190,21 @@ class _Room(NamedTuple):
     splits: int
 
 
-def _room(q, k, mask, deterministic: bool) -> _Room:
+def _room(q, k, v, mask, deterministic: bool) -> _Room:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    dim = padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else TILE.value
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
+    keys = backward_keys(dim, mask and mask.block_size)
+    block_size = mask.block_size if mask else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
     lines = batch * heads * padded_q
     # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
     # are then added like other tiles.
     added = heads > kv_heads
     split = mask is not None and mask.by_key.is_split and not deterministic
-    keys = min(block_size, TILE.value)
     splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
     kv_lines = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
-    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, 2 * kv_lines * dim, added, splits)
+    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, kv_lines * (dim + dim_v), added, splits)
 
 
 def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, of_variant, config) -> None:
@@ -1064,23 +1212,25 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     dropout_p = of_variant.dropout_p
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    block_size = mask.block_size if mask else TILE.value
+    group, dim, dim_v = heads // kv_heads, padded_head_dim(head_dim), padded_head_dim(v.shape[3])
     if config is None and of_variant is not PLAIN:
         config = backward_of_variant(dim, mask and mask.block_size, of_variant.switches["SCORED"])
-    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device)
+    config = config or backward_config(q.dtype, dim, mask.block_size if mask else None, q.device, dim_v)
+    block_size = mask.block_size if mask else config.keys
+    rows_options = {"num_warps": max(4, dim // 32)}  # of kernels that compute whole rows
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
     rows = workspace[room.dq_sums :].view(-1, batch * heads * room.padded_q)
     row_lse, row_delta, row_unit = rows[0], rows[1], rows[2 if deterministic else 0]
     share = 1.0 - (dropout_p or 0.0)
     if deterministic:
-        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim), bounds, kv_heads, of_variant.given]
+        arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim_v), bounds, kv_heads, of_variant.given]
         grid = (triton.cdiv(kv_len, ROWS), batch * kv_heads)
-        recording.launch(bound_kernel, (grid, arguments, {"DIM": dim, "TILE": ROWS}, {"num_warps": 4}), of_variant.kinds)
+        constants = {"DIM": dim, "DIM_V": dim_v, "TILE": ROWS}
+        recording.launch(bound_kernel, (grid, arguments, constants, rows_options), of_variant.kinds)
 
     arguments = [
-        described_for_triton(out, ROWS, dim),
-        described_for_triton(dout, ROWS, dim),
+        described_for_triton(out, ROWS, dim_v),
+        described_for_triton(dout, ROWS, dim_v),
         lse,
         dlse,
         sums,
@@ -1092,9 +1242,10 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.padded_q,
         share,
     ]
-    constants = {"DIM": dim, "TILE": ROWS, "HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
+    constants = {"DIM": dim, "DIM_V": dim_v, "TILE": ROWS}
+    constants |= {"HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
     constants["CUT"] = of_variant.given.q_starts is not None or of_variant.given.q_lens is not None
-    recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, {"num_warps": 4}))
+    recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, rows_options))
 
     work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
     items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
@@ -1104,11 +1255,11 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     arguments = [
         described(q, [1, 1, config.queries, dim]),
         described(k, [1, 1, config.keys, dim]),
-        described(v, [1, 1, config.keys, dim]),
-        described(dout, [1, 1, config.queries, dim]),
+        described(v, [1, 1, config.keys, dim_v]),
+        described(dout, [1, 1, config.queries, dim_v]),
         described(sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT),
         described(dk, [1, 1, config.keys, dim]),
-        described(dv, [1, 1, config.keys, dim]),
+        described(dv, [1, 1, config.keys, dim_v]),
         described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT),
         described(row_lse, [config.queries], ROW_LAYOUT),
         described(row_delta, [config.queries], ROW_LAYOUT),
@@ -1126,11 +1277,11 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.padded_q,
         room.padded_kv,
         # As many as key heads, or as query heads if each has its own sums.
-        room.kv_sums // (2 * dim) or batch * kv_heads * room.padded_kv,
+        room.kv_sums // (dim + dim_v) or batch * kv_heads * room.padded_kv,
         room.splits,
         items,
         tiles,
-        min(heads_together(4 * dim, q_len), batch * heads),
+        min(heads_together(2 * (dim + dim_v), q_len), batch * heads),
         queue,
         scale / share,
         scale * LOG2_E.value,
@@ -1138,25 +1289,29 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         dropout_p or 0.0,
         of_variant.given,
     ]
-    constants = {"DIM": dim, "USED": used_columns(head_dim), "KEYS": config.keys, "QUERIES": config.queries}
-    constants |= {"DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
+    constants = {"DIM": dim, "USED": used_columns(head_dim), "DIM_V": dim_v}
+    # Sums of values that are narrower than keys are whole.
+    constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
+    constants |= {"KEYS": config.keys, "QUERIES": config.queries}
+    constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
     constants |= of_variant.switches
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
     recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
-    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, config.pieces)]
+    across = config.options["num_warps"] * 16 // config.queries
+    finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, dim, across, config.pieces)]
     if room.added:
-        dk_sums, dv_sums = kv_sums.chunk(2)
+        dk_sums, dv_sums = kv_sums.split([room.kv_sums // (dim + dim_v) * width for width in (dim, dim_v)])
         members = group if deterministic else 1
-        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, 1)]
-        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, 1)]
-    for grad, added, members, length, factor, tile, pieces in finished:
+        finished += [(dk, dk_sums, members, room.padded_kv, scale / share, config.keys, dim, 1, 1)]
+        finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, dim_v, 1, 1)]
+    for grad, added, members, length, factor, tile, width, across, pieces in finished:
         batch, heads = grad.shape[:2]
-        arguments = [described_for_triton(grad, tile, dim), added, row_unit, heads, members, length, factor]
-        constants = {"DIM": dim, "TILE": tile, "WARPS": config.keys // 16, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
-        recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, {"num_warps": 4}))
+        arguments = [described_for_triton(grad, tile, width), added, row_unit, heads, members, length, factor]
+        constants = {"DIM": width, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
+        recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, rows_options))
     if room.splits and not room.added:
         prepared = combine_columns_launch(dk, dv, kv_sums, mask, config.keys, (scale / share, 1.0 / share))
         recording.launch(combine_columns_kernel, prepared)
@@ -1164,11 +1319,12 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
 
 def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[float, float]):
     """(grid, arguments, constants, options). keys: of the tiles that were summed. factors: of dK and dV."""
-    batch, heads, _, head_dim = dk.shape
-    dim, table = padded_head_dim(head_dim), mask.by_key.splits
+    batch, heads = dk.shape[:2]
+    dims, table = [padded_head_dim(grad.shape[3]) for grad in (dk, dv)], mask.by_key.splits
     index, *_, mask_batch_stride, mask_head_stride = table_arguments(mask, mask.by_key, kv_sums)
-    arguments = [described_for_triton(grad, keys, dim) for grad in (dk, dv)]
+    arguments = [described_for_triton(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
     arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
     # A split column has two splits or more, so the second half of the lines is never in use.
     grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys), batch * heads)
-    return grid, arguments, {"DIM": dim, "TILE": keys, "TABLE_BLOCK": mask.block_size}, {"num_warps": 8}
+    constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": keys, "TABLE_BLOCK": mask.block_size}
+    return grid, arguments, constants, {"num_warps": 8}

@@ -26,55 +26,66 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4; there is one more tile of
-    queries, as scores are computed a step ahead. keys: of a tile, 64 or 128. pieces: of the columns of a tile of dQ, 1 or 2.
-    programs: that share a multiprocessor."""
+    """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
+    these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
+    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. sharing: warp groups that share a tile's keys and divide its
+    columns, 1 or 2."""
 
     queries: int
     dout_stages: int
     keys: int = 128
     pieces: int = 1
     programs: int = 1
+    sharing: int = 1
+    more: int = 1
+
+    @property
+    def q_stages(self) -> int:
+        return self.dout_stages + self.more
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // 16} | _registers(self.programs)
+        return {"num_warps": self.keys // 16 * self.sharing} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
     """The option that leaves room for other programs: each has one computing warp group, and one of the other warps."""
-    return {"maxnreg": 65536 // (256 * programs)} if programs > 1 else {}
+    return {"maxnreg": 65536 // (256 * programs) // 8 * 8} if programs > 1 else {}  # registers come in eights
 
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2)}
-# Without a table, three warp groups share each step's keys and values, at 64 only: their registers hold no more. 4 x 16 heads of
+# 256: chosen by footprint, not measured. The sums of 64 keys, dK and dV, take 128 registers per thread of two warp groups.
+BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, sharing=2, more=0)}
+# Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
-# by less than 1 %.
-DENSE_FORWARD = {64: ForwardConfig(3, 160, 192)}
+# by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).
+FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
 TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
 # Where tiles of 64 queries are not more than SHORT_TILES times the multiprocessors; by padded head_dim. In CUDA graphs, the same
 # H200, forward, in us. Without a table, 8 heads of 1,024 tokens, 64 and 128: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN
 # 13.9 and 17.6. 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8. Causal, 2026-11-23, 8 heads of 1,024 tokens, 64 and 128: 12.7 and
 # 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8,
 # 23.4 and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
-SHORT_TILES = {64: 2, 128: 1}
+SHORT_TILES = {64: 2, 128: 1, 256: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
 # Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
 # the portable kernels 1.55 and 6.73.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
-BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2)}
+BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
-BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128]}
+BACKWARD_OF_DROPOUT = {64: BackwardConfig(64, 3), 128: BACKWARD[128], 256: BACKWARD[256]}
 # As BACKWARD_OF_64, with the registers of two programs, without which the assembler would let products wait for each other.
-BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2)}
+BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2), 256: BACKWARD[256]}
 
 # Other configs that fit in shared memory, for ``sparse-flash tune``; at 128, and for blocks of 64, there are none.
-_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4))}
-_OTHER_BACKWARD = {64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4))}
+_OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4), ForwardConfig(3, 0, 64, 64, 3))}
+_OTHER_BACKWARD = {
+    64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4)),
+    256: (BackwardConfig(64, 1, 64, 2, sharing=2),),
+}
 
 
 def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]:
@@ -83,7 +94,7 @@ def candidates(kernel: str, dim: int, block_size: int | None) -> tuple[ForwardCo
     if block_size == 64:
         return ((FORWARD_OF_64 if kernel == "forward" else BACKWARD_OF_64)[dim],)
     builtin, others = (FORWARD, _OTHER_FORWARD) if kernel == "forward" else (BACKWARD, _OTHER_BACKWARD)
-    first = DENSE_FORWARD.get(dim) if kernel == "forward" and block_size is None else None
+    first = FORWARD_OF_192.get(dim) if kernel == "forward" and block_size in (None, 128) else None
     return tuple(dict.fromkeys((*filter(None, (first,)), builtin[dim], *others.get(dim, ()))))
 
 
@@ -96,8 +107,9 @@ def forward_config(dtype: torch.dtype, dim: int, block_size: int | None, device:
 def forward_of_call(
     dtype: torch.dtype, dim: int, block_size: int | None, tiles: Callable[[int], int], device: torch.device, multiprocessors: int
 ) -> ForwardConfig:
-    """The config for a call, whose tiles of so many queries ``tiles`` counts. A short call takes smaller tiles; others take what
-    ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse than it saves."""
+    """The config for a call, whose tiles of so many queries ``tiles`` counts, 0 if its table has no such rows. A short call takes
+    smaller tiles; others take what ``forward_config`` says, or two warp groups where a third fills the last round of a grid worse
+    than it saves."""
 
     def rounds(queries: int) -> int:
         return -(-tiles(queries) // multiprocessors)
@@ -105,13 +117,50 @@ def forward_of_call(
     if block_size != 64 and tiles(64) <= SHORT_TILES[dim] * multiprocessors:
         return SHORT_FORWARD_OF_TABLES[dim] if block_size else SHORT_FORWARD[dim]
     config = forward_config(dtype, dim, block_size, device)
-    return FORWARD[dim] if config.queries == 192 and rounds(128) < TIME_OF_192 * rounds(192) else config
+    if config.queries == 192 and (not tiles(192) or rounds(128) < TIME_OF_192 * rounds(192)):
+        return FORWARD[dim]
+    return config
+
+
+def forward_of_variant(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> ForwardConfig:
+    """For a call with a variant, which needs the registers that a third warp group, or a second program, would take."""
+    config = forward_config(dtype, dim, block_size, device)
+    return config if block_size == 64 or config.queries == 128 else FORWARD[dim]
+
+
+def wide_forward(
+    dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
+) -> ForwardConfig:
+    """The config for calls whose head dimensions exceed 128 or differ. dim, dim_v: columns of q and k, and of v, in shared memory.
+    short_tiles: how many tiles of 64 queries there are. plain: whether the call has no variant.
+
+    Chosen by footprint, not measured: steps of as many keys as registers hold beside sums of dim_v columns, and shared memory holds
+    twice."""
+
+    def fitting(queries: int, keys: int, programs: int) -> int:
+        # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.
+        room = (228 << 10) // programs - 1024 - queries // 64 * 2560
+        return (room - 2 * queries * dim) // (2 * keys * (dim + dim_v))
+
+    short = short_tiles <= SHORT_TILES[256 if max(dim, dim_v) > 128 else 128] * multiprocessors
+    if block_size == 64 or (plain and short):
+        programs = 2 if plain and dim_v <= 128 and fitting(64, 64, 2) >= 2 else 1
+        return ForwardConfig(min(3, fitting(64, 64, programs)), 0, 64, 64, programs)
+    keys = 128 if dim_v <= 128 and fitting(128, 128, 1) >= 2 else 64
+    return ForwardConfig(min(3, fitting(128, keys, 1)), keys=keys)
 
 
 @remembered
-def backward_config(dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device) -> BackwardConfig:
-    """For the backward pass."""
-    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device))
+def backward_config(
+    dtype: torch.dtype, dim: int, block_size: int | None, device: torch.device, dim_v: int | None = None
+) -> BackwardConfig:
+    """For the backward pass. dim_v: of v, padded; dim by default."""
+    return choose(candidates("backward", dim, block_size), key_of("hopper", "backward", dtype, dim, block_size, device, dim_v))
+
+
+def backward_keys(dim: int, block_size: int | None) -> int:
+    """Keys of a tile. Arguments as for ``candidates``, which all have as many."""
+    return (BACKWARD_OF_64 if block_size == 64 else BACKWARD)[dim].keys
 
 
 def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> BackwardConfig:
@@ -130,7 +179,8 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256,
+# on triton 3.9, each of its steps reads some words back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131688, 0),
     ("forward", 96): Footprint(197160, 0),
@@ -139,6 +189,7 @@ FOOTPRINT = {
     ("backward", 96): Footprint(232156, 0),
     ("backward", 128): Footprint(232156, 48),
     ("forward_of_192", 64): Footprint(147980, 0),
+    ("forward_of_tall", 64): Footprint(148028, 48),
     # Two of these share a multiprocessor's 227 KiB.
     ("forward_of_short", 64): Footprint(49580, 0),
     ("forward_of_short", 128): Footprint(98740, 0),
@@ -174,6 +225,28 @@ FOOTPRINT = {
     ("backward_of_lengths", 128): Footprint(231484, 128),
     ("forward_of_lengths_of_64", 128): Footprint(98908, 48),
     ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
+    ("forward", 256): Footprint(200964, 72),
+    ("forward_of_64_alone", 256): Footprint(231684, 24),
+    ("forward_of_dropout", 256): Footprint(200964, 96),
+    ("forward_of_alibi", 256): Footprint(200964, 224),
+    ("forward_of_lengths", 256): Footprint(201092, 104),
+    ("forward", 192): Footprint(225540, 0),
+    ("forward_of_64_alone", 192): Footprint(198916, 0),
+    ("forward_of_dropout", 192): Footprint(225540, 40),
+    ("forward_of_192_and_128", 192): Footprint(217348, 32),
+    ("forward_of_192_and_128_of_64", 192): Footprint(108804, 0),
+    ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 88),
+    ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 144),
+    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 120),
+    ("backward", 192): Footprint(231612, 0),
+    ("backward_of_192_and_128", 192): Footprint(198860, 0),
+    ("backward", 256): Footprint(231612, 104),
+    ("backward_of_64_alone", 256): Footprint(231084, 104),
+    ("backward_of_dropout", 256): Footprint(231068, 128),
+    ("backward_of_softcap", 256): Footprint(231068, 88),
+    ("backward_of_alibi", 256): Footprint(231068, 128),
+    ("backward_of_own", 256): Footprint(231068, 96),
+    ("backward_of_lengths", 256): Footprint(231228, 128),
 }
 
 

@@ -6,6 +6,9 @@ programs share a multiprocessor. Products of one step run on the tensor cores wh
 ordinary units. Within a tile, the scores of the next step overlap with this step's weighted values; across tiles, the next tile's
 first scores overlap with this tile's last values, so a short row leaves no gap.
 
+Head dimensions above 128, and those of v that differ from those of q and k, leave room for the queries of one tile only. These are
+released once the tile's last scores are computed, and results go to global memory straight from registers.
+
 Sources: arXiv:2407.08608 (FlashAttention-3: warp groups, asynchronous products); arXiv:2205.14135, Alg. 5 (block-sparse).
 """
 
@@ -22,17 +25,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import padded_head_dim
 from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import FORWARD, forward_config, forward_of_call
+from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
 from .descriptors import described, heads_together, tile_queue
 from .dropout import Dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
-from .products import finished, only_rows, scaled, store_columns, times, times_transposed, used_columns, write_columns, zero_sums
+from .products import (
+    finished,
+    only_rows,
+    pieces_of,
+    pieces_times_transposed,
+    scaled,
+    store_columns,
+    times,
+    used_columns,
+    write_columns,
+    write_rows,
+    zero_sums,
+)
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms
@@ -68,12 +84,14 @@ class SplitOutputs:
 
 @record
 class ForwardArguments:
-    """What the warps share. A stage of q has a piece per warp group, which also serves to store its output."""
+    """What the warps share. A stage of q has a piece per warp group, which also serves to store its output; or, with 192 columns,
+    three per warp group, as one of k has three."""
 
     q_tensor: tma.tensor_descriptor
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
+    out_base: gl.tuple  # the address of out, if WIDE
     lse_ptr: gl.tensor
     splits: SplitOutputs
     table: TableArguments
@@ -85,11 +103,15 @@ class ForwardArguments:
     arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
     dropout: Dropout
     scheduler: Scheduler
-    q: Ring  # one stage per tile
+    q: Ring  # one stage per tile, of two; of one if WIDE
     k: Ring  # one stage per step
     v: Ring
-    DIM: gl.constexpr
+    DIM: gl.constexpr  # of q and k, in shared memory
     USED: gl.constexpr  # of DIM columns; the others are zeros
+    DIM_V: gl.constexpr  # of v
+    USED_V: gl.constexpr
+    PIECES: gl.constexpr  # of these columns of q and k
+    WIDE: gl.constexpr
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -98,16 +120,20 @@ class ForwardArguments:
 def _load_queries(p, turn, batch, head, first_query):
     p.q.acquire(turn)
     p.q.expect(turn, p.QUERIES * p.DIM * 2)
-    for half in gl.static_range(p.q.PIECES):
-        p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, 0], half)
+    WIDTH: gl.constexpr = p.DIM // p.PIECES
+    for half in gl.static_range(p.QUERIES // HALF):
+        for piece in gl.static_range(p.PIECES):
+            p.q.load(turn, p.q_tensor, [batch, head, first_query + half * HALF, piece * WIDTH], half * p.PIECES + piece)
 
 
 @gluon.jit
 def _load_step(ring, step, tensor, batch, kv_head, position):
     """Loads keys or values of a step."""
     ring.acquire(step)
-    ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2)
-    ring.load(step, tensor, [batch, kv_head, position, 0])
+    WIDTH: gl.constexpr = ring.data.shape[2]
+    ring.expect(step, ring.PIECES * ring.data.shape[1] * WIDTH * 2)
+    for piece in gl.static_range(ring.PIECES):
+        ring.load(step, tensor, [batch, kv_head, position, piece * WIDTH], piece)
 
 
 @gluon.jit
@@ -181,12 +207,16 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
     if p.lengths.ANY:
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS)
-    row = tile.first % table.BLOCK + HALF_INDEX * HALF
+    ROW: gl.constexpr = p.QUERIES if p.QUERIES > table.BLOCK else table.BLOCK
+    if p.QUERIES > table.BLOCK:
+        row = HALF_INDEX * HALF
+    else:
+        row = tile.first % ROW + HALF_INDEX * HALF
     if step < tile.bits:
-        words = row_run(table.tile_runs + mask_tile * table.BLOCK + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
+        words = row_run(table.tile_runs + mask_tile * ROW + row, step % STEPS * p.KEYS, HALF, p.KEYS, layout)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + row) * WORDS + step % STEPS * (p.KEYS // 32)
+        first = table.tile_bits + (mask_tile.to(gl.int64) * ROW + row) * WORDS + step % STEPS * (p.KEYS // 32)
         words = row_bits(first, HALF, p.KEYS, WORDS, layout)
     return words
 
@@ -239,19 +269,23 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     for entry in range(begin, end):
         before = step
         step += 1
-        q = p.q.stage(turn, HALF_INDEX + fresh_zero(step))
-        keys = p.k.stage(step)
+        q = pieces_of(p.q, turn, HALF_INDEX * p.PIECES + fresh_zero(step), p.PIECES)
+        keys = pieces_of(p.k, step, 0, p.PIECES)
         values = p.v.stage(before)
         if MASKED:
             words = _mask_words(p, tile, entry, HALF_INDEX, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
-        started_scores = times_transposed(q, keys, zeros, p.USED)
+        started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
         started_values = times(_operand(p, kept, operand_layout), values, sums)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
+        if p.WIDE:
+            # Nothing follows the walk over full blocks, and that follows the other only if there are any.
+            is_last = entry + 1 == end
+            p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
@@ -272,7 +306,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.KEYS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
-    no_sums = zero_sums(HALF, p.DIM, p.USED)
+    no_sums = zero_sums(HALF, p.DIM_V, p.USED_V)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, no_sums[0].type.layout, 2)
 
     step = 0
@@ -280,10 +314,13 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     tile = p.scheduler.tile(0)
     p.q.wait(0)
     p.k.wait(0)
-    started_scores = times_transposed(p.q.stage(0, HALF_INDEX), p.k.stage(0), zeros, p.USED)
+    q, keys = pieces_of(p.q, 0, HALF_INDEX * p.PIECES, p.PIECES), pieces_of(p.k, 0, 0, p.PIECES)
+    started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
     scores = warpgroup_mma_wait(0, deps=(started_scores,))
     p.k.release(0)
     while tile.first >= 0:
+        if p.WIDE:
+            p.q.release(turn, pred=tile.end - tile.begin <= 1)
         stream = p.dropout.stream(tile.line)
         place = p.scoring.place(p.heads, tile.line)
         first_query = tile.first + HALF_INDEX * HALF
@@ -297,10 +334,11 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.scoring.factor())
         if p.dropout.ENABLED:
             weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
-        if turn > 0:
-            # The previous tile is stored by now: its queries' stage is free.
-            store_wait(0)
-            p.q.release(turn - 1)
+        if not p.WIDE:
+            if turn > 0:
+                # The previous tile is stored by now: its queries' stage is free.
+                store_wait(0)
+                p.q.release(turn - 1)
         state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
@@ -308,6 +346,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
+        if p.WIDE:
+            p.scheduler.slots.release(turn)
 
         # The last values of this tile overlap with the first scores of the next.
         values = p.v.stage(step)
@@ -316,10 +356,10 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         upcoming = p.scheduler.tile(turn + 1)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
-        q = p.q.stage(turn + 1, HALF_INDEX)
-        keys = p.k.stage(step + 1)
-        started_scores = times_transposed(q, keys, zeros, p.USED)
-        sums = finished(started_values, 2 if p.USED == 96 else 1)
+        q = pieces_of(p.q, turn + 1, HALF_INDEX * p.PIECES, p.PIECES)
+        keys = pieces_of(p.k, step + 1, 0, p.PIECES)
+        started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
+        sums = finished(started_values, 2 if p.USED == 96 else p.PIECES)
         p.v.release(step)
 
         keeps_nothing = running_sum == 0.0
@@ -342,28 +382,33 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         turn += 1
         p.k.release(step)
         tile = upcoming
-    store_wait(0)
+    if not p.WIDE:
+        store_wait(0)
 
 
 @gluon.jit
 def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
-    """Stores a tile's lse and starts the copy of its output, through the stage of its queries; the output of a split goes to where
-    ``combine_kernel`` expects it. result: as from ``zero_sums``."""
+    """Stores a tile's lse and its output, or starts the copy of that through the stage of its queries; the output of a split goes
+    to where ``combine_kernel`` expects it. result: as from ``zero_sums``."""
     rows = gl.arange(0, HALF, layout=lse.type.layout)
     first_row = tile.first + HALF_INDEX * HALF
     if p.splits.ANY:
         # No branch: with a product in flight, it would make the compiler serialize all products. A split's rows go past the end.
         line = (tile.line * p.splits.tiles + tile.split - 1).to(gl.int64) * p.QUERIES + HALF_INDEX * HALF
         is_split = tile.split > 0
-        place = p.splits.out + line * p.DIM
-        write_columns(place, p.DIM, result, is_split)
+        place = p.splits.out + line * p.DIM_V
+        write_columns(place, p.DIM_V, result, is_split)
         gl.store(p.splits.lse + line + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
-    out = p.q.stage(turn, HALF_INDEX)
-    store_columns(out, result)
-    fence_async_shared()
-    batch, head = p.heads.of_line(tile.line)
-    async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
+    if p.WIDE:
+        batch, head = p.heads.of_line(tile.line)
+        write_rows(p.out_tensor, p.out_base[0], batch, head, first_row, result)
+    else:
+        out = p.q.stage(turn, HALF_INDEX)
+        store_columns(out, result)
+        fence_async_shared()
+        batch, head = p.heads.of_line(tile.line)
+        async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
     query = first_row + rows
     gl.store(p.lse_ptr + tile.line.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
 
@@ -389,6 +434,7 @@ def attention_forward_kernel(
     k_tensor,
     v_tensor,
     out_tensor,
+    out_ptr,
     lse_ptr,
     split_out,
     split_lse,
@@ -415,6 +461,10 @@ def attention_forward_kernel(
     variant,
     DIM: gl.constexpr,
     USED: gl.constexpr,
+    DIM_V: gl.constexpr,
+    USED_V: gl.constexpr,
+    PIECES: gl.constexpr,
+    WIDE: gl.constexpr,
     GROUPS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -431,9 +481,13 @@ def attention_forward_kernel(
     # Tiles have two dimensions, as products need them. Triton 3.9 tracks each byte of every view, and views inside the walks cost
     # seconds of compilation.
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q = ring_of(gl.allocate_shared_memory(q_tensor.dtype, [2 * GROUPS, HALF, DIM], flat), 2, PIECES=GROUPS, CONSUMERS=GROUPS)
-    k = ring_of(gl.allocate_shared_memory(k_tensor.dtype, [STAGES, KEYS, DIM], flat), STAGES, CONSUMERS=GROUPS)
-    v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, KEYS, DIM], flat), STAGES, CONSUMERS=GROUPS)
+    TURNS: gl.constexpr = 1 if WIDE else 2
+    WIDTH: gl.constexpr = DIM // PIECES
+    q_tiles = gl.allocate_shared_memory(q_tensor.dtype, [TURNS * GROUPS * PIECES, HALF, WIDTH], flat)
+    q = ring_of(q_tiles, TURNS, PIECES=GROUPS * PIECES, CONSUMERS=GROUPS)
+    k_tiles = gl.allocate_shared_memory(k_tensor.dtype, [STAGES * PIECES, KEYS, WIDTH], flat)
+    k = ring_of(k_tiles, STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
+    v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, KEYS, DIM_V], flat), STAGES, CONSUMERS=GROUPS)
     table = TableArguments(
         mask_index=mask_index,
         mask_batch_stride=mask_batch_stride,
@@ -450,7 +504,20 @@ def attention_forward_kernel(
     QUERIES: gl.constexpr = HALF * GROUPS
     lengths = new_lengths(variant, q_len, kv_len)
     scheduler = new_scheduler(
-        q, table, heads_of, heads_together, items, tiles, queue, kv_len, lengths, QUERIES, STEP=KEYS, BY_KEY=False, SPLIT=SPLIT
+        q,
+        table,
+        heads_of,
+        heads_together,
+        items,
+        tiles,
+        queue,
+        kv_len,
+        lengths,
+        QUERIES,
+        STEP=KEYS,
+        BY_KEY=False,
+        SPLIT=SPLIT,
+        CONSUMERS=GROUPS,
     )
     arrived = q.full
     if lengths.KV_CUT:
@@ -462,6 +529,7 @@ def attention_forward_kernel(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
         out_tensor=out_tensor,
+        out_base=(out_ptr,) if WIDE else (),
         lse_ptr=lse_ptr,
         splits=SplitOutputs(split_out, split_lse, splits, SPLIT),
         table=table,
@@ -478,6 +546,10 @@ def attention_forward_kernel(
         v=v,
         DIM=DIM,
         USED=USED,
+        DIM_V=DIM_V,
+        USED_V=USED_V,
+        PIECES=PIECES,
+        WIDE=WIDE,
         QUERIES=QUERIES,
         KEYS=KEYS,
     )
@@ -511,11 +583,11 @@ def combine_kernel(
     q_len,
     listed,
     DIM: tl.constexpr,
-    TABLE_BLOCK: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
 ):
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
     queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
-    STEPS: tl.constexpr = TABLE_BLOCK // COMBINED
+    STEPS: tl.constexpr = TABLE_ROW // COMBINED
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
     mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
@@ -524,7 +596,7 @@ def combine_kernel(
     start = tl.program_id(0) % STEPS * COMBINED
     if count > 0:
         rows = tl.arange(0, COMBINED)
-        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_BLOCK + start + rows
+        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_ROW + start + rows
         running_max = tl.full([COMBINED], FLOOR, tl.float32)
         running_sum = tl.zeros([COMBINED], tl.float32)
         accumulator = tl.zeros([COMBINED, DIM], tl.float32)
@@ -536,10 +608,10 @@ def combine_kernel(
             accumulator = accumulator * rescale[:, None] + out * weight[:, None]
             running_sum = running_sum * rescale + weight
             running_max = new_max
-            line += TABLE_BLOCK
+            line += TABLE_ROW
         keeps_nothing = running_sum == 0.0
         total = tl.where(keeps_nothing, 1.0, running_sum)
-        first_query = row * TABLE_BLOCK + start
+        first_query = row * TABLE_ROW + start
         store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, COMBINED, DIM)
         query = first_query + rows
         lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
@@ -547,19 +619,22 @@ def combine_kernel(
 
 
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
-    """out like q, lse (batch, heads, q_len) float32.
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
 
     q, k, v: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes. mask: table blocks of 64 to 256.
     beside: see ``launch``.
     """
-    split_rows, of_variant = _split_rows(mask), hopper_variant(variant)
+    of_variant = hopper_variant(variant)
+    key = _key(q, k, v, scale, of_variant, config)
+    config, walked = _config_and_walked(q, v, mask, of_variant, config)
+    split_rows = _split_rows(walked)
     tensors = _tensors(q, k, v, variant, of_variant, split_rows)
-    recording = Recording(mask, _key(q, k, v, scale, of_variant, config), tensors, facts=split_rows)
-    prepared = _forward_launch(*tensors[:_OWN], mask, scale, split_rows, of_variant, config)
+    recording = Recording(mask, key, tensors, facts=split_rows)
+    prepared = _forward_launch(*tensors[:_OWN], walked, scale, split_rows, of_variant, config)
     recording.launch(attention_forward_kernel, prepared, of_variant.kinds, beside)
     _, _, _, out, lse, split_out, split_lse, *_ = tensors
     if split_rows:
-        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, mask))
+        recording.launch(combine_kernel, _combine_launch(out, lse, split_out, split_lse, walked))
     recording.finish()
     return out, lse
 
@@ -575,7 +650,7 @@ def repeated_forward(q, k, v, mask, scale, variant=None):
 
 
 def _key(q, k, v, scale, of_variant: HopperVariant, config=None) -> tuple:
-    layout = q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device
+    layout = q.shape, q.stride(), k.shape, k.stride(), v.shape[3], v.stride(), q.dtype, q.device
     return attention_forward_kernel.fn, tuned.times_read(), *layout, scale, config, of_variant.key
 
 
@@ -583,48 +658,76 @@ _OWN = 9  # tensors of a call, before those of its variant
 
 
 def _tensors(q, k, v, variant, of_variant: HopperVariant, split_rows: int) -> tuple[torch.Tensor, ...]:
-    out = torch.empty_like(q)
+    out = empty_out(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     split_out = split_lse = lse
     if split_rows:
         split_lse = torch.empty(q.shape[0] * q.shape[1] * split_rows, dtype=torch.float32, device=q.device)
-        split_out = torch.empty((*split_lse.shape, padded_head_dim(q.shape[3])), dtype=torch.float32, device=q.device)
+        split_out = torch.empty((*split_lse.shape, padded_head_dim(v.shape[3])), dtype=torch.float32, device=q.device)
     seed = lse if of_variant.dropout_p is None else variant.seed
     return q, k, v, out, lse, split_out, split_lse, tile_queue(q.device), seed, *of_variant.given.tensors()
+
+
+def columns_of(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    """The kernel's constants for the columns of q and k, and of v: see ``ForwardArguments``."""
+    used, used_v = used_columns(head_dim), used_columns(v_head_dim)
+    # The keys of DeepSeek's models have 192 columns: without padding, more of them fit.
+    dim, dim_v, pieces = used if used == 192 else padded_head_dim(used), padded_head_dim(used_v), 3 if used == 192 else 1
+    return {"DIM": dim, "USED": used, "DIM_V": dim_v, "USED_V": used_v, "PIECES": pieces, "WIDE": dim != dim_v or dim > 128}
 
 
 def _split_rows(mask) -> int:
     """How many rows of queries per head are splits of rows of the table."""
     split = mask is not None and mask.by_query.is_split
-    return mask.by_query.splits.shape[1] * mask.block_size if split else 0
+    return mask.by_query.splits.shape[1] * mask.row_queries if split else 0
+
+
+def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
+    """(config, what the kernel walks with it: the mask, its tall rows, or None)"""
+    columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
+    dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
+
+    def tiles_of(queries: int) -> int:
+        walked = _walked(mask, queries)
+        return 0 if mask and walked is None else _items_and_tiles(q, walked, queries)[1]
+
+    if config is None and wide:
+        config = wide_forward(dim, dim_v, block_size, tiles_of(64), multiprocessors(q.device), of_variant is PLAIN)
+    elif config is None and of_variant is PLAIN:
+        config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
+    elif config is None:
+        config = forward_of_variant(q.dtype, dim, block_size, q.device)
+    walked = _walked(mask, config.queries)
+    return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
+
+
+def _walked(mask, queries: int):
+    """What tiles of so many queries walk: the mask, or its tall rows, which it may not have."""
+    return mask.tall if mask and queries > mask.block_size else mask
+
+
+def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
+    """Work items of a mask; tiles of all heads."""
+    items = walked.by_query.work.shape[1] if walked else triton.cdiv(q.shape[2], queries)
+    return items, items * (walked.row_queries // queries if walked else 1) * q.shape[0] * q.shape[1]
 
 
 def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, scale, split_rows, of_variant, config):
     """(grid, arguments, constants, options)"""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    group, dim = heads // kv_heads, padded_head_dim(head_dim)
-    lines = batch * heads
-
-    def items_of(queries: int) -> int:
-        return mask.by_query.work.shape[1] if mask else triton.cdiv(q_len, queries)
-
-    def tiles_of(queries: int) -> int:
-        return items_of(queries) * (mask.block_size // queries if mask else 1) * lines
-
-    if config is None and of_variant is PLAIN:
-        config = forward_of_call(q.dtype, dim, mask and mask.block_size, tiles_of, q.device, multiprocessors(q.device))
-    elif config is None:
-        # A variant needs the registers that a third warp group, or a second program, would take.
-        config = forward_config(q.dtype, dim, mask.block_size, q.device) if mask else FORWARD[dim]
+    group, lines = heads // kv_heads, batch * heads
+    columns = columns_of(head_dim, v.shape[3])
+    dim, dim_v, width = columns["DIM"], columns["DIM_V"], columns["DIM"] // columns["PIECES"]
     block_size = mask.block_size if mask else config.queries
-    items, tiles = items_of(config.queries), tiles_of(config.queries)
+    items, tiles = _items_and_tiles(q, mask, config.queries)
     index, _, _, _, col_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_query, lse)
     arguments = [
-        described(q, [1, 1, HALF.value, dim]),
-        described(k, [1, 1, config.keys, dim]),
-        described(v, [1, 1, config.keys, dim]),
-        described(out, [1, 1, HALF.value, dim]),
+        described(q, [1, 1, HALF.value, width]),
+        described(k, [1, 1, config.keys, width]),
+        described(v, [1, 1, config.keys, dim_v]),
+        described(out, [1, 1, HALF.value, dim_v]),
+        out,
         lse,
         split_out,
         split_lse,
@@ -642,14 +745,14 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         kv_len,
         items,
         tiles,
-        min(heads_together(2 * dim, kv_len) * group, lines),
+        min(heads_together(dim + dim_v, kv_len) * group, lines),
         queue,
         scale * LOG2_E.value,
         seed,
         of_variant.dropout_p or 0.0,
         of_variant.given,
     ]
-    constants = {"DIM": dim, "USED": used_columns(head_dim), "GROUPS": config.queries // HALF.value, "KEYS": config.keys}
+    constants = columns | {"GROUPS": config.queries // HALF.value, "KEYS": config.keys}
     constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
     constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": split_rows > 0}
     constants |= {"DROPOUT": of_variant.dropout_p is not None} | of_variant.switches
@@ -665,5 +768,5 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
     # A split row has two splits or more, so the second half of the lines is never in use.
-    grid = (table.shape[1] // 2 * (mask.block_size // COMBINED.value), batch * heads)
-    return grid, arguments, {"DIM": dim, "TABLE_BLOCK": mask.block_size}, {"num_warps": 4}
+    grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value), batch * heads)
+    return grid, arguments, {"DIM": dim, "TABLE_ROW": mask.row_queries}, {"num_warps": 4}

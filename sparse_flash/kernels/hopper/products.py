@@ -1,7 +1,9 @@
 """Products over head dimensions that are no power of two.
 
-A tile in shared memory has 64 or 128 columns, the last of which may hold nothing but zeros. With 96 in use, each product is two: of
-the first 64 columns, and of the next 32. In registers, sums over rows of such columns are a tuple: of one tensor, or of these two.
+A tile in shared memory has 64, 128 or 256 columns, the last of which may hold nothing but zeros. With three quarters in use, 96 or
+192, each product is two: of the first half of the columns, and of the next quarter. In registers, sums over rows of such columns
+are a tuple: of one tensor, or of these two. Where zeros would take the room of another stage, 192 columns are three tiles of 64
+instead: ``pieces_of``.
 """
 
 from triton.experimental import gluon
@@ -10,12 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from .masks import where_rows
 
-FIRST = gl.constexpr(64)
-
 
 def used_columns(head_dim: int) -> int:
     """How many columns products cover."""
-    return next(columns for columns in (64, 96, 128) if head_dim <= columns)
+    return next(columns for columns in (64, 96, 128, 192, 256) if head_dim <= columns)
 
 
 @gluon.jit
@@ -24,6 +24,7 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
     if left.shape[1] == USED:
         started = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
+        FIRST: gl.constexpr = left.shape[1] // 2
         REST: gl.constexpr = USED - FIRST
         first, with_first = left.slice(0, FIRST, dim=1), right.slice(0, FIRST, dim=1)
         started = warpgroup_mma(first, with_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -33,29 +34,57 @@ def times_transposed(left, right, zeros, USED: gl.constexpr):
 
 
 @gluon.jit
+def pieces_of(ring, n, first, COUNT: gl.constexpr):
+    """COUNT pieces of a ring's stage, from ``first`` on: the columns of a tile, in order."""
+    pieces = ()
+    for number in gl.static_range(COUNT):
+        pieces += (ring.stage(n, first + number),)
+    return pieces
+
+
+@gluon.jit
+def pieces_times_transposed(left, right, zeros, USED: gl.constexpr):
+    """``times_transposed`` of tiles from ``pieces_of``."""
+    if len(left) == 1:
+        started = times_transposed(left[0], right[0], zeros, USED)
+    else:
+        started = warpgroup_mma(left[0], right[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+        for number in gl.static_range(1, len(left)):
+            started = warpgroup_mma(left[number], right[number].permute((1, 0)), started, is_async=True)
+    return started
+
+
+@gluon.jit
 def zero_sums(ROWS: gl.constexpr, DIM: gl.constexpr, USED: gl.constexpr):
-    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds."""
+    """(ROWS, columns in use) zeros, fp32, as a tuple of one or two tensors: sums to which ``times`` adds. Warps beyond those that
+    have 16 rows each share their columns."""
     WARPS: gl.constexpr = gl.num_warps()
+    DOWN: gl.constexpr = ROWS // 16 if ROWS // 16 < WARPS else WARPS
+    ACROSS: gl.constexpr = WARPS // DOWN
     if USED == DIM:
-        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DIM, 16])
+        whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, DIM // ACROSS, 16])
         sums = (gl.zeros([ROWS, DIM], gl.float32, layout=whole),)
     else:
+        FIRST: gl.constexpr = DIM // 2
         REST: gl.constexpr = USED - FIRST
-        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
-        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, REST, 16])
+        first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, FIRST // ACROSS, 16])
+        rest: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, ACROSS], [16, REST // ACROSS, 16])
         sums = (gl.zeros([ROWS, FIRST], gl.float32, layout=first), gl.zeros([ROWS, REST], gl.float32, layout=rest))
     return sums
 
 
 @gluon.jit
-def times(left, right, sums):
-    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them. right:
-    in shared memory, with the columns."""
+def times(left, right, sums, SHARED: gl.constexpr = False):
+    """Starts the addition of left times right to sums. left: in registers, in the layout of an operand of the first of them; or
+    SHARED, in shared memory. right: in shared memory, with the columns."""
     if len(sums) == 1:
         started = (warpgroup_mma(left, right, sums[0], is_async=True),)
     else:
+        FIRST: gl.constexpr = sums[0].shape[1]
         REST: gl.constexpr = sums[1].shape[1]
-        other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
+        other = left
+        if not SHARED:
+            other = gl.convert_layout(left, gl.DotOperandLayout(0, sums[1].type.layout, 2))
         started = (
             warpgroup_mma(left, right.slice(0, FIRST, dim=1), sums[0], is_async=True),
             warpgroup_mma(other, right.slice(FIRST, REST, dim=1), sums[1], is_async=True),
@@ -108,6 +137,18 @@ def both_finished(started, others, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def one_and_sums_finished(one, started, PENDING: gl.constexpr):
+    """``finished``, of a product by itself and of sums."""
+    if len(started) == 1:
+        first, sums = warpgroup_mma_wait(PENDING, deps=(one, started[0]))
+        both = (first, (sums,))
+    else:
+        first, sums, rest = warpgroup_mma_wait(PENDING, deps=(one, started[0], started[1]))
+        both = (first, (sums, rest))
+    return both
+
+
+@gluon.jit
 def scaled_by(sums, factor):
     """Sums times one factor."""
     if len(sums) == 1:
@@ -123,6 +164,7 @@ def store_columns(tile, sums):
     if len(sums) == 1:
         tile.store(sums[0].to(tile.dtype))
     else:
+        FIRST: gl.constexpr = sums[0].shape[1]
         tile.slice(0, FIRST, dim=1).store(sums[0].to(tile.dtype))
         tile.slice(FIRST, sums[1].shape[1], dim=1).store(sums[1].to(tile.dtype))
 
@@ -132,7 +174,7 @@ def write_columns(place, STRIDE: gl.constexpr, sums, exists):
     """Stores sums in global memory, from ``place`` on, in rows of STRIDE elements, if the tile exists."""
     _write(place, STRIDE, sums[0], exists)
     if len(sums) > 1:
-        _write(place + FIRST, STRIDE, sums[1], exists)
+        _write(place + sums[0].shape[1], STRIDE, sums[1], exists)
 
 
 @gluon.jit
@@ -141,3 +183,36 @@ def _write(place, STRIDE: gl.constexpr, numbers, exists):
     down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     across = gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     gl.store(place + (down * STRIDE + across), numbers, mask=exists & (down + across >= 0))
+
+
+@gluon.jit
+def write_rows(tensor, base, batch, head, first, sums):
+    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on, none past its end. tensor: its
+    descriptor. base: its address; this and its strides are multiples of 16 bytes."""
+    batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
+    place = base + (batch * batch_stride + head * head_stride + first * stride)
+    rows, columns = tensor.shape[2] - first, tensor.shape[3] // 8 * 8
+    _write_part(place, stride, rows, columns, sums[0], 0)
+    if len(sums) > 1:
+        _write_part(place, stride, rows, columns, sums[1], sums[0].shape[1])
+
+
+@gluon.jit
+def _in_units(stride):
+    """The stride, which the compiler then knows to be a multiple of 16 bytes."""
+    return stride.to(gl.int64) // 8 * 8
+
+
+@gluon.jit
+def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
+    # Threads that share a row exchange pairs of numbers, so that each stores 16 bytes.
+    WIDTH: gl.constexpr = numbers.shape[1]
+    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]]
+    LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
+    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
+    across = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    exist = (down < rows)[:, None] & (across < columns)[None, :]
+    kept = gl.convert_layout(numbers.to(place.dtype.element_ty), layout)
+    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], kept, mask=exist)

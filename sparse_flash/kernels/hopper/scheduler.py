@@ -6,7 +6,8 @@ passes a ``TileInfo`` for each to the other warps through a ring in shared memor
 The ring has two slots, each released with the tile's queries (forward) or keys (backward). By then every warp has read the slot.
 The loading warp reads it before it requests the tile's data, which the computing warps wait for. The computing warps read it before
 they release the tile's queries (forward), or hand dK and dV to the sending warp, which releases the keys (backward). Where there is
-room for the keys of one tile only, the slots have barriers of their own, and the sending warp releases both.
+room for the queries, or keys, of one tile only, the slots have barriers of their own, and whoever releases the one releases the
+other.
 """
 
 from triton.experimental import gluon
@@ -206,7 +207,9 @@ class Scheduler:
         """The TileInfo of a number in the queue. Heads are grouped so that the keys and values of a group fit the L2 cache; within
         a group, items follow each other, each with all heads of the group."""
         table = self.table
-        TILES: gl.constexpr = table.BLOCK // self.TILE
+        # Of the table: a tile may be taller than a block, but not than a row.
+        ROW: gl.constexpr = self.TILE if self.TILE > table.BLOCK else table.BLOCK
+        TILES: gl.constexpr = ROW // self.TILE
         STEPS: gl.constexpr = table.BLOCK // self.STEP if table.SPARSE else 1
         slots = items * TILES
         group = number // (slots * self.heads_together)
@@ -217,7 +220,7 @@ class Scheduler:
         if table.SPARSE:
             batch, head = self.heads.of_line(line)
             item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
-            first = gl.load(item) * table.BLOCK + slot % TILES * self.TILE
+            first = gl.load(item) * ROW + slot % TILES * self.TILE
             split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
@@ -257,15 +260,17 @@ def new_scheduler(
     STEP: gl.constexpr,
     BY_KEY: gl.constexpr,
     SPLIT: gl.constexpr,
+    CONSUMERS: gl.constexpr = 1,
 ):
-    """released_with: the ring of the tiles' queries (forward) or keys (backward)."""
+    """released_with: the ring of the tiles' queries (forward) or keys (backward). CONSUMERS: how many release a slot, if that ring
+    has one stage."""
     FIELDS: gl.constexpr = CUT_FIELDS if lengths.ANY else SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
     if released_with.STAGES > 1:
         slots = ring_beside(released_with, data, 2, FIELDS)
     else:
-        slots = ring_of(data, 2, FIELDS)
+        slots = ring_of(data, 2, FIELDS, CONSUMERS)
     return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, SPLIT)
 
 

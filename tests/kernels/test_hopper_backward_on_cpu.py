@@ -1,0 +1,139 @@
+"""Hopper's backward kernel where two warp groups share a tile's keys, run on a CPU as in ``test_hopper_on_cpu``: head_dim 129 to
+256, and values narrower than keys. Out and lse are the reference's, so nothing here depends on a forward kernel."""
+
+import fuzz_calls
+import pytest
+import torch
+from oracle import heavy_rows_split
+
+import sparse_flash as sf
+from sparse_flash.backends import hopper, reference
+from sparse_flash.backends import triton as portable
+from sparse_flash.variant.definition import existing
+from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
+
+pytest.importorskip("triton.experimental.gluon")
+import gluon_on_cpu as emulated
+
+from sparse_flash.kernels.hopper import backward as kernels
+from sparse_flash.kernels.hopper.configs import candidates
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
+    pytest.mark.usefixtures("poison"),
+]
+
+NARROWER = (192, 128), (256, 72)
+
+
+def inputs(head_dim, v_head_dim, q_len, kv_len, heads=2, kv_heads=1, batch=1):
+    """q, k, v and dout, with query heads that share keys by default, and dlse."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim), (heads, q_len, v_head_dim)
+    tensors = [torch.randn((batch, *size), generator=generator).half() for size in sizes]
+    return *tensors, torch.randn((batch, heads, q_len), generator=generator)
+
+
+def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
+    """What the kernel's dq, dk and dv are off by, of those that are off by too much. Tokens that do not exist hold NaN."""
+    q, k, v, dout, dlse = tensors
+    scale = q.shape[3] ** -0.5
+    variant = checked_variant(q, k, **terms)
+    exact = [t.double() for t in (q, k, v)]
+    wanted = reference.backward(dout.double(), dlse.double(), *exact, None, None, mask, scale, True, variant)
+    out, lse = reference.forward(q, k, v, mask, scale, variant)
+    bounds = Variant(**{name: terms[name] for name in LENGTHS if name in terms})
+    for tensor, side in zip((q, k, v, dout), ("q", "kv", "kv", "q"), strict=True):
+        places = torch.arange(tensor.shape[0])[:, None], torch.arange(tensor.shape[2])[None]
+        exist = existing(getattr(bounds, f"{side}_starts"), getattr(bounds, f"{side}_lens"), *places)
+        if exist is not None:
+            tensor.masked_fill_(~exist[:, None, :, None], float("nan"))
+    with emulated.gluon_on_cpu(seed):
+        if config is None:
+            found = hopper.backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
+        else:
+            found = kernels.attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant, deterministic, config)
+    errors = {}
+    for name, one, other in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        error = (one.double() - other).abs().max()
+        if not error <= 4e-3 * max(1.0, other.abs().max()):
+            errors[name] = float(error)
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(portable, "backward", None)
+
+
+MASKS = {
+    "dense, ragged": (None, 200, 190, 128),
+    "causal": ("causal", 300, 300, 128),
+    "one document": ("causal & documents((0, 33, 40, 200, 385))", 385, 385, 128),
+    "bits": ("causal & (local(70) | strided(7, block=1))", 300, 300, 128),
+    "whole blocks": ("butterfly(block=128)", 512, 512, 128),
+    "empty rows and columns": ("prefix(70) & ~causal", 400, 300, 128),
+    "blocks of 64": ("local(90)", 300, 300, 64),
+    "blocks of 256": ("causal & local(200)", 400, 400, 256),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), (192, 192), *NARROWER])
+def test_gradients_of_wide_heads_are_right(head_dim, v_head_dim, name):
+    spec, q_len, kv_len, block_size = MASKS[name]
+    mask = spec and sf.compile_mask(spec, q_len, kv_len, block_size)
+    for deterministic, kv_heads in ((False, 2), (True, 1)):
+        tensors = inputs(head_dim, v_head_dim, q_len, kv_len, kv_heads=kv_heads)
+        assert wrong(tensors, mask, deterministic, seed=len(name)) == {}
+
+
+@pytest.mark.parametrize("head_dim", (136, 200))
+def test_head_dims_between_are_padded(head_dim):
+    assert wrong(inputs(head_dim, head_dim, 150, 150), sf.compile_mask("causal", 150, 150, 128)) == {}
+
+
+@pytest.mark.parametrize("kv_heads", (1, 2))
+@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), *NARROWER])
+def test_splits_of_heavy_columns_are_combined(head_dim, v_head_dim, kv_heads):
+    with heavy_rows_split():
+        mask = sf.compile_mask("causal | sinks(130)", 512, 512, 128)
+    assert mask.by_key.is_split
+    assert wrong(inputs(head_dim, v_head_dim, 512, 512, kv_heads=kv_heads), mask) == {}
+
+
+@pytest.mark.parametrize("config", candidates("backward", 256, 128))
+@pytest.mark.parametrize("head_dim, v_head_dim", [(256, 256), (192, 128)])
+def test_every_config_gives_the_same_gradients(config, head_dim, v_head_dim):
+    mask = sf.compile_mask("causal & local(170)", 400, 400, 128)
+    assert wrong(inputs(head_dim, v_head_dim, 400, 400), mask, config=config) == {}
+
+
+OWN = {"score_mod": fuzz_calls.OWN, "score_params": (torch.tensor([[0.1, -0.05], [0.0, 0.08]]), torch.tensor([2]).int())}
+SCORES = {"softcap": 0.7, "alibi_slopes": torch.tensor([0.3, 0.05]), "rel_bias": torch.linspace(-2, 2, 82).view(2, 41)}
+OF_LENGTHS = {"kv_starts": torch.tensor([10, 164]), "kv_lens": torch.tensor([20, 275])}
+OF_LENGTHS |= {"q_starts": torch.tensor([9, 0]), "q_lens": torch.tensor([240, 0])}
+TERMS = {
+    "softcap": {"softcap": 0.7},
+    "lengths": OF_LENGTHS,
+    "dropout": {"dropout_p": 0.25},
+    "all": SCORES | OWN | OF_LENGTHS,
+    "all, dropout": SCORES | OWN | OF_LENGTHS | {"dropout_p": 0.25},
+}
+
+
+@pytest.mark.parametrize("under", ("dense, ragged", "bits", "blocks of 64"))
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_are_as_they_are_defined_in_wide_heads(name, under):
+    spec, q_len, kv_len, block_size = MASKS[under]
+    mask = spec and sf.compile_mask(spec, q_len, kv_len, block_size)
+    head_dim, v_head_dim = (192, 128) if name == "all" else (256, 256)
+    assert wrong(inputs(head_dim, v_head_dim, q_len, kv_len, batch=2), mask, seed=len(name), **TERMS[name]) == {}
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(64, 128), (256, 192), (192, 64)])
+def test_head_dims_without_a_kernel_go_to_the_portable_ones(monkeypatch, head_dim, v_head_dim):
+    monkeypatch.setattr(portable, "backward", lambda *given: given)
+    given = *inputs(head_dim, v_head_dim, 64, 64), None, None, None, 1.0, False, None
+    q, k, v, dout, dlse, *rest = given
+    assert hopper.backward(dout, dlse, q, k, v, *rest) == (dout, dlse, q, k, v, *rest)

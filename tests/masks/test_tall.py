@@ -1,0 +1,111 @@
+"""Rows of 192 queries, derived from a mask's own rows of 128."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_flash as sf
+from sparse_flash.masks import tall
+from sparse_flash.masks.block_mask import BlockMask
+from sparse_flash.masks.tiles import unpack_bits, unpack_runs
+
+SHAPES = {
+    "causal": [(1000, 1000), (384, 384), (128, 128), (64, 900), (900, 64), (192, 192), (193, 193), (320, 320)],
+    "causal & local(200)": [(1500, 1500), (768, 700)],
+    "butterfly(block=128)": [(2048, 2048), (896, 896)],
+    "causal & (local(70) | strided(7, block=1))": [(700, 650)],
+    "prefix(70) & ~causal": [(400, 300)],
+    "causal & documents((0, 33, 40, 200, 385, 900))": [(900, 900)],
+    "local(64) & documents((0, 192, 448, 1024))": [(1024, 1024)],
+    "random(0.3, block=16)": [(500, 400)],
+}
+
+
+def pairs_of(rows: tall.TallRows, q_len: int, kv_len: int) -> np.ndarray:
+    """(q_len, kv_len) bool; every block that is listed keeps something, and none is listed twice."""
+    table, column = rows.by_query, np.arange(rows.block_size)
+    kept = np.zeros((-(-q_len // 192), 192, -(-kv_len // 128), 128), bool)
+    for row in range(len(kept)):
+        begin, end = table.row_ptr[0, row : row + 2].tolist()
+        runs, bits = table.row_split[0, row].tolist()
+        for entry in range(begin, end):
+            tile, block = int(table.tile_idx[entry]), np.ones((192, 128), bool)
+            if entry >= bits:
+                block = unpack_bits(rows.tile_bits[tile : tile + 1].numpy(), 128)[0]
+            elif entry >= runs:
+                first, stop = unpack_runs(rows.tile_runs[tile].numpy())
+                block = (column >= first[:, None]) & (column < stop[:, None])
+            place = kept[row, :, int(table.col_idx[entry])]
+            assert block.any() and (entry < runs or not block.all()) and not place.any()
+            place[:] = block
+    return kept.reshape(-1, kept.shape[2] * 128)[:q_len, :kv_len]
+
+
+@pytest.mark.parametrize("spec, q_len, kv_len", [(spec, *shape) for spec, shapes in SHAPES.items() for shape in shapes])
+def test_tall_rows_keep_the_pairs_of_the_mask(monkeypatch, spec, q_len, kv_len):
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    mask = sf.compile_mask(spec, q_len, kv_len)
+    assert np.array_equal(pairs_of(mask.tall, q_len, kv_len), mask.to_dense().numpy())
+
+
+def test_whole_blocks_stay_whole_where_the_queries_end_within_a_row():
+    table = sf.compile_mask("causal", 16384).tall.by_query  # the last row has 64 queries
+    assert table.row_split[0, -1, 0] - table.row_ptr[0, -2] == 127
+    assert table.row_ptr[0, -1] - table.row_ptr[0, -2] == 128
+
+
+@pytest.mark.parametrize("spec", ["causal", "causal & local(8000)", "prefix(4000) | causal"])
+def test_long_rows_become_tall(spec):
+    assert sf.compile_mask(spec, 16384).tall is not None
+
+
+@pytest.mark.parametrize("spec", ["causal & local(1024)", "butterfly", "bigbird"])
+def test_rows_stay_where_neighbours_share_too_few_blocks(spec):
+    assert sf.compile_mask(spec, 16384).tall is None
+
+
+def test_only_lasting_masks_of_one_head_and_blocks_of_128_have_tall_rows(monkeypatch):
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    mask = sf.compile_mask("causal", 1024)
+    assert mask.tall is not None and copy.deepcopy(mask).tall is not None
+    assert mask.to("meta").from_host and sf.BlockMask.from_dense(mask.to_dense()).tall is not None
+    assert sf.compile_mask("causal", 1024, block_size=32).coarse.tall is not None
+    assert sf.BlockMask.from_blocks(mask.kept_blocks(), 128).tall is None
+    assert BlockMask.from_tensors(*mask.sizes, mask.tensors()).tall is None
+    assert sf.BlockMask.per_head(["causal", "local(200)"], 1024).tall is None
+    assert sf.compile_mask("causal", 1024, block_size=256).tall is None
+    monkeypatch.setattr(tall, "_MOST_TILES", 3)
+    assert sf.compile_mask("causal", 1024).tall is None
+    monkeypatch.setattr(tall, "_MOST_TILES", 4)
+    assert sf.compile_mask("causal", 1024).tall is not None
+    monkeypatch.setattr(tall, "_MOST_ENTRIES", 35)
+    assert sf.compile_mask("causal", 1024).tall is None
+
+
+def test_tall_rows_are_made_once_and_not_while_operations_are_recorded(monkeypatch):
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    mask, seen = sf.compile_mask("causal", 512), SimpleNamespace(operations=0)
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counted():
+        assert mask.tall is None
+    first = mask.tall
+    with Counted():
+        assert mask.tall is first is not None
+    assert seen.operations == 0
+
+
+def test_other_figures_of_a_mask_do_not_depend_on_tall_rows():
+    mask, other = (sf.compile_mask("causal", 16384) for _ in range(2))
+    assert mask.tall is not None
+    assert mask.equal(other) and mask.digest == other.digest and mask.nbytes == other.nbytes
+    assert (mask.density, mask.block_density, repr(mask)) == (other.density, other.block_density, repr(other))
+    assert torch.equal(mask.kept_blocks(), other.kept_blocks())
