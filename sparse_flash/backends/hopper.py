@@ -15,10 +15,7 @@ from . import triton as portable
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(33, 257)  # of q and k, and of v
-# For which there is a backward kernel: of v as of q and k, or narrower beside wide ones. Others' gradients come from the portable
-# kernels, to which lse and dropped pairs are the same.
-BACKWARD_HEAD_DIMS = range(33, 257)
-WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)
+WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, for which there is a backward kernel
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
@@ -76,10 +73,9 @@ def _lacking_of_terms(call: Call) -> str | None:
 
 
 def has_backward(head_dim: int, v_head_dim: int) -> bool:
-    """Whether the backward pass has a kernel of its own for head dimensions whose forward pass has one."""
-    if v_head_dim == head_dim:
-        return head_dim in BACKWARD_HEAD_DIMS
-    return head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS
+    """Whether the backward pass has a kernel of its own for head dimensions whose forward pass has one. Others' gradients come from
+    the portable kernels, to which lse and dropped pairs are the same."""
+    return head_dim == v_head_dim or (head_dim in WIDE_HEAD_DIMS and v_head_dim in NARROWER_HEAD_DIMS)
 
 
 def supports(call: Call) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 from ..backends import hopper, triton
 from ..kernels.common.config import padded_head_dim
+from ..kernels.hopper.configs import backward_keys
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
@@ -81,7 +82,8 @@ class Memory:
     backward pass, which also holds the gradient of out and the gradients.
     work: {back end: (forward, backward)}, what its kernels additionally hold while they run: sums in float32, and values per query.
     Back ends that do not run such calls are left out; torch holds chunks of scores of bounded size. Tensors that the kernels cannot
-    address in place, such as those with a head_dim that is not a multiple of 8, are copied first.
+    address in place, such as those with a head_dim that is not a multiple of 8, are copied first. Not counted: rows of 192 queries
+    (``BlockMask.tall``), which Hopper's kernels may make of a table, a third of its size, and keep with it.
     """
 
     inputs: int
@@ -309,7 +311,8 @@ def memory(
         and v_head_dim in hopper.HEAD_DIMS
         and (mask.keeps_all or given.block_size in hopper.BLOCK_SIZES)
     ):
-        forward, backward = _hopper_work(given, batch, heads, kv_heads, padded_head_dim(v_head_dim), deterministic)
+        dims = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+        forward, backward = _hopper_work(given, batch, heads, kv_heads, *dims, deterministic)
         work["hopper"] = forward, backward if hopper.has_backward(head_dim, v_head_dim) else work["triton"][1]
     return Memory(
         inputs=(queries * head_dim + keys * (head_dim + v_head_dim)) * dtype.itemsize,
@@ -320,12 +323,15 @@ def memory(
     )
 
 
-def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, deterministic: bool) -> tuple[int, int]:
-    """dim: v's head_dim as padded by the kernels. The backward pass's if q and k have the same."""
-    block, dense = (128 if mask.keeps_all else mask.block_size), mask.keeps_all
+def _hopper_work(
+    mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: int, dim_v: int, deterministic: bool
+) -> tuple[int, int]:
+    """dim, dim_v: head_dim of q and k, and of v, as the kernels pad them."""
+    dense = mask.keeps_all
+    block = backward_keys(dim, None) if dense else mask.block_size
     # The results and lse of the splits of heavy rows, and dK and dV of those of heavy columns.
     split_rows, split_columns = (t.splits.shape[1] * block if not dense and t.is_split else 0 for t in (mask.by_query, mask.by_key))
-    forward = 4 * batch * heads * split_rows * (dim + 1)
+    forward = 4 * batch * heads * split_rows * (dim_v + 1)
     # dQ is summed in global memory; next to it are lse, delta and, if deterministic, the integer unit of each query.
     queries, keys = (-(-length // block) * block for length in (mask.q_len, mask.kv_len))
     backward = 4 * batch * heads * queries * (dim + (3 if deterministic else 2))
@@ -336,7 +342,7 @@ def _hopper_work(mask: BlockMask, batch: int, heads: int, kv_heads: int, dim: in
         rows = heads * keys if shared else 0
     else:
         rows = kv_heads * (keys if shared else split_columns)
-    return forward, backward + 4 * 2 * batch * rows * dim
+    return forward, backward + 4 * batch * rows * (dim + dim_v)
 
 
 def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:

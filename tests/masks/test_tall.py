@@ -1,6 +1,9 @@
 """Rows of 192 queries, derived from a mask's own rows of 128."""
 
 import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +104,30 @@ def test_tall_rows_are_made_once_and_not_while_operations_are_recorded(monkeypat
     with Counted():
         assert mask.tall is first is not None
     assert seen.operations == 0
+
+
+def test_threads_share_the_first_tall_rows_whatever_their_modes(monkeypatch):
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    mask, together = sf.compile_mask("causal", 1024), Barrier(4)
+
+    def first(number: int) -> tall.TallRows:
+        with torch.inference_mode(number % 2 == 0), torch.device("meta"):
+            together.wait()
+            return mask.tall
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(first, range(4)))
+    assert all(rows is mask.tall for rows in found)
+    assert not any(t.is_inference() or t.is_meta for t in (*mask.tall.by_query, *mask.tall.tiles))
+
+
+def test_a_pickled_mask_makes_tall_rows_of_its_own(monkeypatch):
+    monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
+    mask = sf.compile_mask("causal & local(300)", 1000)
+    size, rows = len(pickle.dumps(mask)), mask.tall
+    again = pickle.loads(pickle.dumps(mask))
+    assert len(pickle.dumps(mask)) == size and again.tall is not rows
+    assert np.array_equal(pairs_of(again.tall, 1000, 1000), pairs_of(rows, 1000, 1000))
 
 
 def test_other_figures_of_a_mask_do_not_depend_on_tall_rows():

@@ -55,7 +55,12 @@ def _registers(programs: int) -> dict[str, int]:
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: chosen by footprint, not measured. The sums of 64 keys, dK and dV, take 128 registers per thread of two warp groups.
+# 256: the sums of 64 keys, dK and dV, take 128 registers per thread of two warp groups. One backward pass, bf16, H200, 2026-11-23,
+# 16 heads of 8,192 tokens, without a table and causal, in ms (portable kernels; cuDNN). 256: 7.99 and 4.37 (14.6, 14.2; 7.31,
+# 3.24). 192: 6.36 and 3.50 (13.7, 14.2; 5.54, 2.95). 192 and 128 of v: 5.30 and 2.93 (10.1, 4.09; 5.84, 1.90). 256, a window of
+# 1,024 and 10 % of random blocks: 1.25 and 1.02 (3.77, 2.94). Scores a step ahead, with one tile of dOut: 8.14 and 5.76 at 256,
+# 3.53 at 192 causal; with two pieces as well 8.35 and 4.98, 4.55. With two tiles of dOut, which fit beside 128 of v only, 5.59 and
+# 3.06 in place of 5.30 and 2.93.
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, sharing=2, more=0)}
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
@@ -128,14 +133,17 @@ def forward_of_variant(dtype: torch.dtype, dim: int, block_size: int | None, dev
     return config if block_size == 64 or config.queries == 128 else FORWARD[dim]
 
 
+# 16 heads of 8,192 tokens, forward, bf16, H200, 2026-11-23, in turns, in ms, without a table and causal (portable kernels; cuDNN).
+# 256: 1.47 and 0.859 (2.03, 1.11; 1.48, 0.864). 192 and 128 of v: 0.915 and 0.562 (1.74, 1.03; 1.02, 0.603); steps of 64 keys 1.02
+# and 0.629 with 3 stages, 1.02 and 0.641 with 4, 1.07 without a table with 192 queries. 192: 1.321 and 0.723 (1.91, 1.10; 1.16,
+# 0.675), with 2 stages 1.316 and 0.728. 10 % of random blocks of 64: at 256 0.228 (0.444), at 192 and 128 of v 0.144 (0.426), with
+# one program 0.177. Short calls varied too much to compare.
 def wide_forward(
     dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
 ) -> ForwardConfig:
-    """The config for calls whose head dimensions exceed 128 or differ. dim, dim_v: columns of q and k, and of v, in shared memory.
-    short_tiles: how many tiles of 64 queries there are. plain: whether the call has no variant.
-
-    Chosen by footprint, not measured: steps of as many keys as registers hold beside sums of dim_v columns, and shared memory holds
-    twice."""
+    """The config for calls whose head dimensions exceed 128 or differ: steps of as many keys as registers hold beside sums of dim_v
+    columns, and shared memory holds twice. dim, dim_v: columns of q and k, and of v, in shared memory. short_tiles: how many tiles
+    of 64 queries there are. plain: whether the call has no variant."""
 
     def fitting(queries: int, keys: int, programs: int) -> int:
         # Of 228 KiB, each program reserves one. Per warp group, barriers and the turning of results take up to 2.5.

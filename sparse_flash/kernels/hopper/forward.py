@@ -703,7 +703,7 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
 
 def _walked(mask, queries: int):
     """What tiles of so many queries walk: the mask, or its tall rows, which it may not have."""
-    return mask.tall if mask and queries > mask.block_size else mask
+    return mask.tall if mask and mask.block_size % queries else mask
 
 
 def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
