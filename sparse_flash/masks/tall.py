@@ -19,8 +19,8 @@ _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
 # Beyond, making them takes seconds on the host, and gigabytes.
 _MOST_ENTRIES = 1 << 22
-# Distinct ones. More are of many documents, which may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
-# are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to 1.8 times its compiling.
+# Distinct ones. Many documents have more, and may be others at each step: 60 in 65,536 tokens took 61 ms to learn that rows of 128
+# are faster, and take 1 ms this way, where compiling takes 5. What has fewer takes up to twice its compiling.
 _MOST_TILES = 1 << 6
 
 _EMPTY, _FULL = 0, 1  # of half a tall row's block; from 2 on, twice the number of its tile, plus 1 if it is of bits
