@@ -44,7 +44,16 @@ if triton:
         weight = tl.load(params[0] + batch * 2 + head)
         return tl.where(k_pos % 5 == 0, 0.0, 1.0 + 2.0 * weight * score)
 
-else:
+    @triton.jit
+    def noting_in_triton(score, batch, head, q_pos, k_pos, params):
+        tl.atomic_max(params[0], tl.maximum(tl.max(q_pos), tl.max(k_pos)))
+        return score
+
+    @triton.jit
+    def noting_derivative(score, batch, head, q_pos, k_pos, params):
+        tl.atomic_max(params[0], tl.maximum(tl.max(q_pos), tl.max(k_pos)))
+        return 1.0
+
     own_in_triton = own_derivative = None
 
 
@@ -749,6 +758,16 @@ def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_
     wanted = results(whole, [t.double() for t in (q, k, v)], given, dout.double())
     for mine, right in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@parametrize("mask", ["causal", None])
+def test_the_portable_kernels_ask_a_score_function_for_positions_that_exist(mask):
+    noting = sf.ScoreFunction(lambda score, *_: score, noting_in_triton, noting_derivative)
+    largest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, k, v, _ = inputs()
+    sf.attention(q.requires_grad_(), k, v, mask, score_mod=noting, score_params=(largest,), backend="triton").sum().backward()
+    assert largest.item() == 89
 
 
 def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(monkeypatch):
