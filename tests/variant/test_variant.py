@@ -54,7 +54,8 @@ if triton:
         tl.atomic_max(params[0], tl.maximum(tl.max(q_pos), tl.max(k_pos)))
         return 1.0
 
-    own_in_triton = own_derivative = None
+else:
+    own_in_triton = own_derivative = noting_in_triton = noting_derivative = None
 
 
 def own_in_torch(score, batch, head, q_pos, k_pos, params):
