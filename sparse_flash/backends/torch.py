@@ -229,8 +229,8 @@ class _Scores:
         self.share = 1.0 - variant.dropout_p if self.dropped else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
-        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number: a user's
-        function may read a table with it."""
+        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
+        user's function may read a table there."""
         if self.lines is None:
             return None
         block, device = self.part.walk.block, self.lines.device
