@@ -139,9 +139,10 @@ def draw(seed: int, backend: str) -> DrawnCall:
         return call
 
     def fitting_terms() -> DrawnCall | None:
-        with_terms = replace(call, terms=tuple(rng.sample(sorted(TERMS), rng.choice((1, 1, 2, 3)))))
+        with_terms = replace(call, terms=tuple(rng.sample(sorted(TERMS), rng.choice((1, 1, 2, 3, 5)))))
         q, k, v, *_ = (torch.empty(size, dtype=dtype, device="meta") for size in _shapes(call))
-        variant = checked_variant(q, k, **_moved(_given(with_terms), "meta"))
+        given = {name: value for name, value in _given(with_terms).items() if name != "sinks"}  # no back end sees those
+        variant = checked_variant(q, k, **_moved(given, "meta"))
         block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
         fields = {"device": torch.device(oracle.DEVICE), "block_size": block_size}
         asked = replace(backends.Call.of(q, k, v, None, variant, deterministic), **fields)
@@ -162,18 +163,25 @@ def _lengths_of(call: DrawnCall, rng: random.Random, side: str) -> torch.Tensor:
     return torch.tensor([rng.choice(ends) if rng.random() < 0.3 else rng.randint(0, tokens) for _ in range(call.batch)])
 
 
+LEARNED = ("rel_bias", "sinks")
 # Arguments of ``attention`` by a name for them.
 TERMS: dict[str, Callable[[DrawnCall, random.Random], dict]] = {
     "dropout": lambda call, rng: {"dropout_p": rng.choice((0.1, 0.5))},
     "softcap": lambda call, rng: {"softcap": rng.choice((0.5, 3.0, 30.0))},
     "alibi": lambda call, rng: {"alibi_slopes": torch.tensor([rng.uniform(0, 0.2) for _ in range(call.heads)])},
-    "frozen bias": lambda call, rng: {"rel_bias": torch.tensor([[rng.gauss(0, 1) for _ in range(2 * 9 + 1)]] * call.heads)},
+    "frozen bias": lambda call, rng: {"rel_bias": _bias(call, rng)},
+    "learned bias": lambda call, rng: {"rel_bias": _bias(call, rng).requires_grad_()},
+    "sinks": lambda call, rng: {"sinks": torch.tensor([rng.gauss(0, 5) for _ in range(call.heads)]).requires_grad_()},
     "own function": lambda call, rng: {"score_mod": OWN, "score_params": _own_params(call, rng)},
     "kv_lens": lambda call, rng: {"kv_lens": _lengths_of(call, rng, "kv")},
     "kv_starts": lambda call, rng: {"kv_starts": _lengths_of(call, rng, "kv")},
     "q_lens": lambda call, rng: {"q_lens": _lengths_of(call, rng, "q")},
     "q_starts": lambda call, rng: {"q_starts": _lengths_of(call, rng, "q")},
 }
+
+
+def _bias(call: DrawnCall, rng: random.Random) -> torch.Tensor:
+    return torch.tensor([[rng.gauss(0, 1) for _ in range(2 * 9 + 1)]] * call.heads)
 
 
 def _own_params(call: DrawnCall, rng: random.Random) -> tuple[torch.Tensor, ...]:
@@ -221,7 +229,7 @@ def failure(call: DrawnCall) -> str | None:
 def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[float, float]]:
     """As ``oracle.measure``, but beside this package's definition and its PyTorch operations. Tokens that do not exist are NaN."""
     given = _moved(_given(call), oracle.DEVICE)
-    exact = {name: value.double() if name in ("alibi_slopes", "rel_bias") else value for name, value in given.items()}
+    exact = {name: value.double() if name in ("alibi_slopes", "rel_bias", "sinks") else value for name, value in given.items()}
 
     def results(backend, tensors, dout, dlse, given):
         def attend(*tensors):
@@ -229,7 +237,8 @@ def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[f
             options = {"scale": call.scale, "return_lse": True, "backend": backend, "deterministic": call.deterministic}
             return sf.attention(*tensors, call.drawn.mask, **options, **given)
 
-        return oracle.gradients(attend, tensors, dout, dlse)
+        learned = [given[name] for name in LEARNED if name in given and given[name].requires_grad]
+        return oracle.gradients(attend, tensors, dout, dlse, learned)
 
     def spoiled(tensor, side):
         variant = Variant(**{name: given[name] for name in LENGTHS if name in given})
@@ -242,15 +251,20 @@ def _errors_with_terms(call: DrawnCall, inputs, dout, dlse) -> dict[str, tuple[f
     peer = "torch" if call.backend != "torch" else "reference"
     wanted = results("reference", [t.double() for t in inputs], dout.double(), dlse, exact)
     theirs = results(peer, inputs, dout, dlse, given)
+    of_heads = (dout.double() * wanted[0]).abs().sum((0, 2, 3))
     for tensor, side in (*zip(inputs, ("q", "kv", "kv"), strict=True), (dout, "q")):
         spoiled(tensor, side)
     ours = results(call.backend, inputs, dout, dlse, given)
     exponent = float(wanted[1].masked_fill(wanted[1].isneginf(), 0.0).abs().max())
     terms = float(max(t.nan_to_num().abs().max() for t in (*inputs, dout))) ** 3
-    return {
-        name: oracle.compare(*both, exponent, terms if name in ("dq", "dk") else 0.0)
-        for name, *both in zip(oracle.NAMES, ours, theirs, wanted, strict=True)
+    names = *oracle.NAMES, *(f"d{name}" for name in LEARNED if name in given and given[name].requires_grad)
+    errors = {
+        name: oracle.compare(*both, exponent, 0.0 if name in ("out", "lse", "dv") else terms)
+        for name, *both in zip(names, ours, theirs, wanted, strict=True)
     }
+    # Delta, a sum of dout * out, is of out as rounded; a gradient of all of a head's queries has the error of each of them.
+    rounding = torch.finfo(call.dtype).eps * of_heads.max().item()
+    return {name: (error, allowed + rounding * (name not in oracle.NAMES)) for name, (error, allowed) in errors.items()}
 
 
 def _moved(value, device):
@@ -326,7 +340,7 @@ def _lengths(rng: random.Random) -> tuple[int, int]:
         return rng.choice((rng.randint(1, LONGEST), 128 * rng.randint(1, 5), 128 * rng.randint(1, 5) + rng.choice((-1, 1))))
 
     q_len, kv_len = tokens(), tokens()
-    return rng.choice(((q_len, q_len), (q_len, kv_len), (q_len, kv_len), (1, kv_len)))
+    return rng.choice(((q_len, q_len), (q_len, kv_len), (q_len, kv_len), (1 + q_len % 3, kv_len)))
 
 
 def _pattern_mask(rng: random.Random, grid: BlockGrid) -> Drawn:

@@ -134,12 +134,13 @@ def pytorch_lse(q, k, kept, scale):
     return torch.where(some[..., 0], lse, float("-inf"))
 
 
-def gradients(attend, inputs, dout, dlse):
-    """[out, lse, dq, dk, dv] of a function of q, k and v; dlse None: lse is not differentiated."""
+def gradients(attend, inputs, dout, dlse, learned=()):
+    """[out, lse, dq, dk, dv] of a function of q, k and v, and the gradients of what else it learned; dlse None: lse is not
+    differentiated."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     out, lse = attend(*leaves)
     outputs, cotangents = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    grads = torch.autograd.grad(outputs, leaves, [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)])
+    grads = torch.autograd.grad(outputs, [*leaves, *learned], [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)])
     return [t.detach() for t in (out, lse, *grads)]
 
 

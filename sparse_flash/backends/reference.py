@@ -78,6 +78,9 @@ class _Matrix:
                 self.dropout = kept_by_dropout(variant, self.pairs).double() / (1 - variant.dropout_p)
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
+        if variant is not None and variant.score_mod is not None:
+            # 0 times the derivative of a pair without weight is not 0 if that is not finite.
+            self.outer = torch.where(scores == float("-inf"), 0.0, self.outer)
         self.lse = scores.logsumexp(-1)
         # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
         self.probabilities = (scores - torch.where(self.lse == float("-inf"), float("inf"), self.lse)[..., None]).exp()

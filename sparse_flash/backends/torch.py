@@ -221,6 +221,7 @@ class _Scores:
         self.heads, self.q_len, self.kv_len = q.shape[1], q.shape[2], k.shape[2]
         self.lines = None if variant is None else part.lines(q)
         self.scored = variant is not None and variant.scored
+        self.own = variant is not None and variant.score_mod is not None
         self.dropped = variant is not None and variant.seed is not None
         # The factor of products: a variant changes natural scores.
         self.factor = scale if self.scored else scale * _LOG2_E
@@ -228,7 +229,8 @@ class _Scores:
         self.share = 1.0 - variant.dropout_p if self.dropped else 1.0
 
     def pairs(self, units: slice, rows, cols) -> Pairs | None:
-        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``."""
+        """Pairs of shape (units, rows, members, queries, entries, keys), as in ``view``. Padding has the last token's number, as a
+        user's function may read a table there."""
         if self.lines is None:
             return None
         block, device = self.part.walk.block, self.lines.device
@@ -240,8 +242,8 @@ class _Scores:
         return Pairs(
             lines // self.heads,
             lines % self.heads,
-            queries[None, :, None, :, None, None],
-            keys[None, :, None, None],
+            queries.clamp_(max=self.q_len - 1)[None, :, None, :, None, None],
+            keys.clamp_(max=self.kv_len - 1)[None, :, None, None],
             self.heads,
             self.q_len,
             self.kv_len,
@@ -292,7 +294,7 @@ def _forward(q, k, v, walk, rule):
             torch.baddbmm(scores, q_rows, keys.mT, beta=0, alpha=rule.factor, out=scores)
             pairs = rule.pairs(units, rows, piece.cols)
             rule.change(scores, pairs)
-            walk.drop(scores, piece)
+            walk.drop(scores, piece, rule.own)
             rule.drop(scores, pairs)
             # Clamped above -inf: a row whose scores are all -inf must give exp2(-inf), not exp2(-inf + inf).
             piece_max = scores.amax(-1, keepdim=True).clamp_(min=lowest)
@@ -339,9 +341,12 @@ def _backward(q, dout, out, lse, dlse, k, v, walk, rule, deterministic, drel_bia
                 probabilities.add_(bias)
             else:
                 torch.baddbmm(bias.expand(shape), q_rows, keys.mT, alpha=rule.factor, out=probabilities)
-            walk.drop(probabilities, piece)
+            walk.drop(probabilities, piece, rule.own)
             rule.drop(probabilities, pairs)
             probabilities.exp2_()
+            if rule.own:
+                # Where a pair has no weight, the derivative may be anything, and 0 times anything is not always 0.
+                outer = outer.masked_fill(rule.view(probabilities, pairs) == 0, 0.0)
             if rule.dropped:
                 weights = probabilities.clone()
                 rule.drop_out(weights, pairs)
@@ -562,15 +567,17 @@ class _Walk:
 
     @classmethod
     def dense(cls, q, k) -> _Walk:
-        """Every block; only the last column has a tile, if it is cut off. (The results of padded rows are not used.)"""
+        """Every block; those of the last row and column have tiles, if they are cut off."""
         block = _DENSE_BLOCK
-        rows, cols = -(-q.shape[2] // block), -(-k.shape[2] // block)
-        ends = pack_runs(np.zeros((1, block)), np.full((1, block), k.shape[2] % block))
+        (rows, last_q), (cols, last_k) = ((-(-tokens // block), tokens % block or block) for tokens in (q.shape[2], k.shape[2]))
+        # By number: cut off in keys, in queries, in both. Each query's run of keys begins at 0.
+        whole_q, whole_k = np.full(block, block), np.full(block, last_k)
+        ends = np.stack([whole_k, whole_q * (np.arange(block) < last_q), whole_k * (np.arange(block) < last_q)])
         no_bits = torch.zeros((0, block, block // 32), dtype=torch.int32, device=q.device)
-        tiles = _Tiles(torch.from_numpy(ends).to(q.device), no_bits, _compute_dtype(q))
-        last = np.where(np.arange(cols) == cols - 1, 0 if k.shape[2] % block else -1, -1)
-        group = np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), np.broadcast_to(last, (rows, cols))
-        return cls(block, q.shape[2], [group], tiles)
+        tiles = _Tiles(torch.from_numpy(pack_runs(np.zeros_like(ends), ends)).to(q.device), no_bits, _compute_dtype(q))
+        cut_q, cut_k = ((np.arange(count) == count - 1) & (last < block) for count, last in ((rows, last_q), (cols, last_k)))
+        numbers = cut_k + 2 * cut_q[:, None] - 1
+        return cls(block, q.shape[2], [(np.arange(rows), np.broadcast_to(np.arange(cols), (rows, cols)), numbers)], tiles)
 
     def chunks(self, units: int, stacked: int, device):
         """Yields (slice of units, index of query blocks, [pieces]); each piece has at most ``size`` scores, unless a single block
@@ -600,8 +607,8 @@ class _Walk:
             self.buffers[number] = q_rows.new_empty(max(count, self.size))
         return self.buffers[number][:count].view(shape)
 
-    def drop(self, scores, piece: _Piece):
-        """Sets the scores of pairs that these blocks' tiles do not keep to -inf."""
+    def drop(self, scores, piece: _Piece, any_score: bool):
+        """Sets the scores of pairs that these blocks' tiles do not keep to -inf. any_score: they may be NaN."""
         rows, entries = piece.tiles.shape
         partial = np.flatnonzero((piece.tiles >= 0).any(0))
         if not len(partial):
@@ -610,7 +617,11 @@ class _Walk:
         blocks = scores.view(-1, rows, scores.shape[1] // self.block, self.block, entries, self.block)
         for entry in partial.tolist():
             block = blocks[:, :, :, :, entry]
-            torch.minimum(block, self.tiles.bounds(piece.tiles[:, entry])[:, None], out=block)
+            bounds = self.tiles.bounds(piece.tiles[:, entry])[:, None]
+            if any_score:  # the minimum with NaN is NaN
+                block.masked_fill_(bounds < 0, float("-inf"))
+            else:
+                torch.minimum(block, bounds, out=block)
 
 
 def _index(blocks: np.ndarray, device) -> slice | torch.Tensor:

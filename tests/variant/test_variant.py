@@ -44,8 +44,18 @@ if triton:
         weight = tl.load(params[0] + batch * 2 + head)
         return tl.where(k_pos % 5 == 0, 0.0, 1.0 + 2.0 * weight * score)
 
+    @triton.jit
+    def noting_in_triton(score, batch, head, q_pos, k_pos, params):
+        tl.atomic_max(params[0], tl.maximum(tl.max(q_pos), tl.max(k_pos)))
+        return score
+
+    @triton.jit
+    def noting_derivative(score, batch, head, q_pos, k_pos, params):
+        tl.atomic_max(params[0], tl.maximum(tl.max(q_pos), tl.max(k_pos)))
+        return 1.0
+
 else:
-    own_in_triton = own_derivative = None
+    own_in_triton = own_derivative = noting_in_triton = noting_derivative = None
 
 
 def own_in_torch(score, batch, head, q_pos, k_pos, params):
@@ -697,6 +707,68 @@ def test_a_score_function_that_returns_no_scores_is_one_clear_error(backend, res
     wrong = sf.ScoreFunction(lambda score, batch, head, q_pos, k_pos, params: result)
     with pytest.raises(TypeError, match=rf"must return scores, a floating-point tensor; got {got}"):
         sf.attention(q, k, v, score_mod=wrong, backend=backend)
+
+
+@every_backend
+@parametrize("q_len, kv_len", [(1, 90), (40, 90)])
+def test_scores_that_overflow_past_the_last_token_do_not_reach_gradients(backend, q_len, kv_len):
+    """A query past the last one would be far from all keys, and OWN squares its large negative score."""
+    given = variant("own") | variant("bias") | {"alibi_slopes": torch.ones(HEADS, device=DEVICE)}
+    given["score_params"] = (torch.full((2, HEADS), 0.1, device=DEVICE),)
+    q, k, v, dout = accepted(backend, given, q_len=q_len, kv_len=kv_len)
+    kept = torch.ones((), dtype=torch.bool, device=DEVICE)
+    ours = results(lambda *t: sf.attention(*t, return_lse=True, backend=backend, **given), (q, k, v), given, dout)
+    exact = [t.double() for t in (q, k, v)]
+    wanted = results(lambda *t: definition(*t, kept, given, None), exact, given, dout.double())
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right.double(), rtol=1e-3, atol=1e-3)
+
+
+def of_documents(score, batch, head, q_pos, k_pos, params):
+    return torch.where(params[0][q_pos] == params[0][k_pos], score, -float("inf"))
+
+
+def logarithm_of_distance(score, batch, head, q_pos, k_pos, params):
+    return score - torch.log(1.0 + q_pos - k_pos)
+
+
+def root_of_distance(score, batch, head, q_pos, k_pos, params):
+    return score * torch.sqrt((q_pos - k_pos).to(score.dtype))
+
+
+IN_TORCH = [sf.ScoreFunction(function) for function in (of_documents, logarithm_of_distance, root_of_distance)]
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("mask", ["causal", "causal & strided(7, block=1)", "local(30) & causal"])
+@parametrize("function", IN_TORCH, ids=lambda function: function.torch.__name__)
+def test_a_score_function_is_asked_for_tokens_that_exist_and_its_nan_stays_with_dropped_pairs(backend, mask, function):
+    given = {"score_mod": function, "score_params": (torch.arange(90, device=DEVICE) // 25,)}
+    q, k, v, dout = inputs()
+    kept = sf.compile_mask(mask, 70, 90, 32, device=DEVICE)
+    ours = results(lambda *t: sf.attention(*t, kept, return_lse=True, backend=backend, **given), (q, k, v), given, dout)
+
+    def whole(q, k, v):
+        pairs = Pairs.all(q, k)
+        # The masks are causal: dropped pairs get the score of another, so that nothing is NaN.
+        near = torch.minimum(pairs.key, pairs.q_pos)
+        scores = function.torch(0.25 * q @ k.mT, None, None, pairs.q_pos, near, given["score_params"])
+        scores = scores.masked_fill(~kept.to_dense(), float("-inf"))
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    wanted = results(whole, [t.double() for t in (q, k, v)], given, dout.double())
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+@parametrize("mask", ["causal", None])
+def test_the_portable_kernels_ask_a_score_function_for_positions_that_exist(mask):
+    noting = sf.ScoreFunction(lambda score, *_: score, noting_in_triton, noting_derivative)
+    largest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, k, v, _ = inputs()
+    sf.attention(q.requires_grad_(), k, v, mask, score_mod=noting, score_params=(largest,), backend="triton").sum().backward()
+    assert largest.item() == 89
 
 
 def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(monkeypatch):

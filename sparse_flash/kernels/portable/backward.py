@@ -153,7 +153,8 @@ def _compute_grad_q(slot, line, tensors, scale, rows, table, sizes, scoring):
     dout = load_tile(tensors.dout, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM_V)
     query = tile.first + tl.arange(0, TILE_M)
     row_line = tile.line.to(tl.int64) * sizes.q_len
-    lse = tl.load(tensors.lse + row_line + query, mask=query < sizes.q_len, other=0.0) * LOG2_E
+    # +inf past the last query: whatever its scores, it adds nothing to the gradient of rel_bias.
+    lse = tl.load(tensors.lse + row_line + query, mask=query < sizes.q_len, other=float("inf")) * LOG2_E
     dlse = None if tensors.dlse is None else tensors.dlse + row_line
     delta = _delta(tensors.out, dlse, dout, tile, query, tile.first, sizes)
     valid, valid_keys = valid_of_axes(tile.first, tile.batch, sizes, variant)

@@ -86,10 +86,11 @@ def _before_function(products, place, sizes, scoring, NATURAL: tl.constexpr, KIN
 
 @triton.jit
 def _of_function(FUNCTION: tl.constexpr, scores, place, sizes, variant):
-    """Evaluates the user's score function, or its derivative, on a step."""
+    """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position, as
+    it may read a table there."""
     first_q, first_k = _positions(place, sizes)
-    q_pos = column(first_q, sizes.TILE_M, not sizes.BY_KEY)
-    k_pos = column(first_k, sizes.TILE_N, sizes.BY_KEY)
+    q_pos = tl.minimum(column(first_q, sizes.TILE_M, not sizes.BY_KEY), sizes.kv_len - 1)
+    k_pos = tl.minimum(column(first_k, sizes.TILE_N, sizes.BY_KEY), sizes.kv_len - 1)
     return FUNCTION(scores, place.tile.batch, place.tile.head, q_pos, k_pos, variant.params)
 
 
