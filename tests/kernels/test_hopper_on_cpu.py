@@ -14,6 +14,8 @@ from sparse_flash.variant.variant import LENGTHS, Variant
 
 pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
+import triton
+import triton.language as tl
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -267,6 +269,30 @@ def test_splits_of_heavy_rows_are_combined_where_lengths_leave_some_empty():
         assert torch.equal(one.isneginf(), other.isneginf())
         finite = ~other.isneginf()
         assert (one[finite].double() - other[finite]).abs().max() < 4e-3 * other[finite].abs().max()
+
+
+@triton.jit
+def by_place(score, batch, head, q_pos, k_pos, params):
+    return score + tl.load(params[0] + q_pos) - tl.load(params[0] + k_pos)
+
+
+@triton.jit
+def by_place_derivative(score, batch, head, q_pos, k_pos, params):
+    return 1.0 + 0.0 * (tl.load(params[0] + q_pos) + tl.load(params[0] + k_pos))
+
+
+@pytest.mark.parametrize("mask", ["causal", None])
+def test_a_function_reads_its_tables_at_positions_that_exist(mask):
+    function = sf.ScoreFunction(
+        lambda score, b, h, q, k, params: score + params[0][q] - params[0][k], by_place, by_place_derivative
+    )
+    given = {"score_mod": function, "score_params": (torch.randn(200),)}
+    q, k, v = (torch.randn(1, 2, 200, 64, dtype=torch.float16).requires_grad_() for _ in range(3))
+    with emulated.gluon_on_cpu():  # it raises for a read outside a tensor
+        out = sf.attention(q, k, v, mask, backend="hopper", **given)
+        out.sum().backward()
+    wanted = sf.attention(q.double(), k.double(), v.double(), mask, backend="reference", **given)
+    assert (out.double() - wanted).abs().max() < 4e-3 * wanted.abs().max()
 
 
 def test_a_learned_bias_and_a_function_without_triton_are_refused_by_name():

@@ -904,6 +904,7 @@ def attention_backward_kernel(
         scoring=ScoreTerms(
             score_scale,
             kv_len - q_len,
+            (kv_len - 1,) if SCORE is not None else (),
             variant,
             SCORED,
             REACH,

@@ -23,10 +23,12 @@ class ScoredLine:
 
 @record
 class ScoreTerms:
-    """How products become scores: see ``common.variant``. scale: times log2(e). offset: of the last query from the last key."""
+    """How products become scores: see ``common.variant``. scale: times log2(e). offset: of the last query from the last key. last:
+    the last key's position, if there is a user's function."""
 
     scale: gl.tensor
     offset: gl.tensor
+    last: gl.tuple
     variant: gl.tuple
     SCORED: gl.constexpr
     REACH: gl.constexpr
@@ -123,12 +125,14 @@ class ScoreTerms:
 
     @gluon.jit
     def _of_function(self, FUNCTION: gl.constexpr, scores, place, first_query, first_key):
-        """Evaluates the user's score function, or its derivative, on a step."""
+        """Evaluates the user's score function, or its derivative, on a step. Past the last token it gets the last token's position,
+        as it may read a table there."""
         row, column = self._indices(scores)
         if self.BY_KEY:
             q_pos, k_pos = column + (first_query + self.offset), row + first_key
         else:
             q_pos, k_pos = row + (first_query + self.offset), column + first_key
+        q_pos, k_pos = gl.minimum(q_pos, self.last[0]), gl.minimum(k_pos, self.last[0])
         return FUNCTION(scores, place.batch, place.head, q_pos, k_pos, self.variant.params)
 
     @gluon.jit
