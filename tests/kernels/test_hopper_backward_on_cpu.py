@@ -38,6 +38,7 @@ def wrong(tensors, mask, deterministic=False, config=None, seed=0, **terms):
     """What the kernel's dq, dk and dv are off by, of those that are off by too much. Tokens that do not exist hold NaN."""
     q, k, v, dout, dlse = tensors
     scale = q.shape[3] ** -0.5
+    torch.manual_seed(seed)  # of dropout
     variant = checked_variant(q, k, **terms)
     exact = [t.double() for t in (q, k, v)]
     wanted = reference.backward(dout.double(), dlse.double(), *exact, None, None, mask, scale, True, variant)
