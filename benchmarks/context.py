@@ -33,6 +33,7 @@ import sparse_flash as sf
 
 from .baselines.context import WAYS, Planned, Sequence, Way, barrier, of_all_ranks
 from .context_scaling import masks
+from .measure.throughput import failure_text, peak_bytes
 from .results import environment
 
 HEADS = ((8, 8), (32, 8))
@@ -127,10 +128,7 @@ def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mes
             del own
         found |= passes(divided.leaves, divided.attend, device)
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            results(divided.leaves, divided.attend)
-            found["extra_bytes"] = max(of_all_ranks(torch.cuda.max_memory_allocated() - before))
+            found["extra_bytes"] = max(of_all_ranks(peak_bytes(lambda: results(divided.leaves, divided.attend), device)))
     return found
 
 
@@ -164,7 +162,7 @@ def run(case: ContextCase, names: list[str], mesh: DeviceMesh, compare: bool = T
         try:
             result, failure = measured(WAYS[name], sequence, exact, mesh), None
         except Exception as error:  # a way that fails on all ranks is a result; one that fails on some ends the run by its time-out
-            result, failure = {}, f"{type(error).__name__}: {error}".replace("\n", " ")[:400]
+            result, failure = {}, failure_text(error)
         found["ways"][name] = {"failed": failure} if failure else result
         if device.type == "cuda":
             torch.cuda.empty_cache()

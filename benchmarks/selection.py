@@ -26,8 +26,9 @@ from sparse_flash import BlockSelection
 
 from .baselines.selection import DENSE, PEERS, Leaves, SelectionPeer
 from .measure.accuracy import eagerly, errors_against, is_right
-from .measure.throughput import OverLimit, passes, peak_bytes, time_limit
+from .measure.throughput import OverLimit, failure_text, passes, peak_bytes, time_limit
 from .results import environment
+from .workload.problem import in_memory_order
 
 HEADS = ((32, 8), (64, 4))
 BLOCKS = (128, 64)
@@ -79,13 +80,10 @@ def selection_of(case: PicksCase, device: torch.device) -> BlockSelection:
 def leaves_of(case: PicksCase, device: torch.device, dtype: torch.dtype, order: tuple[int, ...]) -> Leaves:
     """The same values for every peer, its dimensions in ``order`` in memory."""
     generator = torch.Generator(device).manual_seed(0)
-    back = [order.index(d) for d in range(4)]
     q, k, v = (
-        torch.randn((1, heads, case.tokens, case.head_dim), generator=generator, device=device, dtype=dtype)
-        .permute(order)
-        .contiguous()
-        .permute(back)
-        .requires_grad_()
+        in_memory_order(
+            torch.randn((1, heads, case.tokens, case.head_dim), generator=generator, device=device, dtype=dtype), order
+        ).requires_grad_()
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
     return q, k, v
@@ -149,7 +147,7 @@ def run(case: PicksCase, names: list[str], device: torch.device, dtype: torch.dt
         except OverLimit:
             results[name] = {"over_limit": limit}
         except Exception as error:  # a peer that fails is a result: the others still can
-            results[name] = {"failed": f"{type(error).__name__}: {error}".replace("\n", " ")[:400]}
+            results[name] = {"failed": failure_text(error)}
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {"case": asdict(case), "name": case.name, "tflop": flops / 1e12, "results": results}

@@ -69,14 +69,18 @@ def run(case: Case | CompileCase, device: torch.device, limit: int | None = None
         measured = {"over_limit": limit}
     except Exception as error:
         # A peer that cannot run is a result: the others still can.
-        text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
-        measured = {"out_of_memory" if _is_out_of_memory(error) else "failed": text[:400]}
+        measured = {"out_of_memory" if _is_out_of_memory(error) else "failed": failure_text(error)}
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if finished(measured) and (seen := load.seen()):
         measured["load"] = seen
     return measured | {"took_s": round(time.perf_counter() - begin, 2)}
+
+
+def failure_text(error: Exception) -> str:
+    """An error in one line of a result."""
+    return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:400]
 
 
 def _threads(case: Case | CompileCase, device: torch.device) -> int:

@@ -49,9 +49,13 @@ class Problem:
 
     def memory_order(self, order: tuple[int, ...]) -> Problem:
         """The same values with dimensions in another order in memory."""
-        back = [order.index(d) for d in range(4)]
-        tensors = [t.detach().permute(order).contiguous().permute(back).requires_grad_(t.requires_grad) for t in self.leaves]
-        return replace(self, q=tensors[0], k=tensors[1], v=tensors[2])
+        q, k, v = (in_memory_order(t.detach(), order).requires_grad_(t.requires_grad) for t in self.leaves)
+        return replace(self, q=q, k=k, v=v)
+
+
+def in_memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values with dimensions in another order in memory."""
+    return tensor.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
 def problem_of(case: Case, device: torch.device, dtype: torch.dtype, gradients: bool = True) -> Problem:
