@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from examples.train_lm import data, parallel
+from examples.train_lm import checkpoint, data, parallel
 from examples.train_lm.cli import Data, Device, user_errors
 from examples.train_lm.report import console
 from examples.train_lm.settings import PRESETS
@@ -74,14 +74,15 @@ def run(
     folder: Data = FOLDER,
     out: Annotated[Path, typer.Option(help="A JSON file for the result.")] = Path("runs/equal_time/result.json"),
     keep: Annotated[Path | None, typer.Option(help="A folder for the last checkpoint.")] = None,
-    start: Annotated[Path | None, typer.Option(help="A checkpoint whose parameters are the first.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A checkpoint, or a folder of --keep, whose parameters are the first.")] = None,
     device: Device = "auto",
 ) -> None:
     """Train one arm for so many seconds and evaluate it."""
     with user_errors(), parallel.world(device) as world:
         arm, shape = arm_of(name), preset_of(preset)
         how = chosen(preset, name) if learning_rate is None else Chosen(learning_rate, bool(log_length))
-        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, start, keep)
+        first = start and checkpoint.of_run(start)
+        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
         _write(out, {"preset": preset, **found})
 
 
