@@ -663,12 +663,14 @@ class _Launches:
 
 
 def _argument(value):
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
         return Pointer.to(value)
     if isinstance(value, Rows):
         return value._replace(base=Pointer.to(value.base))
     if isinstance(value, tuple):
-        fields = [None if field is None else _argument(field) for field in value]
+        fields = [_argument(field) for field in value]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
     if hasattr(value, "block_shape"):
         return Descriptor(value.base, value.block_shape)

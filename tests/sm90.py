@@ -133,6 +133,7 @@ def compiled_for_hopper(
     variant=NO_VARIANT,
     switches=NO_SWITCHES,
     dim_v: int | None = None,
+    own_starts: bool = False,
 ):
     """dim, dim_v: columns in use; dim_v: of v, dim by default."""
     widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
@@ -146,6 +147,7 @@ def compiled_for_hopper(
         constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
         constants |= {"DIM": widths[0], "USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
+    constants["OWN_STARTS"] = own_starts
     tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
@@ -153,6 +155,8 @@ def compiled_for_hopper(
         if name.endswith("_tensor"):
             rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
             tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
+        elif name in ("dk_ptr", "dv_ptr"):  # which only kernels of such blocks take
+            (tensors if own_starts else constants)[name] = f"*{dtype}" if own_starts else None
     source = GluonASTSource(kernel, *arguments(kernel, tensors | {"variant": variant}, constants))
     return triton.compile(source, target=TARGET, options=config.options | FUSED)
 
@@ -287,6 +291,12 @@ def of_the_tests():
         details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD_OF_64[dim], dim, True, 64
         for option in ("split", "added", "fixed"):
             yield partial(report, "hopper_backward_of_64", dim, True, compiled_for_hopper, *details, **{option: True})
+        details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[dim], dim, True
+        yield partial(report, "hopper_forward_of_documents", dim, True, compiled_for_hopper, *details, own_starts=True)
+        details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, True
+        for option in ("sparse", "added", "fixed"):
+            options = {option: True, "own_starts": True} if option != "sparse" else {"own_starts": True}
+            yield partial(report, "hopper_backward_of_documents", dim, True, compiled_for_hopper, *details, **options)
     # Products over 96 of 128 columns.
     details = hopper_forward.attention_forward_kernel, hopper_configs.FORWARD[128], 96
     for sparse, split in ((False, False), (True, True)):

@@ -21,6 +21,7 @@ from .table import Table, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
 
 if TYPE_CHECKING:
+    from .document_blocks import DocumentBlocks
     from .tall import TallRows
 
 Device: TypeAlias = torch.device | str
@@ -251,6 +252,17 @@ class BlockMask:
         """``by_query`` in rows of 192 queries, for forward kernels that are faster over these; made at the first use, which reads
         the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
         return cast("TallRows | None", build.in_tall_rows(self))
+
+    @property
+    def starts(self) -> None:
+        """Where blocks start, if not at multiples of their size: see ``DocumentBlocks``."""
+        return None
+
+    @property
+    def by_document(self) -> DocumentBlocks | None:
+        """Both tables in blocks that start where documents do, for kernels that are faster over these; made at the first use, which
+        reads the table. None where they are not, for masks that differ between heads, and for masks made at run time."""
+        return cast("DocumentBlocks | None", build.in_document_blocks(self))
 
     @property
     def nbytes(self) -> int:

@@ -4,8 +4,9 @@ BlockMasks. ``BlockMask``'s class methods are the public names of these function
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch
 from . import block_mask, coarsen, from_flex
 from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
+from .document_blocks import DocumentBlocks, document_blocks
 from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid
 from .memory import remembered
@@ -21,6 +23,8 @@ from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
 from .table import Entries, at_least_two, in_table_order, table_of, transposed_table_of, with_work
 from .tall import TallRows, tall_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool
+
+DERIVED = TypeVar("DERIVED")
 
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
@@ -400,12 +404,22 @@ def _cut_tiles(mask: BlockMask, tiles: torch.Tensor) -> tuple[torch.Tensor, int]
 
 def in_tall_rows(mask: BlockMask) -> TallRows | None:
     """See ``BlockMask.tall``."""
-    if "_tall" not in mask.__dict__:
+    return _derived(mask, "_tall", tall_rows)
+
+
+def in_document_blocks(mask: BlockMask) -> DocumentBlocks | None:
+    """See ``BlockMask.by_document``."""
+    return _derived(mask, "_by_document", document_blocks)
+
+
+def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -> DERIVED | None:
+    """make(mask), kept with the mask under this name; None where nothing may be kept."""
+    if name not in mask.__dict__:
         if not mask.from_host or is_recorded(mask.device):
             return None
-        # Launches may have been remembered with the first ones, so those stay, should two threads make some.
-        mask.__dict__.setdefault("_tall", made_apart(tall_rows, mask))
-    return mask.__dict__["_tall"]
+        # Launches may have been remembered with the first tables, so those stay, should two threads make some.
+        mask.__dict__.setdefault(name, made_apart(make, mask))
+    return cast(DERIVED, mask.__dict__[name])
 
 
 def with_coarse(mask: BlockMask) -> BlockMask:

@@ -41,6 +41,10 @@ class TallRows(NamedTuple):
     tile_bits: torch.Tensor
 
     @property
+    def starts(self) -> None:
+        return None
+
+    @property
     def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tile_runs, self.tile_bits
 

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import padded_head_dim
 from ..common.gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
-from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
+from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_rows, store_tile
 from ..launch import tuned
-from ..launch.launch import Recording, multiprocessors, table_arguments
+from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .configs import backward_config, backward_keys, backward_of_variant
@@ -39,6 +39,7 @@ from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 from .products import (
     both_finished,
+    copy_rows,
     one_and_sums_finished,
     scaled_by,
     store_columns,
@@ -90,6 +91,7 @@ class Gradients:
     dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
+    bases: gl.tuple  # the addresses of dK and dV, with blocks of documents
     dkv_rows: tma.tensor_descriptor
     padded_q_len: gl.tensor
     padded_kv_len: gl.tensor
@@ -222,6 +224,15 @@ def _load_dout(p, tile, cuts, step, batch, head, line, position):
 
 
 @gluon.jit
+def _first_line(p, tile):
+    """Where the rows of a tile's query head begin, to which a query's position is added."""
+    line = tile.line * p.grads.padded_q_len
+    if p.table.OWN_STARTS:
+        line += tile.to_place
+    return line
+
+
+@gluon.jit
 def _load(p):
     """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
@@ -237,7 +248,7 @@ def _load(p):
             cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
         first = step
         position = tile.position
-        line = tile.line * p.grads.padded_q_len
+        line = _first_line(p, tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         # A column that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
@@ -275,7 +286,7 @@ def _send(p):
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = tile.line * grads.padded_q_len
+        line = _first_line(p, tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         steps = gl.maximum(tile.end - tile.begin, 1)
         last = step + steps - 1
@@ -316,10 +327,20 @@ def _send_keys(p, tile, turn, sent):
         # With FIXED, finish_kernel sums them later over query heads.
         head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
         line = head_line * grads.padded_kv_len + tile.first
+        if p.table.OWN_STARTS:
+            line += tile.to_place
         if p.scheduler.SPLIT:
             # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
             line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
         sent = _send_sums(p, line, place, sent, grads.FIXED)
+    elif p.table.OWN_STARTS:
+        if tile.stop - tile.first == p.KEYS:
+            sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+        else:
+            # The computing warps have stored them.
+            p.dq.wait(sent)
+            p.dq.release(sent)
+            sent += 1
     elif grads.SPLIT:
         if tile.split > 0:
             sent = _send_sums(p, (tile.line * grads.splits + tile.split - 1) * p.KEYS, place, sent, True)
@@ -382,6 +403,15 @@ def _send_rows(grads, row, rows, ALONE: gl.constexpr):
 
 
 @gluon.jit
+def _place_in_block(p, tile):
+    """The first key of a tile, counted from that of its block."""
+    place = tile.first % p.table.BLOCK
+    if p.table.OWN_STARTS:
+        place = tile.first * 0
+    return place
+
+
+@gluon.jit
 def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
     """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
     table = p.table
@@ -396,7 +426,7 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
         words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
     else:
         WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + tile.first % table.BLOCK // 32
+        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
         words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
     return words
 
@@ -405,7 +435,7 @@ def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr)
 def _masked(p, tile, weights, words, KIND: gl.constexpr):
     """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
     if KIND == RUNS:
-        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + tile.first % p.table.BLOCK
+        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
         masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
     else:
         masked = where_column_bits(weights, words, ZERO)
@@ -715,13 +745,13 @@ def _hand_over(p, tile, turn, step, dk, dv):
         if tile.split > 0:
             _hand_over_sums(p, dk, dv, step + 2 * turn, place)
         else:
-            _hand_over_results(p, dk, dv, step + 2 * turn, place)
+            _hand_over_results(p, tile, dk, dv, step + 2 * turn, place)
     else:
-        _hand_over_results(p, dk, dv, step + turn, place)
+        _hand_over_results(p, tile, dk, dv, step + turn, place)
 
 
 @gluon.jit
-def _hand_over_results(p, dk, dv, sent, place):
+def _hand_over_results(p, tile, dk, dv, sent, place):
     """Hands over dK and dV in their dtype: dK through ``place``, dV through ``beside``."""
     dtype: gl.constexpr = p.k.data.dtype
     store_columns(place, scaled_by(dk, p.scale))
@@ -733,7 +763,16 @@ def _hand_over_results(p, dk, dv, sent, place):
         p.dq.commit(sent)
         sent += 1
         p.dq.acquire(sent)
-    store_columns(view(p.beside, dtype, [p.KEYS, p.DIM_V], p.k.data.layout), dv)
+    values = view(p.beside, dtype, [p.KEYS, p.DIM_V], p.k.data.layout)
+    store_columns(values, dv)
+    if p.table.OWN_STARTS:
+        if tile.stop - tile.first < p.KEYS:
+            # TMA would also store rows beyond the document's end, which are its neighbour's.
+            barrier()
+            batch, head = p.heads.of_line(tile.line)
+            kv_head = head // p.heads.group
+            copy_rows(p.grads.dk, p.grads.bases[0], batch, kv_head, tile.first, tile.stop, place)
+            copy_rows(p.grads.dv, p.grads.bases[1], batch, kv_head, tile.first, tile.stop, values)
     fence_async_shared()
     p.dq.commit(sent)
 
@@ -788,6 +827,8 @@ def attention_backward_kernel(
     dq_rows,
     dk_tensor,
     dv_tensor,
+    dk_ptr,
+    dv_ptr,
     dkv_rows,
     lse_rows,
     delta_rows,
@@ -827,6 +868,7 @@ def attention_backward_kernel(
     PIECES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
+    OWN_STARTS: gl.constexpr,
     ADDED: gl.constexpr,
     SPLIT: gl.constexpr,
     FIXED: gl.constexpr,
@@ -868,6 +910,7 @@ def attention_backward_kernel(
         tile_bits=tile_bits,
         BLOCK=TABLE_BLOCK,
         SPARSE=SPARSE,
+        OWN_STARTS=OWN_STARTS,
     )
     heads_of = Heads(heads, group)
     lengths = new_lengths(variant, q_len, q_len)
@@ -889,6 +932,7 @@ def attention_backward_kernel(
             dq_rows=dq_rows,
             dk=dk_tensor,
             dv=dv_tensor,
+            bases=(dk_ptr, dv_ptr) if OWN_STARTS else (),
             dkv_rows=dkv_rows,
             padded_q_len=padded_q_len,
             padded_kv_len=padded_kv_len,
@@ -969,6 +1013,18 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.cons
     tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
 
 
+@triton.jit
+def _tokens_of(starts_ptr, place, length, BLOCK: tl.constexpr):
+    """(the token at a place on the axis of whole blocks, the end of its block's tokens), or the end of the axis if blocks start at
+    multiples of their size. starts_ptr: (blocks + 1,) int32, where each block starts, which is where the one before ends."""
+    first = place
+    stop = length
+    if starts_ptr is not None:
+        first = tl.load(starts_ptr + place // BLOCK) + place % BLOCK
+        stop = tl.load(starts_ptr + place // BLOCK + 1)
+    return first, stop
+
+
 @triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len", "share"])
 def prepare_kernel(
     out_tensor,
@@ -978,6 +1034,7 @@ def prepare_kernel(
     dq_ptr,
     rows_ptr,
     bounds_ptr,
+    starts_ptr,
     heads,
     group,
     q_len,
@@ -990,30 +1047,32 @@ def prepare_kernel(
     FIXED: tl.constexpr,
     DROPOUT: tl.constexpr,
     CUT: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
 ):
     """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
     delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
     zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not
-    exist, whose rows may be anything."""
+    exist, whose rows may be anything. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
-    first = tl.program_id(0) * TILE
+    place = tl.program_id(0) * TILE
+    first, stop = _tokens_of(starts_ptr, place, q_len, TABLE_BLOCK)
     out = load_tile(out_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     dout = load_tile(dout_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     query = first + tl.arange(0, TILE)
     line = tl.program_id(1).to(tl.int64) * q_len + query
-    lse = tl.load(lse_ptr + line, mask=query < q_len, other=-float("inf"))
+    lse = tl.load(lse_ptr + line, mask=query < stop, other=-float("inf"))
     if CUT:
         dout = tl.where((lse > -float("inf"))[:, None], dout, 0.0)
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out * dout, 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + line, mask=query < q_len, other=0.0)
-    if CUT:
+        delta -= tl.load(dlse_ptr + line, mask=query < stop, other=0.0)
+    if CUT or starts_ptr is not None:
         delta = tl.where(lse < float("inf"), delta, 0.0)
     if DROPOUT:
         delta *= share
-    padded = tl.program_id(1).to(tl.int64) * padded_q_len + query
+    padded = tl.program_id(1).to(tl.int64) * padded_q_len + (place + tl.arange(0, TILE))
     lines = tl.num_programs(1).to(tl.int64) * padded_q_len
     tl.store(rows_ptr + padded, lse)
     tl.store(rows_ptr + lines + padded, delta)
@@ -1046,6 +1105,7 @@ def finish_kernel(
     grad_tensor,
     sums_ptr,
     unit_ptr,
+    starts_ptr,
     heads,
     group,
     padded_len,
@@ -1055,10 +1115,11 @@ def finish_kernel(
     ACROSS: tl.constexpr,
     PIECES: tl.constexpr,
     FIXED: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
 ):
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
     rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
-    FIXED: sums are integers, in units of a power of two per row."""
+    FIXED: sums are integers, in units of a power of two per row. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
     first = tl.program_id(0) * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
@@ -1068,7 +1129,12 @@ def finish_kernel(
     if FIXED:
         unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
-    store_tile(grad_tensor, grad, tl.program_id(1) // heads, tl.program_id(1) % heads, first, TILE, DIM)
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    if starts_ptr is None:
+        store_tile(grad_tensor, grad, batch, head, first, TILE, DIM)
+    else:
+        token, stop = _tokens_of(starts_ptr, first, 0, TABLE_BLOCK)
+        store_rows(grad_tensor, grad, batch, head, token, stop, TILE, DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
@@ -1127,13 +1193,14 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     Other tensors: float16 or bfloat16, contiguous rows, base and strides multiples of 16 bytes; head_dim 33 to 256, of v the same,
     or 65 to 128 if it is 129 or more. mask: table blocks of 64 to 256.
     """
-    room = _room(q, k, v, mask, deterministic)
-    dlse = None if dlse is None else dlse.contiguous()
     of_variant = hopper_variant(variant)
+    walked = _walked(q, v, mask, of_variant)
+    room = _room(q, k, v, walked, deterministic)
+    dlse = None if dlse is None else dlse.contiguous()
     tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
     key = _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic, config)
     recording = Recording(mask, key, tensors, tensors[_ROOMS], room)
-    _launch(recording, tensors, room, mask, scale, dlse is not None, deterministic, of_variant, config)
+    _launch(recording, tensors, room, walked, scale, dlse is not None, deterministic, of_variant, config)
     recording.finish()
     return tensors[_GRADIENTS]
 
@@ -1191,6 +1258,13 @@ class _Room(NamedTuple):
     splits: int
 
 
+def _walked(q, v, mask, of_variant: HopperVariant):
+    """What the kernel walks: the mask, its blocks by document, or None."""
+    head_dims = {padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])}
+    may_lie_by_document = mask and of_variant is PLAIN and head_dims in ({64}, {128}) and mask.block_size == 128
+    return may_lie_by_document and mask.by_document or mask
+
+
 def _room(q, k, v, mask, deterministic: bool) -> _Room:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -1198,6 +1272,8 @@ def _room(q, k, v, mask, deterministic: bool) -> _Room:
     keys = backward_keys(dim, mask and mask.block_size)
     block_size = mask.block_size if mask else keys
     padded_q, padded_kv = (triton.cdiv(length, block_size) * block_size for length in (q_len, kv_len))
+    if mask and mask.starts is not None:
+        padded_q = padded_kv = (len(mask.starts) - 1) * block_size
     lines = batch * heads * padded_q
     # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
     # are then added like other tiles.
@@ -1222,6 +1298,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     sums = workspace[: room.dq_sums].view(torch.int32 if deterministic else torch.float32).view(-1, 256)
     rows = workspace[room.dq_sums :].view(-1, batch * heads * room.padded_q)
     row_lse, row_delta, row_unit = rows[0], rows[1], rows[2 if deterministic else 0]
+    starts = mask.starts if mask else None
     share = 1.0 - (dropout_p or 0.0)
     if deterministic:
         arguments = [described_for_triton(k, ROWS, dim), described_for_triton(v, ROWS, dim_v), bounds, kv_heads, of_variant.given]
@@ -1237,6 +1314,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         sums,
         rows,
         bounds,
+        starts,
         heads,
         group,
         q_len,
@@ -1246,6 +1324,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     constants = {"DIM": dim, "DIM_V": dim_v, "TILE": ROWS}
     constants |= {"HAS_DLSE": has_dlse, "FIXED": deterministic, "DROPOUT": dropout_p is not None}
     constants["CUT"] = of_variant.given.q_starts is not None or of_variant.given.q_lens is not None
+    constants["TABLE_BLOCK"] = 0 if starts is None else block_size
     recording.launch(prepare_kernel, ((room.padded_q // ROWS, batch * heads), arguments, constants, rows_options))
 
     work = (mask.whole_columns if deterministic else mask.by_key.work) if mask else lse
@@ -1261,6 +1340,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         described(sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT),
         described(dk, [1, 1, config.keys, dim]),
         described(dv, [1, 1, config.keys, dim_v]),
+        None if starts is None else dk,
+        None if starts is None else dv,
         described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT),
         described(row_lse, [config.queries], ROW_LAYOUT),
         described(row_delta, [config.queries], ROW_LAYOUT),
@@ -1295,7 +1376,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
     constants |= {"KEYS": config.keys, "QUERIES": config.queries}
     constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "ADDED": room.added, "SPLIT": room.splits > 0}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "OWN_STARTS": starts is not None}
+    constants |= {"ADDED": room.added, "SPLIT": room.splits > 0}
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
     constants |= of_variant.switches
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
@@ -1310,8 +1392,10 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         finished += [(dv, dv_sums, members, room.padded_kv, 1.0 / share, config.keys, dim_v, 1, 1)]
     for grad, added, members, length, factor, tile, width, across, pieces in finished:
         batch, heads = grad.shape[:2]
-        arguments = [described_for_triton(grad, tile, width), added, row_unit, heads, members, length, factor]
+        target = described_for_triton(grad, tile, width) if starts is None else rows_of(grad, width)
+        arguments = [target, added, row_unit, starts, heads, members, length, factor]
         constants = {"DIM": width, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": added.dtype == torch.int32}
+        constants["TABLE_BLOCK"] = 0 if starts is None else block_size
         recording.launch(finish_kernel, ((length // tile, batch * heads), arguments, constants, rows_options))
     if room.splits and not room.added:
         prepared = combine_columns_launch(dk, dv, kv_sums, mask, config.keys, (scale / share, 1.0 / share))

@@ -91,7 +91,7 @@ class ForwardArguments:
     k_tensor: tma.tensor_descriptor
     v_tensor: tma.tensor_descriptor
     out_tensor: tma.tensor_descriptor
-    out_base: gl.tuple  # the address of out, if WIDE
+    out_base: gl.tuple  # the address of out, if it is written from registers
     lse_ptr: gl.tensor
     splits: SplitOutputs
     table: TableArguments
@@ -208,7 +208,7 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
         entry += tile.cuts.shift(step, tile.bits)
     mask_tile = gl.load(table.tile_idx + entry // STEPS)
     ROW: gl.constexpr = p.QUERIES if p.QUERIES > table.BLOCK else table.BLOCK
-    if p.QUERIES > table.BLOCK:
+    if p.QUERIES > table.BLOCK or table.OWN_STARTS:
         row = HALF_INDEX * HALF
     else:
         row = tile.first % ROW + HALF_INDEX * HALF
@@ -400,9 +400,11 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         write_columns(place, p.DIM_V, result, is_split)
         gl.store(p.splits.lse + line + rows, lse, mask=is_split & (rows >= 0))
         first_row = gl.where(is_split, p.q_len, first_row)
-    if p.WIDE:
+    if p.WIDE or p.table.OWN_STARTS:
+        # From registers, rows beyond a document's end can be left out, which are its neighbour's.
         batch, head = p.heads.of_line(tile.line)
-        write_rows(p.out_tensor, p.out_base[0], batch, head, first_row, result)
+        stop = tile.stop if p.table.OWN_STARTS else p.out_tensor.shape[2]
+        write_rows(p.out_tensor, p.out_base[0], batch, head, first_row, stop, result)
     else:
         out = p.q.stage(turn, HALF_INDEX)
         store_columns(out, result)
@@ -410,7 +412,7 @@ def _store(p, tile, turn, result, lse, HALF_INDEX: gl.constexpr):
         batch, head = p.heads.of_line(tile.line)
         async_store(p.out_tensor, [batch, head, first_row, 0], of_tensor(out, p.out_tensor))
     query = first_row + rows
-    gl.store(p.lse_ptr + tile.line.to(gl.int64) * p.q_len + query, lse, mask=query < p.q_len)
+    gl.store(p.lse_ptr + tile.line.to(gl.int64) * p.q_len + query, lse, mask=query < (tile.stop if p.table.OWN_STARTS else p.q_len))
 
 
 @gluon.jit
@@ -471,6 +473,7 @@ def attention_forward_kernel(
     REGISTERS: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
+    OWN_STARTS: gl.constexpr,
     SPLIT: gl.constexpr,
     DROPOUT: gl.constexpr,
     SCORED: gl.constexpr,
@@ -499,6 +502,7 @@ def attention_forward_kernel(
         tile_bits=tile_bits,
         BLOCK=TABLE_BLOCK,
         SPARSE=SPARSE,
+        OWN_STARTS=OWN_STARTS,
     )
     heads_of = Heads(heads, group)
     QUERIES: gl.constexpr = HALF * GROUPS
@@ -529,7 +533,7 @@ def attention_forward_kernel(
         k_tensor=k_tensor,
         v_tensor=v_tensor,
         out_tensor=out_tensor,
-        out_base=(out_ptr,) if WIDE else (),
+        out_base=(out_ptr,) if WIDE or OWN_STARTS else (),
         lse_ptr=lse_ptr,
         splits=SplitOutputs(split_out, split_lse, splits, SPLIT),
         table=table,
@@ -694,7 +698,7 @@ def _split_rows(mask) -> int:
 
 
 def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
-    """(config, what the kernel walks with it: the mask, its tall rows, or None)"""
+    """(config, what the kernel walks with it: the mask, its tall rows, its blocks by document, or None)"""
     columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
 
@@ -708,6 +712,8 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
         config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
         config = forward_of_variant(q.dtype, dim, block_size, q.device)
+    if of_variant is PLAIN and not wide and mask and config.queries == mask.block_size == config.keys and mask.by_document:
+        return config, mask.by_document
     walked = _walked(mask, config.queries)
     return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
 
@@ -765,7 +771,8 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
     ]
     constants = columns | {"GROUPS": config.queries // HALF.value, "KEYS": config.keys}
     constants |= {"STAGES": config.stages, "REGISTERS": config.registers}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "SPLIT": split_rows > 0}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
+    constants |= {"OWN_STARTS": mask is not None and mask.starts is not None, "SPLIT": split_rows > 0}
     constants |= {"DROPOUT": of_variant.dropout_p is not None} | of_variant.switches
     return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 

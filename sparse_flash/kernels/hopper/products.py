@@ -186,15 +186,30 @@ def _write(place, STRIDE: gl.constexpr, numbers, exists):
 
 
 @gluon.jit
-def write_rows(tensor, base, batch, head, first, sums):
-    """Stores sums in rows of a (batch, heads, tokens, head_dim) tensor from ``first`` on, none past its end. tensor: its
+def write_rows(tensor, base, batch, head, first, stop, sums):
+    """Stores sums in rows first .. stop - 1 of a (batch, heads, tokens, head_dim) tensor, as many as there are. tensor: its
     descriptor. base: its address; this and its strides are multiples of 16 bytes."""
-    batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
-    place = base + (batch * batch_stride + head * head_stride + first * stride)
-    rows, columns = tensor.shape[2] - first, tensor.shape[3] // 8 * 8
+    place, stride = _place_of_rows(tensor, base, batch, head, first)
+    rows, columns = stop - first, tensor.shape[3] // 8 * 8
     _write_part(place, stride, rows, columns, sums[0], 0)
     if len(sums) > 1:
         _write_part(place, stride, rows, columns, sums[1], sums[0].shape[1])
+
+
+@gluon.jit
+def copy_rows(tensor, base, batch, head, first, stop, tile):
+    """``write_rows`` of a tile in shared memory, which all threads of the partition have written."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
+    place, stride = _place_of_rows(tensor, base, batch, head, first)
+    _store_existing(place, stride, stop - first, tensor.shape[3] // 8 * 8, tile.load(layout), 0)
+
+
+@gluon.jit
+def _place_of_rows(tensor, base, batch, head, first):
+    """(where the rows of a head begin that start with ``first``, their stride)"""
+    batch_stride, head_stride, stride = _in_units(tensor.strides[0]), _in_units(tensor.strides[1]), _in_units(tensor.strides[2])
+    return base + (batch * batch_stride + head * head_stride + first * stride), stride
 
 
 @gluon.jit
@@ -211,8 +226,13 @@ def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
     LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     WARPS: gl.constexpr = [[16, 0], [32, 0]]
     layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
-    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
-    across = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    _store_existing(place, stride, rows, columns, gl.convert_layout(numbers.to(place.dtype.element_ty), layout), FIRST)
+
+
+@gluon.jit
+def _store_existing(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
+    """Stores those rows and columns that exist, FIRST being that of the first number."""
+    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, numbers.type.layout))
+    across = FIRST + gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, numbers.type.layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]
-    kept = gl.convert_layout(numbers.to(place.dtype.element_ty), layout)
-    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], kept, mask=exist)
+    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], numbers, mask=exist)

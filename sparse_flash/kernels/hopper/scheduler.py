@@ -47,6 +47,7 @@ class TableArguments:
     tile_bits: gl.tensor
     BLOCK: gl.constexpr
     SPARSE: gl.constexpr
+    OWN_STARTS: gl.constexpr  # whether blocks start at tokens of their own: see ``DocumentBlocks``
 
     @gluon.jit
     def mask_of(self, batch, head):
@@ -63,7 +64,8 @@ class TableArguments:
         STEPS: gl.constexpr = self.BLOCK // STEP
         if self.SPARSE:
             block = gl.load(self.entries + step // STEPS, mask=step < stop, other=0)
-            position = gl.where(step < stop, block * self.BLOCK + step % STEPS * STEP, 0)
+            start = block if self.OWN_STARTS else block * self.BLOCK
+            position = gl.where(step < stop, start + step % STEPS * STEP, 0)
         else:
             position = step * STEP
         return position
@@ -82,10 +84,13 @@ class TileInfo:
     position: gl.tensor  # the first token of its first step
     split: gl.tensor  # its number from 1 if it is a split of a row, otherwise 0
     cuts: Cuts
+    stop: gl.tensor  # the end of its tokens, and
+    to_place: gl.tensor  # from a token to its place on the axis of whole blocks: with OWN_STARTS, otherwise anything
 
 
-# Fields of a TileInfo in shared memory: with lengths, with splits, and without.
+# Fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and without.
 CUT_FIELDS = gl.constexpr(17)
+DOCUMENT_FIELDS = gl.constexpr(10)
 SPLIT_FIELDS = gl.constexpr(8)
 WHOLE_FIELDS = gl.constexpr(7)
 
@@ -132,6 +137,9 @@ class Scheduler:
                 own_first=self._read(turn, 15),
                 own_last=self._read(turn, 16),
             )
+        stop, to_place = first, first
+        if self.table.OWN_STARTS:
+            stop, to_place = self._read(turn, 8), self._read(turn, 9)
         return TileInfo(
             first=first,
             line=self._read(turn, 1),
@@ -142,6 +150,8 @@ class Scheduler:
             position=self._read(turn, 6),
             split=split,
             cuts=cuts,
+            stop=stop,
+            to_place=to_place,
         )
 
     @gluon.jit
@@ -155,8 +165,11 @@ class Scheduler:
         tile = self.lookup(number, items, tiles)
         cuts = tile.cuts
         plain = tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
-        shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
-        self._write(turn, plain + shifts + (cuts.walked_first, cuts.walked_last, cuts.own_first, cuts.own_last))
+        if self.table.OWN_STARTS:
+            self._write(turn, plain + (tile.stop, tile.to_place))
+        else:
+            shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
+            self._write(turn, plain + shifts + (cuts.walked_first, cuts.walked_last, cuts.own_first, cuts.own_last))
 
     @gluon.jit
     def hand_over_end(self, turn):
@@ -217,10 +230,15 @@ class Scheduler:
         together = gl.minimum(self.heads_together, tiles // slots - group * self.heads_together)
         slot, line = rest // together, group * self.heads_together + rest % together
         split = slot * 0
+        stop, to_place = slot, slot
         if table.SPARSE:
             batch, head = self.heads.of_line(line)
             item = table.work + (table.mask_of(batch, head) * self.items + slot // TILES) * WORK_FIELDS
-            first = gl.load(item) * ROW + slot % TILES * self.TILE
+            if table.OWN_STARTS:
+                gl.static_assert(TILES == 1)
+                first, to_place, stop = gl.load(item), gl.load(item + 6), gl.load(item + 7)
+            else:
+                first = gl.load(item) * ROW + slot % TILES * self.TILE
             split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
@@ -240,9 +258,9 @@ class Scheduler:
             )
         else:
             begin, runs, bits, end = begin * STEPS, runs * STEPS, bits * STEPS, end * STEPS
-        tile = TileInfo(first, line, begin, runs, bits, end, first, split, cuts)
+        tile = TileInfo(first, line, begin, runs, bits, end, first, split, cuts, stop, to_place)
         position = self.position(tile, self.first_step(first, begin, runs, end), end)
-        return TileInfo(first, line, begin, runs, bits, end, position, split, cuts)
+        return TileInfo(first, line, begin, runs, bits, end, position, split, cuts, stop, to_place)
 
 
 @gluon.jit
@@ -264,7 +282,8 @@ def new_scheduler(
 ):
     """released_with: the ring of the tiles' queries (forward) or keys (backward). CONSUMERS: how many release a slot, if that ring
     has one stage."""
-    FIELDS: gl.constexpr = CUT_FIELDS if lengths.ANY else SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
+    WITHOUT_LENGTHS: gl.constexpr = SPLIT_FIELDS if SPLIT or not BY_KEY else WHOLE_FIELDS
+    FIELDS: gl.constexpr = CUT_FIELDS if lengths.ANY else DOCUMENT_FIELDS if table.OWN_STARTS else WITHOUT_LENGTHS
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     data = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], layout)
     if released_with.STAGES > 1:

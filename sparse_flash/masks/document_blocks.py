@@ -1,0 +1,141 @@
+"""The tables of a mask in blocks that start where documents start, for kernels whose tiles need not lie on a fixed grid.
+
+On a fixed grid, most documents begin and end within a block. Then each row of blocks has a masked block at either end, where a
+document of its own blocks has one, on the diagonal; and a row of two documents visits the blocks of both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .block_mask import BlockMask
+from .single_runs import single_runs
+from .table import Entries, Table, in_table_order, table_of, transposed_table_of
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
+
+BLOCK = 128
+
+# In steps of a whole block: a masked one (forward, H200), and what a row or column takes beside its steps, by how much slower rows of
+# 4 and 8 blocks are (docs/performance.md).
+_TIME_OF_PARTIAL, _TIME_OF_ROW = 1.35, 1.0
+_LEAST_GAIN = 1.01
+# Beyond, making them takes seconds on the host.
+_MOST_ENTRIES = 1 << 22
+
+
+class DocumentBlocks(NamedTuple):
+    """Both tables of a mask of as many queries as keys, in blocks of ``block_size`` that start where documents start.
+
+    starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. by_query,
+    by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and the first field of a work item
+    are not the number of a block but its start. Fields 6 and 7 of an item are what leads from a token of the row's document to its
+    place on an axis of whole blocks, and where the row's tokens end.
+
+    A tile says nothing of queries past the end of its row.
+    """
+
+    block_size: int
+    mask_index: torch.Tensor
+    by_query: Table
+    by_key: Table
+    tile_runs: torch.Tensor
+    tile_bits: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def row_queries(self) -> int:
+        return self.block_size
+
+    @property
+    def whole_columns(self) -> torch.Tensor:
+        return self.by_key.work
+
+    @property
+    def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tile_runs, self.tile_bits
+
+
+def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
+    """Those of one mask, on its device; None where kernels are as fast on its own blocks. Reads the table."""
+    many = mask.by_query.col_idx.numel() > _MOST_ENTRIES
+    if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
+        return None
+    here = mask.to("cpu")
+    runs = single_runs(here)
+    if runs is None:
+        return None
+    first_token = _documents(*runs)
+    tokens = np.diff(first_token, append=here.q_len)
+    blocks = -(-tokens // BLOCK)
+    if len(first_token) < 2 or blocks.sum() > 2 * here.grid.q_blocks:
+        return None
+    document = np.repeat(np.arange(len(tokens)), blocks)
+    first_block = np.cumsum(blocks) - blocks
+    starts = np.append(first_token[document] + (np.arange(len(document)) - first_block[document]) * BLOCK, here.q_len)
+    entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
+    _, _, kinds, _ = here.entries()
+    if _LEAST_GAIN * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
+        return None
+    row, col, segment, index, (run_tiles, bit_tiles) = in_table_order(entries, len(document), pool)
+    tables = [make(row, col, segment, index, len(document)) for make in (table_of, transposed_table_of)]
+    if any(table.is_split for table in tables):
+        return None
+    start = torch.from_numpy(starts.astype(np.int32))
+    tables = [Table(*(tensor.to(mask.device) for tensor in _by_starts(table, start))) for table in tables]
+    run_tiles, bit_tiles, start = (tensor.to(mask.device) for tensor in (run_tiles, bit_tiles, start))
+    return DocumentBlocks(BLOCK, mask.mask_index, *tables, run_tiles, bit_tiles, start)
+
+
+def _by_starts(table: Table, starts: torch.Tensor) -> Table:
+    """A table that has starts of blocks in place of their numbers: see ``DocumentBlocks``."""
+    work = table.work.clone()
+    row = work[..., 0].long()
+    work[..., 0], work[..., 6], work[..., 7] = starts[row], row * BLOCK - starts[row], starts[row + 1]
+    return table._replace(col_idx=starts[table.col_idx.long()], work=work)
+
+
+def _time(is_partial: np.ndarray, rows: int) -> float:
+    return len(is_partial) + (_TIME_OF_PARTIAL - 1) * np.count_nonzero(is_partial) + _TIME_OF_ROW * rows
+
+
+def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """The first token of each document, from 0: where no query before keeps a later key, and no later query an earlier one. Tokens
+    that keep nothing belong together."""
+    some = stop > first
+    before = np.maximum.accumulate(stop)[:-1]
+    after = np.minimum.accumulate(np.where(some, first, len(first))[::-1])[-2::-1]
+    token = np.arange(1, len(first))
+    return np.append(0, token[(before <= token) & (token <= after) & (some[1:] | some[:-1])])
+
+
+def _entries(
+    first: np.ndarray, stop: np.ndarray, starts: np.ndarray, first_token: np.ndarray, first_block: np.ndarray
+) -> tuple[Entries, TilePool]:
+    """The kept blocks of runs, first .. stop - 1 for each query, and their tiles. first_token, first_block: of each block's
+    document."""
+    rows = len(first_token)
+    query = starts[:-1, None] + np.arange(BLOCK)
+    exists = query < starts[1:, None]
+    query = np.minimum(query, len(first) - 1)
+    some = exists & (stop > first)[query]
+    low, full_high = (np.where(some, bound[query], len(first)).min(1) for bound in (first, stop))
+    full_low, high = (np.where(some, bound[query], 0).max(1) for bound in (first, stop))
+    keeps = some.any(1)
+    begin = np.where(keeps, low - first_token, 0) // BLOCK
+    count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
+    row = np.repeat(np.arange(rows), count)
+    local = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - begin, count)
+    whole = (some | ~exists).all(1)
+    key = first_token[row] + local * BLOCK
+    is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])
+    pool, tiles = TilePool(BLOCK), np.full(len(row), FULL_TILE, np.int64)
+    partial = np.flatnonzero(~is_full)
+    for batch in dense_batches(len(partial), BLOCK):
+        entry = partial[batch]
+        inside = [np.clip(bound[query[row[entry]]] - key[entry, None], 0, BLOCK) for bound in (first, stop)]
+        tiles[entry] = pool.add_runs(pack_runs(*(np.where(exists[row[entry]], bound, 0) for bound in inside)))
+    kept = tiles != EMPTY_TILE
+    return Entries(row[kept], (first_block[row] + local)[kept], tiles[kept]), pool
