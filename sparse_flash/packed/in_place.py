@@ -10,6 +10,7 @@ nothing synchronizes with the host, and shapes depend only on the numbers of tok
 
 from __future__ import annotations
 
+from functools import partial
 from operator import index
 from typing import NamedTuple
 
@@ -20,21 +21,27 @@ from ..backends import triton as portable
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
-from ..masks.build import from_entries
+from ..masks.build import from_entries, may_lie_by_document
 from ..masks.cache import keep_if_captured
+from ..masks.document_blocks import DocumentBlocks, document_blocks
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.single_runs import single_runs
-from ..masks.table import Entries
+from ..masks.table import SPLIT_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
-from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, own_tensors, power_of_two
+from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, most_blocks, own_tensors, power_of_two
+
+# Of tokens in a document, from which on blocks that start where documents start pay: by counting steps, for lengths that are drawn
+# (docs/performance.md).
+_LEAST_MEAN = 256
 
 
 class InPlacePlan(NamedTuple):
     """What the host knows of a call: tokens and longest document of queries and keys; queries of the long document before position
-    0; capacity for entries and for tiles; whether keys share the documents of the queries."""
+    0; capacity for entries and for tiles; whether keys share the documents of the queries; capacity for blocks that start where
+    documents start, their entries and their tiles, 0 if documents are too short for them."""
 
     q_tokens: int
     k_tokens: int
@@ -44,6 +51,9 @@ class InPlacePlan(NamedTuple):
     entries: int
     tiles: int
     same: int  # 0 or 1: operators take a plan as integers
+    own_blocks: int
+    own_entries: int
+    own_tiles: int
 
 
 def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
@@ -57,25 +67,38 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     starts = queries.cu_seqlens, keys.cu_seqlens
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
-    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
+    plain = is_plain_eager(*starts)
+    documents = len(starts[0]) - 1 if plain and same else 0
+    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents, starts[0].device)
     if not plan:
         return None
-    run = _assemble if is_plain_eager(*starts) else _assemble_operator
-    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(constants, *starts, plan))
+    if not plain:
+        return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, _assemble_operator(constants, *starts, plan))
+    tensors, make = _assemble(constants, *starts, plan)
+    mask = BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, tensors)
+    if InPlacePlan(*plan).own_blocks:
+        may_lie_by_document(mask, make)
+    return mask
 
 
 @constant_in_graphs
-def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
+def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents, device) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs.
+
+    documents: their number, if their blocks may start where they start, otherwise 0.
+    """
     # Rounded to powers of two, to compile for few lengths.
     k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
     runs = _long_runs(pattern, k_height, 0 if same else before, device)
     if runs is None:
         return [], []
     q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
-    entries = runs.most_entries(q_blocks, k_blocks, -(-k_longest // BLOCK))
-    tiles = min(entries, 6 * k_blocks + 10 * q_blocks)  # see most_entries
-    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, max(2, entries), max(2, tiles), same)
+    room = runs.room(q_blocks, k_blocks, -(-k_longest // BLOCK))
+    own = (0, 0, 0)
+    if documents > 1 and documents * _LEAST_MEAN <= q_tokens:
+        own_blocks = most_blocks(q_tokens, documents)
+        own = (own_blocks, *runs.room(own_blocks, own_blocks, -(-k_longest // BLOCK)))
+    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *room, same, *own)
     keep_if_captured(runs, device)
     return [*map(int, sizes)], runs.constants
 
@@ -97,6 +120,11 @@ class _LongRuns:
         zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
         self.constants = [t.to(device) for t in (runs, *zeros)]
+
+    def room(self, q_blocks: int, k_blocks: int, longest: int) -> tuple[int, int]:
+        """Capacity for entries and for tiles: see ``most_entries``."""
+        entries = self.most_entries(q_blocks, k_blocks, longest)
+        return max(2, entries), max(2, min(entries, 6 * k_blocks + 10 * q_blocks))
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries of all documents of up to ``longest`` key blocks together.
@@ -125,16 +153,24 @@ def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
-    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask."""
-    run = _on_device if gather_rows.by_kernels(q_starts.device) else _on_host
-    return run(constants, q_starts, k_starts, InPlacePlan(*plan))
+    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask, and what makes its ``DocumentBlocks``, if the plan has
+    room for these."""
+    if not gather_rows.by_kernels(q_starts.device):
+        return _on_host(constants, q_starts, k_starts, InPlacePlan(*plan)), document_blocks
+    from ..kernels.packed.repack import lay_out
+
+    whole = InPlacePlan(*plan)
+    q_tokens, k_tokens, q_longest, k_longest, *_ = plan
+    with portable.current_device(q_starts.device):
+        layout = lay_out(q_starts, k_starts, q_tokens, k_tokens, q_longest, k_longest, BLOCK, bool(whole.same))
+        return _on_device(constants, layout, whole), partial(_document_blocks, constants, layout, whole)
 
 
 @torch.library.custom_op("sparse_flash::assemble_runs", mutates_args=())
 def _assemble_operator(
     constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:
-    return own_tensors(_assemble(constants, q_starts, k_starts, plan), constants)
+    return own_tensors(_assemble(constants, q_starts, k_starts, plan)[0], constants)
 
 
 @_assemble_operator.register_fake
@@ -147,22 +183,31 @@ def _(constants, q_starts, k_starts, plan):
     return [constants[0].new_empty(shape) for shape in shapes]
 
 
-def _on_device(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` using kernels."""
-    from ..kernels.packed.repack import lay_out
+def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
+    """The tensors of a BlockMask, by kernels."""
     from ..kernels.packed.spans import fill_spans
 
     runs, mask_index, tile_bits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
-    with portable.current_device(q_starts.device):
-        layout = lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
-        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
-        work = work_of(by_query[:3], by_key[:3], k_rows, rows)
+    by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
+    work = work_of(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
+def _document_blocks(constants, layout: torch.Tensor, plan: InPlacePlan, mask: BlockMask) -> DocumentBlocks:
+    """The same mask in blocks that start where documents start, by kernels."""
+    from ..kernels.packed.document_blocks import fill_document_blocks
+
+    runs, mask_index, tile_bits = constants
+    with portable.current_device(layout.device):
+        *tables, tile_runs, starts = fill_document_blocks(layout, runs, plan.own_blocks, plan.q_tokens, plan.own_entries, plan.own_tiles, BLOCK)
+        no_splits = starts.new_zeros((1, 2, SPLIT_FIELDS))
+    by_query, by_key = (Table(*table, no_splits) for table in tables)
+    return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
+
+
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_assemble`` using NumPy: the reference for the kernels."""
+    """``_on_device`` using NumPy: the reference for the kernels."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)

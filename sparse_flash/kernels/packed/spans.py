@@ -59,18 +59,26 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
     line = before + local + k_len - q_len
     first = tl.load(runs + line, mask=some, other=0)
     stop = tl.minimum(tl.load(runs + lines + line, mask=some, other=0), k_len)
-    some = first < stop
-    first = tl.where(some, k_start + first, 0)
-    stop = tl.where(some, k_start + stop, 0)
-    tl.store(bounds + token, first)
-    tl.store(bounds + rows * BLOCK + token, stop)
+    store_span(spans, bounds, row, rows, first, stop, k_start, token >= 0, BLOCK)
 
-    all_keep = tl.sum(some.to(tl.int32), 0) == BLOCK
+
+@triton.jit
+def store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.constexpr):
+    """Stores the runs of a query block's queries, which ``shift`` moves to their place, and the key blocks that they touch and fill.
+    exists: which queries have a say in what the block fills."""
+    some = first < stop
+    first = tl.where(some, shift + first, 0)
+    stop = tl.where(some, shift + stop, 0)
+    place = row * BLOCK + tl.arange(0, BLOCK)
+    tl.store(bounds + place, first)
+    tl.store(bounds + rows * BLOCK + place, stop)
+
+    all_keep = tl.sum((some | (exists == 0)).to(tl.int32), 0) == BLOCK
     low = tl.min(tl.where(some, first, 0x7FFFFFFF), 0) // BLOCK
     high = (tl.max(stop, 0) + BLOCK - 1) // BLOCK
     low = tl.minimum(low, high)  # if none keeps anything
     full_low = (tl.max(first, 0) + BLOCK - 1) // BLOCK
-    full_high = tl.min(stop, 0) // BLOCK
+    full_high = tl.minimum(tl.min(tl.where(exists, stop, 0x7FFFFFFF), 0) // BLOCK, high)
     fills = all_keep & (full_low < full_high)
     full_low = tl.where(fills, full_low, high)
     full_high = tl.where(fills, full_high, high)
@@ -206,15 +214,25 @@ def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, 
     lines above position 0. entries, tiles: capacities.
     """
 
-    def empty(*shape):
-        return torch.empty(shape, dtype=torch.int32, device=layout.device)
-
-    spans, bounds, counts, new_runs = empty(SPAN_FIELDS, rows), empty(2, rows * block), empty(2, k_rows), empty(tiles, block)
+    spans, bounds = empty_spans(rows, block, layout.device)
     arguments = [layout, runs, spans, bounds, layout.shape[1] - 1, rows, before, runs.shape[1]]
     launch(find_spans_kernel, (rows, 1), arguments, {"BLOCK": block}, {"num_warps": 4})
+    return tables_of_spans(spans, bounds, k_rows, entries, tiles, block)
+
+
+def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """spans, bounds: see ``find_spans_kernel``."""
+    shapes = (SPAN_FIELDS, rows), (2, rows * block)
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+
+
+def tables_of_spans(spans, bounds, k_rows: int, entries: int, tiles: int, block: int):
+    """What ``fill_spans`` returns."""
+    rows, device = spans.shape[1], spans.device
+    counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))
     together = {"ROWS": ROWS_TOGETHER}
     launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
-    by_query, by_key = empty_table(rows, entries, layout.device), empty_table(k_rows, entries, layout.device)
+    by_query, by_key = (empty_table(lines, entries, device) for lines in (rows, k_rows))
     arguments = [spans, counts, bounds, new_runs, *by_query, *by_key, rows, k_rows]
     constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, **together}
     launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4})

@@ -1,0 +1,125 @@
+"""The tables of packed documents in blocks that start where documents start: see ``masks/document_blocks.py``.
+
+    1. lay_out              where each document starts and ends, see ``repack.py``                           one program
+    2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
+    3. tables_of_spans      both tables, by the numbers of blocks, see ``spans.py``                          two launches
+    4. write_starts         starts in place of numbers                                                       one program per line
+
+Tokens behind a document that belong to none lie in its last blocks and in some of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch.launch import launch
+from .repack import Q_LEN, Q_START
+from .spans import empty_spans, store_span, tables_of_spans
+
+_ITEM = tl.constexpr(8)  # fields of ``Table.work``
+_DOCUMENTS_TOGETHER = 512
+
+
+@triton.jit(do_not_specialize=["documents", "rows", "tokens", "lines"])
+def find_own_spans_kernel(
+    layout, runs, spans, bounds, starts, documents, rows, tokens, lines, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """``find_spans_kernel`` for these blocks, with bounds on the axis of whole blocks. starts: (rows + 1,) int32; past the last
+    block, the number of tokens."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    document, first_token, first_row, end, above = row * 0 - 1, row * 0, row * 0, row * 0, row * 0
+    for begin in range(0, documents, CHUNK):
+        other = begin + lane
+        # Tokens before the first document, if there are any, lie in its blocks.
+        start = tl.load(layout + Q_START * (documents + 1) + other, mask=(other > 0) & (other < documents), other=0)
+        start = tl.where(other < documents, start, tokens)
+        stop = tl.load(layout + Q_START * (documents + 1) + other + 1, mask=other + 1 < documents, other=0)
+        stop = tl.where(other + 1 < documents, stop, tokens)
+        blocks = (stop - start + BLOCK - 1) // BLOCK
+        first = above + tl.cumsum(blocks, 0) - blocks
+        mine = (first <= row) & (row < first + blocks)
+        document = tl.maximum(document, tl.max(tl.where(mine, other, -1), 0))
+        first_token += tl.sum(tl.where(mine, start, 0), 0)
+        first_row += tl.sum(tl.where(mine, first, 0), 0)
+        end += tl.sum(tl.where(mine, stop, 0), 0)
+        above += tl.sum(blocks, 0)
+    inside = document >= 0
+    begin = tl.where(inside, first_token + (row - first_row) * BLOCK, tokens)
+    end = tl.where(inside, end, tokens)
+    tl.store(starts + row, begin)
+    tl.store(starts + rows, tokens, mask=row == rows - 1)
+
+    token = begin + tl.arange(0, BLOCK)
+    exists = token < end
+    line = layout + tl.maximum(document, 0)
+    start, length = tl.load(line + Q_START * (documents + 1)), tl.load(line + Q_LEN * (documents + 1))
+    position = token - start
+    some = exists & (position >= 0) & (position < length)
+    first = tl.load(runs + position, mask=some, other=0)
+    stop = tl.minimum(tl.load(runs + lines + position, mask=some, other=0), length)
+    store_span(spans, bounds, row, rows, first, stop, first_row * BLOCK + start - first_token, exists, BLOCK)
+
+
+@triton.jit
+def _write_line(row_ptr, row_split, row_order, col_idx, work, starts, slot, BLOCK: tl.constexpr):
+    """The work item of a slot, and the entries of its row."""
+    row = tl.load(row_order + slot)
+    start, stop = tl.load(starts + row), tl.load(starts + row + 1)
+    begin, end = tl.load(row_ptr + row), tl.load(row_ptr + row + 1)
+    item = work + slot * _ITEM
+    tl.store(item, start)
+    tl.store(item + 1, begin)
+    tl.store(item + 2, tl.load(row_split + row * 2))
+    tl.store(item + 3, tl.load(row_split + row * 2 + 1))
+    tl.store(item + 4, end)
+    tl.store(item + 5, 0)
+    tl.store(item + 6, row * BLOCK - start)
+    tl.store(item + 7, stop)
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        some = entry < end
+        column = tl.load(col_idx + entry, mask=some, other=0)
+        tl.store(col_idx + entry, tl.load(starts + column), mask=some)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def write_starts_kernel(
+    row_ptr,
+    row_split,
+    row_order,
+    col_idx,
+    work,
+    k_row_ptr,
+    k_row_split,
+    k_row_order,
+    k_col_idx,
+    k_work,
+    starts,
+    rows,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < rows:
+        _write_line(row_ptr, row_split, row_order, col_idx, work, starts, program, BLOCK)
+    else:
+        _write_line(k_row_ptr, k_row_split, k_row_order, k_col_idx, k_work, starts, program - rows, BLOCK)
+
+
+def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, tiles: int, block: int):
+    """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs, starts.
+
+    layout: from ``lay_out``, of keys that share the documents of the queries. runs: (2, lines) int32, see ``find_spans_kernel``.
+    rows: how many blocks there may be. tokens: of all documents. entries, tiles: capacities.
+    """
+    spans, bounds = empty_spans(rows, block, layout.device)
+    starts = torch.empty(rows + 1, dtype=torch.int32, device=layout.device)
+    documents = layout.shape[1] - 1
+    arguments = [layout, runs, spans, bounds, starts, documents, rows, tokens, runs.shape[1]]
+    constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
+    launch(find_own_spans_kernel, (rows, 1), arguments, constants, {"num_warps": 4})
+    by_query, by_key, new_runs = tables_of_spans(spans, bounds, rows, entries, tiles, block)
+    work, k_work = (torch.empty((1, rows, _ITEM.value), dtype=torch.int32, device=layout.device) for _ in range(2))
+    arguments = [*by_query[:4], work, *by_key[:4], k_work, starts, rows]
+    launch(write_starts_kernel, (2 * rows, 1), arguments, {"BLOCK": block}, {"num_warps": 1})
+    return [*by_query, work], [*by_key, k_work], new_runs, starts
