@@ -19,7 +19,7 @@ import torch
 
 import sparse_flash as sf
 from sparse_flash import backends
-from sparse_flash.masks import tall
+from sparse_flash.masks import document_blocks, tall
 from sparse_flash.masks.grid import BLOCK_SIZES, BlockGrid
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant, checked_variant
@@ -278,7 +278,7 @@ def _moved(value, device):
 
 @contextmanager
 def _launches(call: DrawnCall):
-    """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries in others."""
+    """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries in others, or blocks by document."""
     if call.backend not in ("triton", "hopper"):
         yield
         return
@@ -291,6 +291,8 @@ def _launches(call: DrawnCall):
         patch.object(hopper, "SHORT_TILES", dict.fromkeys(hopper.SHORT_TILES, limit)),
         patch.object(hopper, "TIME_OF_192", 0 if call.seed % 4 == 1 else 1 << 30),
         patch.object(tall, "_MOST_TIME", 1 << 30),
+        # The first call with a mask decides.
+        patch.object(document_blocks, "_LEAST_GAIN", call.seed // CALLS_PER_MASK % 3 and 1 << 30),
     ):
         yield
 

@@ -7,11 +7,11 @@ from sm90 import TARGET, resources
 from triton.compiler import ASTSource
 
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.packed import repack, spans, splits
+from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
 
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
 SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
-SCALARS |= {"k_rows", "masks", "least", "lines", "q_tokens", "k_tokens", "q_longest", "k_longest"}
+SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest"}
 
 
 def compiled(kernel, warps: int, target=TARGET, **constants):
@@ -44,4 +44,6 @@ if __name__ == "__main__":
     report(spans.find_spans_kernel, 4, BLOCK=128)
     report(spans.count_spans_kernel, 4, ROWS=512)
     report(spans.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512)
+    report(document_blocks.find_own_spans_kernel, 4, BLOCK=128, CHUNK=512)
+    report(document_blocks.write_starts_kernel, 1, BLOCK=128)
     report(splits.split_rows_kernel, 4, SPLITS=64, ROOM=64, K_ROOM=64, ITEMS=128, MASKS=16)

@@ -8,7 +8,8 @@ import torch
 from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
-from sparse_flash.masks import tall
+from sparse_flash.masks import document_blocks, tall
+from sparse_flash.packed import gather_rows, in_place
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant
 
@@ -160,6 +161,91 @@ def test_tiles_that_do_not_divide_a_row_of_the_table_are_not_taken(block_size):
     assert mask.tall is None
     asked = forward._config_and_walked(q, q, mask, forward.PLAIN, configs.FORWARD_OF_192[64])
     assert asked == (configs.FORWARD[64], mask)
+
+
+OF_DOCUMENTS = {
+    "causal": ("causal & documents((0, 33, 40, 200, 385))", 385, {"kv_heads": 1}),
+    "both ways": ("documents((0, 129, 257, 258, 400))", 500, {"head_dim": 128}),
+    "window": ("causal & local(100) & documents((0, 300, 301, 501))", 501, {"head_dim": 96, "kv_heads": 1}),
+    "whole blocks": ("causal & documents((0, 128, 256, 513))", 513, {"batch": 2}),
+}
+
+
+@pytest.fixture
+def blocks_by_document(monkeypatch):
+    """Blocks that start where documents start wherever a mask may have them; a list of whether kernels walk them."""
+    from sparse_flash.kernels.hopper import backward, configs, forward
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "TIME_OF_192", 1 << 30)
+    monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
+    walked, launch, launch_backward = [], forward._forward_launch, backward._launch
+    monkeypatch.setattr(forward, "_forward_launch", lambda *call: walked.append(call[_OF_MASK].starts is not None) or launch(*call))
+    monkeypatch.setattr(backward, "_launch", lambda *call: walked.append(call[3].starts is not None) or launch_backward(*call))
+    return walked
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", OF_DOCUMENTS)
+def test_tiles_start_where_documents_start(blocks_by_document, name, deterministic):
+    spec, tokens, changed = OF_DOCUMENTS[name]
+    options = {"block_size": 128, "dtype": torch.float16, "head_dim": 64, "heads": 2, "deterministic": deterministic} | changed
+    with emulated.gluon_on_cpu(seed=len(name)):
+        check("hopper", spec, tokens, tokens, **options)
+    assert set(blocks_by_document) == {True}
+
+
+def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order_of_events(blocks_by_document):
+    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
+    q, k, v, dout = (torch.randn(1, heads, 385, 64, dtype=torch.float16) for heads in (2, 1, 1, 2))
+    found = []
+    for seed in range(3):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with emulated.gluon_on_cpu(seed=seed):
+            out = sf.attention(*leaves, mask, backend="hopper", deterministic=True)
+            found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert set(blocks_by_document) == {True} and all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
+
+
+def test_a_short_call_has_blocks_by_document_made_for_its_backward_pass(blocks_by_document, monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 1 << 30, 128: 1 << 30})
+    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
+    leaves = [torch.randn(1, 2, 385, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)]
+    with emulated.gluon_on_cpu():
+        out = sf.attention(*leaves, mask, backend="hopper")
+        assert "_by_document" in vars(mask)
+        out.sum().backward()
+    assert blocks_by_document == [False, True]
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(blocks_by_document, monkeypatch, by_kernels):
+    monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
+    bounds = torch.tensor([0, 33, 40, 200, 385])
+    leaves = [torch.randn(400, heads, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
+    dout = torch.randn(400, 2, 64, dtype=torch.float16)
+
+    def results(backend):
+        out, lse = sf.attention_varlen(*leaves, bounds, mask="causal", backend=backend, return_lse=True)
+        return out, lse[:, :385], *torch.autograd.grad(out, leaves, dout)
+
+    with emulated.gluon_on_cpu(seed=1):
+        found = results("hopper")
+    assert set(blocks_by_document) == {True} and not found[0][385:].any()
+    for one, other in zip(found, results("reference"), strict=True):
+        assert (one.float() - other.float()).norm() < 2e-3 * other.float().norm()
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.2}, {"kv_lens": torch.tensor([300])}])
+def test_calls_with_a_variant_keep_the_masks_own_blocks(blocks_by_document, options):
+    mask = sf.compile_mask("causal & documents((0, 33, 40, 200, 385))", 385)
+    q = torch.randn(1, 2, 385, 64, dtype=torch.float16, requires_grad=True)
+    with emulated.gluon_on_cpu():
+        sf.attention(q, q, q, mask, backend="hopper", **options).sum().backward()
+    assert set(blocks_by_document) == {False} and q.grad.isfinite().all()
 
 
 def test_dropout_drops_the_pairs_that_it_drops_elsewhere():

@@ -33,7 +33,7 @@ from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .configs import backward_config, backward_keys, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, described, heads_together, tile_queue
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
@@ -1194,7 +1194,8 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     or 65 to 128 if it is 129 or more. mask: table blocks of 64 to 256.
     """
     of_variant = hopper_variant(variant)
-    walked = _walked(q, v, mask, of_variant)
+    by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
+    walked = mask if by_document is None else by_document
     room = _room(q, k, v, walked, deterministic)
     dlse = None if dlse is None else dlse.contiguous()
     tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
@@ -1256,13 +1257,6 @@ class _Room(NamedTuple):
     kv_sums: int
     added: bool
     splits: int
-
-
-def _walked(q, v, mask, of_variant: HopperVariant):
-    """What the kernel walks: the mask, its blocks by document, or None."""
-    head_dims = {padded_head_dim(q.shape[3]), padded_head_dim(v.shape[3])}
-    may_lie_by_document = mask and of_variant is PLAIN and head_dims in ({64}, {128}) and mask.block_size == 128
-    return may_lie_by_document and mask.by_document or mask
 
 
 def _room(q, k, v, mask, deterministic: bool) -> _Room:

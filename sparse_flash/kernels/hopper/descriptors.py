@@ -4,8 +4,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..common.config import padded_head_dim
 from ..common.streams import raw_stream
 from ..launch.memory import zeros_of_stream
+from .scheduler import TILE
 
 # Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
 L2_BYTES = 16 << 20
@@ -27,6 +29,14 @@ def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) 
     descriptor.padding = "zero"
     descriptor.round_f32_to_tf32 = False
     return descriptor
+
+
+def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
+    """The blocks by document of a call's mask, if it has some and the kernels of both passes take them, otherwise None: their tiles
+    are whole blocks up to head_dim 128, and a variant counts tokens from the start of the axis. plain: whether the call has none."""
+    if mask is None or not plain or mask.block_size != TILE.value:
+        return None
+    return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
 
 
 def heads_together(row_bytes: int, rows: int) -> int:

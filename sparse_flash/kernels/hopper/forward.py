@@ -32,7 +32,7 @@ from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import described, heads_together, tile_queue
+from .descriptors import blocks_by_document, described, heads_together, tile_queue
 from .dropout import Dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
@@ -701,6 +701,8 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
     """(config, what the kernel walks with it: the mask, its tall rows, its blocks by document, or None)"""
     columns, block_size = columns_of(q.shape[3], v.shape[3]), mask and mask.block_size
     dim, dim_v, wide = (columns[name] for name in ("DIM", "DIM_V", "WIDE"))
+    # Even if this pass does not take them, as they may not be made where the backward pass is compiled.
+    by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
 
     def tiles_of(queries: int) -> int:
         walked = _walked(mask, queries)
@@ -712,8 +714,8 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
         config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
         config = forward_of_variant(q.dtype, dim, block_size, q.device)
-    if of_variant is PLAIN and not wide and mask and config.queries == mask.block_size == config.keys and mask.by_document:
-        return config, mask.by_document
+    if by_document is not None and config.queries == config.keys == by_document.block_size:
+        return config, by_document
     walked = _walked(mask, config.queries)
     return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
 

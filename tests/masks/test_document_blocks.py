@@ -1,0 +1,147 @@
+"""Both tables in blocks that start where documents start, derived from a mask's own blocks or made of packed documents."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import sparse_flash as sf
+from sparse_flash.backends import backend
+from sparse_flash.benchmarks.workload.masks import ragged_documents
+from sparse_flash.masks import document_blocks
+from sparse_flash.masks.document_blocks import BLOCK, DocumentBlocks
+from sparse_flash.masks.tiles import unpack_runs
+from sparse_flash.packed import gather_rows, in_place
+from sparse_flash.packed.repack import Side
+
+SPECS = {
+    "causal": ("causal & documents((0, 33, 40, 200, 385, 900))", 900),
+    "both ways": ("documents((0, 129, 257, 258, 600))", 600),
+    "tokens of no document": ("documents((0, 129, 257, 258, 600))", 900),
+    "window": ("causal & local(50) & documents((0, 300, 301, 700))", 700),
+    "whole blocks, and one more token": ("causal & documents((0, 128, 256, 385))", 385),
+}
+
+
+@pytest.fixture
+def at_any_cost(monkeypatch):
+    monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
+    monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+
+
+def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
+    """(tokens, tokens) bool, by the work items of one of the tables; every block that is listed keeps something, none is listed
+    twice, and those that are not masked keep all keys that exist."""
+    table, starts, column = getattr(blocks, name), blocks.starts.numpy(), np.arange(BLOCK)
+    assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))
+    kept, rows = np.zeros((tokens, tokens), bool), []
+    for start, begin, runs, bits, end, split, to_place, stop in table.work[0].tolist():
+        row, rest = divmod(start + to_place, BLOCK)
+        assert (rest, split, bits) == (0, 0, end) and starts[row : row + 2].tolist() == [start, stop]
+        rows.append(row)
+        for entry in range(begin, end):
+            tile, other = np.ones((BLOCK, BLOCK), bool), int(table.col_idx[entry])
+            if entry >= runs:
+                first, last = unpack_runs(blocks.tile_runs[int(table.tile_idx[entry])].numpy())
+                tile = (column >= first[:, None]) & (column < last[:, None])
+            query, key = (start, other) if name == "by_query" else (other, start)
+            height, width = (int(starts[starts > token][0]) - token for token in (query, key))
+            part = kept[query : query + height, key : key + width]
+            assert tile.any() and not part.any() and not tile[:height, width:].any()
+            part[:] = tile[:height, :width]
+    assert sorted(rows) == list(range(len(starts) - 1))
+    return kept
+
+
+@pytest.mark.parametrize("table", ["by_query", "by_key"])
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_by_document_keep_the_pairs_of_the_mask(at_any_cost, name, table):
+    spec, tokens = SPECS[name]
+    mask = sf.compile_mask(spec, tokens)
+    assert np.array_equal(pairs_of(mask.by_document, table, tokens), mask.to_dense().numpy())
+
+
+def test_only_the_diagonal_of_a_causal_document_is_masked():
+    table = sf.compile_mask(ragged_documents(65536).spec, 65536).by_document.by_query
+    assert (table.row_ptr[0, 1:] - table.row_split[0, :, 0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "spec, pays",
+    [
+        (f"causal & documents({tuple(range(0, 16385, 1024))})", False),  # whole blocks
+        (f"causal & documents({tuple(range(0, 16000, 1000))})", True),
+        (f"documents({tuple(range(0, 16000, 1000))})", True),
+        (f"causal & documents({tuple(range(0, 16000, 130))})", False),  # two blocks for 130 tokens
+        ("causal", False),
+        ("local(1)", False),  # a document for each token
+        ("butterfly", False),
+        (f"(causal | sinks(100)) & documents({tuple(range(0, 16000, 1000))})", True),
+        (f"strided(10, block=1) & documents({tuple(range(0, 16000, 1000))})", False),  # several runs for a query
+    ],
+)
+def test_blocks_lie_by_document_where_that_takes_fewer_steps(spec, pays):
+    assert (sf.compile_mask(spec, 15000).by_document is not None) == pays
+
+
+def test_only_square_masks_of_one_head_and_blocks_of_128_lie_by_document(at_any_cost):
+    spec = "causal & documents((0, 300, 1000))"
+    mask = sf.compile_mask(spec, 1000)
+    assert mask.by_document is mask.by_document is not None
+    assert sf.compile_mask(spec, 900, 1000).by_document is None
+    assert sf.compile_mask(spec, 1000, block_size=256).by_document is None
+    assert sf.BlockMask.per_head([spec, "local(200)"], 1000).by_document is None
+    assert sf.BlockMask.from_tensors(*mask.sizes, mask.tensors()).by_document is None
+
+
+def test_a_pickled_mask_lies_by_document_anew(at_any_cost):
+    mask = sf.compile_mask("causal & documents((0, 300, 1000))", 1000)
+    size, blocks = len(pickle.dumps(mask)), mask.by_document
+    again = pickle.loads(pickle.dumps(mask))
+    assert len(pickle.dumps(mask)) == size and again.by_document is not blocks
+    assert np.array_equal(pairs_of(again.by_document, "by_key", 1000), mask.to_dense().numpy())
+
+
+PACKED = {  # pattern, cu_seqlens, tokens, the longest document
+    "causal": ("causal", (0, 33, 40, 200, 385, 900), 900, 900),
+    "both ways, tokens of no document": ("full", (0, 129, 257, 258, 600), 840, 840),
+    "empty documents": ("causal & local(50)", (0, 0, 300, 300, 700), 701, 701),
+    "documents beyond the longest": ("causal", (0, 500, 1000, 1300), 1301, 250),
+    "all empty": ("causal", (0, 0, 0), 300, 300),
+    "a late start": ("full", (5, 200, 300), 400, 400),
+}
+
+
+def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
+    pattern, bounds, tokens, longest = PACKED[name]
+    return in_place.mask_in_place(pattern, Side(torch.as_tensor(bounds if cu_seqlens is None else cu_seqlens), tokens, longest), None)
+
+
+@pytest.mark.parametrize("table", ["by_query", "by_key"])
+@pytest.mark.parametrize("name", PACKED)
+def test_kernels_lay_packed_documents_out_by_document(at_any_cost, monkeypatch, name, table):
+    if reason := backend("triton").available():
+        pytest.skip(reason)
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    mask = packed_mask(name)
+    assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().numpy())
+
+
+def test_packed_documents_lie_by_document_unless_they_are_short(at_any_cost, monkeypatch):
+    for least, lies in ((180, True), (181, False)):
+        monkeypatch.setattr(in_place, "_LEAST_MEAN", least)
+        assert (packed_mask("causal").by_document is not None) == lies
+    monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+    monkeypatch.setattr(in_place, "is_plain_eager", lambda *tensors: False)
+    assert packed_mask("causal").by_document is None
+
+
+def test_lengths_that_change_after_a_call_change_nothing_of_its_blocks(at_any_cost, monkeypatch):
+    if reason := backend("triton").available():
+        pytest.skip(reason)
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+    bounds = torch.tensor(PACKED["causal"][1])
+    mask = packed_mask("causal", bounds)
+    bounds.fill_(0)
+    assert np.array_equal(pairs_of(mask.by_document, "by_query", mask.q_len), mask.to_dense().numpy())
