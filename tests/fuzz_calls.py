@@ -278,7 +278,7 @@ def _moved(value, device):
 
 @contextmanager
 def _launches(call: DrawnCall):
-    """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries in others, or blocks by document."""
+    """Sets whether kernels run as in short calls, and whether Hopper's take tiles of 192 queries or blocks by document."""
     if call.backend not in ("triton", "hopper"):
         yield
         return

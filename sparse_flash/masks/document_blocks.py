@@ -18,8 +18,8 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
-# In steps of a whole block: a masked one (forward, H200), and what a row or column takes beside its steps, by how much slower rows of
-# 4 and 8 blocks are (docs/performance.md).
+# In steps of a whole block: a masked one (forward, H200), and what a row or column takes beside its steps, by how much slower rows
+# of 4 and 8 blocks are (docs/performance.md).
 _TIME_OF_PARTIAL, _TIME_OF_ROW = 1.35, 1.0
 _LEAST_GAIN = 1.01
 # Beyond, making them takes seconds on the host.
@@ -80,13 +80,13 @@ def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
     if _LEAST_GAIN * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
         return None
     row, col, segment, index, (run_tiles, bit_tiles) = in_table_order(entries, len(document), pool)
-    tables = [make(row, col, segment, index, len(document)) for make in (table_of, transposed_table_of)]
-    if any(table.is_split for table in tables):
+    by_query, by_key = (make(row, col, segment, index, len(document)) for make in (table_of, transposed_table_of))
+    if by_query.is_split or by_key.is_split:
         return None
     start = torch.from_numpy(starts.astype(np.int32))
-    tables = [Table(*(tensor.to(mask.device) for tensor in _by_starts(table, start))) for table in tables]
+    by_query, by_key = (Table(*(t.to(mask.device) for t in _by_starts(table, start))) for table in (by_query, by_key))
     run_tiles, bit_tiles, start = (tensor.to(mask.device) for tensor in (run_tiles, bit_tiles, start))
-    return DocumentBlocks(BLOCK, mask.mask_index, *tables, run_tiles, bit_tiles, start)
+    return DocumentBlocks(BLOCK, mask.mask_index, by_query, by_key, run_tiles, bit_tiles, start)
 
 
 def _by_starts(table: Table, starts: torch.Tensor) -> Table:
@@ -108,7 +108,8 @@ def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     before = np.maximum.accumulate(stop)[:-1]
     after = np.minimum.accumulate(np.where(some, first, len(first))[::-1])[-2::-1]
     token = np.arange(1, len(first))
-    return np.append(0, token[(before <= token) & (token <= after) & (some[1:] | some[:-1])])
+    starts = (before <= token) & (token <= after) & (some[1:] | some[:-1])
+    return np.append(0, token[starts])
 
 
 def _entries(
@@ -128,7 +129,7 @@ def _entries(
     count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
     row = np.repeat(np.arange(rows), count)
     local = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - begin, count)
-    whole = (some | ~exists).all(1)
+    whole = np.all(some | ~exists, axis=1)
     key = first_token[row] + local * BLOCK
     is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])
     pool, tiles = TilePool(BLOCK), np.full(len(row), FULL_TILE, np.int64)

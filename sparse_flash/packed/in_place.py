@@ -153,8 +153,8 @@ def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
-    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask, and what makes its ``DocumentBlocks``, if the plan has
-    room for these."""
+    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask, and what makes its ``DocumentBlocks`` if the plan has
+    room for them."""
     if not gather_rows.by_kernels(q_starts.device):
         return _on_host(constants, q_starts, k_starts, InPlacePlan(*plan)), document_blocks
     from ..kernels.packed.repack import lay_out
@@ -200,9 +200,10 @@ def _document_blocks(constants, layout: torch.Tensor, plan: InPlacePlan, mask: B
 
     runs, mask_index, tile_bits = constants
     with portable.current_device(layout.device):
-        *tables, tile_runs, starts = fill_document_blocks(layout, runs, plan.own_blocks, plan.q_tokens, plan.own_entries, plan.own_tiles, BLOCK)
+        room = plan.own_blocks, plan.q_tokens, plan.own_entries, plan.own_tiles
+        rows, columns, tile_runs, starts = fill_document_blocks(layout, runs, *room, BLOCK)
         no_splits = starts.new_zeros((1, 2, SPLIT_FIELDS))
-    by_query, by_key = (Table(*table, no_splits) for table in tables)
+    by_query, by_key = (Table(*lines, splits=no_splits) for lines in (rows, columns))
     return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
 
 

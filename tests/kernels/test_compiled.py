@@ -84,8 +84,9 @@ def test_a_thread_of_the_hopper_kernels_draws_once_for_the_four_pairs_of_dropout
 def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
     checked = [k for k in kernels if k["kernel"].startswith("hopper")]
     # Head dimensions; dense and sparse, ragged keys, split columns, blocks of 64, dropout, short calls, blocks by document; 192
-    # queries of both; 96 columns; four variants in three shapes, both passes. Wide head dimensions (256, 192, this with 128 for v), forward: dense,
-    # sparse, blocks of 64 and dropout, two of them with two variants; backward: four kinds, blocks of 64, dropout, four variants.
+    # queries of both; 96 columns; four variants in three shapes, both passes. Wide head dimensions (256, 192, this with 128 for v),
+    # forward: dense, sparse, blocks of 64 and dropout, two of them with two variants; backward: four kinds, blocks of 64, dropout,
+    # four variants.
     assert len(checked) == 2 * (2 * 5 + 2 + 4 + 4 + 2 + 4) + 2 + 5 + 4 * 3 * 2 + (3 * 4 + 2 * 2) + (3 * 4 + 2 + 4)
     for k in checked:
         footprint = FOOTPRINT[k["kernel"].removeprefix("hopper_"), k["dim"]]

@@ -115,7 +115,8 @@ PACKED = {  # pattern, cu_seqlens, tokens, the longest document
 
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
-    return in_place.mask_in_place(pattern, Side(torch.as_tensor(bounds if cu_seqlens is None else cu_seqlens), tokens, longest), None)
+    starts = torch.tensor(bounds) if cu_seqlens is None else cu_seqlens
+    return in_place.mask_in_place(pattern, Side(starts, tokens, longest), None)
 
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])

@@ -32,8 +32,8 @@ def described(tensor: torch.Tensor, block_shape: list[int], layout=TILE_LAYOUT) 
 
 
 def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
-    """The blocks by document of a call's mask, if it has some and the kernels of both passes take them, otherwise None: their tiles
-    are whole blocks up to head_dim 128, and a variant counts tokens from the start of the axis. plain: whether the call has none."""
+    """The blocks by document of a call's mask, if it has some and the kernels of both passes take them, otherwise None. Up to
+    head_dim 128 tiles are whole blocks; a variant would need the position of each. plain: whether the call has none."""
     if mask is None or not plain or mask.block_size != TILE.value:
         return None
     return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None

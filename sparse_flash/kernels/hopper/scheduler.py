@@ -166,7 +166,8 @@ class Scheduler:
         cuts = tile.cuts
         plain = tile.first, tile.line, tile.begin, tile.runs, tile.bits, tile.end, tile.position, tile.split
         if self.table.OWN_STARTS:
-            self._write(turn, plain + (tile.stop, tile.to_place))
+            own = tile.stop, tile.to_place
+            self._write(turn, plain + own)
         else:
             shifts = cuts.low, cuts.own, cuts.shift_low, cuts.shift_runs, cuts.shift_bits
             self._write(turn, plain + shifts + (cuts.walked_first, cuts.walked_last, cuts.own_first, cuts.own_last))

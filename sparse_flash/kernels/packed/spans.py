@@ -64,8 +64,8 @@ def find_spans_kernel(layout, runs, spans, bounds, documents, rows, before, line
 
 @triton.jit
 def store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.constexpr):
-    """Stores the runs of a query block's queries, which ``shift`` moves to their place, and the key blocks that they touch and fill.
-    exists: which queries have a say in what the block fills."""
+    """Stores the runs of a query block, which ``shift`` moves to their place, and the key blocks that it touches and fills. exists:
+    which queries have a say in what it fills."""
     some = first < stop
     first = tl.where(some, shift + first, 0)
     stop = tl.where(some, shift + stop, 0)
