@@ -203,7 +203,7 @@ def _document_blocks(constants, layout: torch.Tensor, plan: InPlacePlan, mask: B
         room = plan.own_blocks, plan.q_tokens, plan.own_entries, plan.own_tiles
         rows, columns, tile_runs, starts = fill_document_blocks(layout, runs, *room, BLOCK)
         no_splits = starts.new_zeros((1, 2, SPLIT_FIELDS))
-    by_query, by_key = (Table(*lines, splits=no_splits) for lines in (rows, columns))
+    by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
     return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
 
 

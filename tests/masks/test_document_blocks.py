@@ -5,6 +5,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparse_flash as sf
 from sparse_flash.backends import backend
@@ -127,6 +129,32 @@ def test_kernels_lay_packed_documents_out_by_document(at_any_cost, monkeypatch, 
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
     mask = packed_mask(name)
     assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().numpy())
+
+
+@given(
+    pattern=st.sampled_from(["causal", "full", "causal & local(100)", "local(300)", "prefix(70)"]),
+    lengths=st.lists(st.integers(0, 900), min_size=2, max_size=12).filter(any),
+    beyond=st.integers(0, 300),
+    slack=st.integers(0, 200),
+)
+@settings(max_examples=30)
+def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
+    tokens, longest = sum(lengths) + beyond, max(lengths) + slack
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "_LEAST_MEAN", 0)
+        plan, constants = in_place._planned(pattern, tokens, longest, tokens, longest, True, len(lengths), torch.device("cpu"))
+    plan, (first, stop) = in_place.InPlacePlan(*plan), constants[0].numpy()
+    rows = touched = full = 0
+    for length, more in zip(lengths, [0] * (len(lengths) - 1) + [beyond], strict=True):
+        rows += -(-(length + more) // BLOCK)
+        for low in range(0, length, BLOCK):
+            here = slice(low, min(low + BLOCK, length))
+            begin, end = first[here], np.minimum(stop[here], length)
+            some = begin < end
+            if some.any():
+                touched += -(-end.max() // BLOCK) - begin[some].min() // BLOCK
+                full += some.all() and max(0, end.min() // BLOCK + -begin.max() // BLOCK)
+    assert rows <= plan.own_blocks and touched <= plan.own_entries and touched - full <= plan.own_tiles
 
 
 def test_packed_documents_lie_by_document_unless_they_are_short(at_any_cost, monkeypatch):
