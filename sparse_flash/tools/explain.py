@@ -83,7 +83,8 @@ class Memory:
     work: {back end: (forward, backward)}, what its kernels additionally hold while they run: sums in float32, and values per query.
     Back ends that do not run such calls are left out; torch holds chunks of scores of bounded size. Tensors that the kernels cannot
     address in place, such as those with a head_dim that is not a multiple of 8, are copied first. Not counted: rows of 192 queries
-    (``BlockMask.tall``), which Hopper's kernels may make of a table, a third of its size, and keep with it.
+    (``BlockMask.tall``), which Hopper's kernels may make of a table, a third of its size, and keep with it; and blocks that start
+    where documents start (``BlockMask.by_document``), as large as the table, which hold sums for up to 127 queries more a document.
     """
 
     inputs: int
