@@ -31,8 +31,9 @@ class DocumentBlocks(NamedTuple):
 
     starts: (blocks + 1,) int32, the token with which each block starts; it ends where the next one starts, or is full. by_query,
     by_key: tables of these blocks, no row of which is split. Unlike in other tables, ``col_idx`` and the first field of a work item
-    are not the number of a block but its start. Fields 6 and 7 of an item are what leads from a token of the row's document to its
-    place on an axis of whole blocks, and where the row's tokens end.
+    are not the number of a block but its start. Fields 5 to 7 of an item are how many blocks have tokens, what leads from a token
+    of the row's document to its place on an axis of whole blocks, and where the row's tokens end. Items of blocks without tokens,
+    for which a table made on a device has room, come last.
 
     A tile says nothing of queries past the end of its row.
     """
@@ -93,7 +94,8 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
     """A table that has starts of blocks in place of their numbers: see ``DocumentBlocks``."""
     work = table.work.clone()
     row = work[..., 0].long()
-    work[..., 0], work[..., 6], work[..., 7] = starts[row], row * BLOCK - starts[row], starts[row + 1]
+    fields = starts[row], torch.full_like(work[..., 5], len(starts) - 1), row * BLOCK - starts[row], starts[row + 1]
+    work[..., [0, 5, 6, 7]] = torch.stack([field.int() for field in fields], -1)
     return table._replace(col_idx=starts[table.col_idx.long()], work=work)
 
 

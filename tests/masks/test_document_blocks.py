@@ -38,9 +38,11 @@ def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
     table, starts, column = getattr(blocks, name), blocks.starts.numpy(), np.arange(BLOCK)
     assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))
     kept, rows = np.zeros((tokens, tokens), bool), []
-    for start, begin, runs, bits, end, split, to_place, stop in table.work[0].tolist():
+    for start, begin, runs, bits, end, used, to_place, stop in table.work[0].tolist():
         row, rest = divmod(start + to_place, BLOCK)
-        assert (rest, split, bits) == (0, 0, end) and starts[row : row + 2].tolist() == [start, stop]
+        # Blocks without tokens come last, and no other is left out.
+        assert used == (np.diff(starts) > 0).sum() and (len(rows) < used) == (start < stop)
+        assert (rest, bits) == (0, end) and starts[row : row + 2].tolist() == [start, stop]
         rows.append(row)
         for entry in range(begin, end):
             tile, other = np.ones((BLOCK, BLOCK), bool), int(table.col_idx[entry])

@@ -208,11 +208,11 @@ class Scheduler:
 
     @gluon.jit
     def in_use(self):
-        """How many items and tiles there are to compute. A table made on the device has room for splits that it may not use, which
-        the host cannot know; they never enter the queue."""
+        """How many items and tiles there are to compute. A table made on the device has room for splits, or for documents' blocks,
+        that it may not use, which the host cannot know; they never enter the queue."""
         items, tiles = self.items, self.tiles
-        if self.SPLIT:
-            items = gl.load(self.table.work + 6)
+        if self.SPLIT or self.table.OWN_STARTS:
+            items = gl.load(self.table.work + (5 if self.table.OWN_STARTS else 6))
             tiles = tiles // self.items * items
         return items, tiles
 
@@ -240,7 +240,7 @@ class Scheduler:
                 first, to_place, stop = gl.load(item), gl.load(item + 6), gl.load(item + 7)
             else:
                 first = gl.load(item) * ROW + slot % TILES * self.TILE
-            split = gl.load(item + 5)
+                split = gl.load(item + 5)
             begin, runs, bits, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
             split = gl.where(split > 0, (split - 1) * TILES + slot % TILES + 1, 0)
         else:

@@ -24,8 +24,8 @@ _DOCUMENTS_TOGETHER = 512
 def find_own_spans_kernel(
     layout, runs, spans, bounds, starts, documents, rows, tokens, lines, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """``find_spans_kernel`` for these blocks, with bounds on the axis of whole blocks. starts: (rows + 1,) int32; past the last
-    block, the number of tokens."""
+    """``find_spans_kernel`` for these blocks, with bounds on the axis of whole blocks. starts: (rows + 2,) int32; past the last
+    block the number of tokens, and in the end how many blocks there are."""
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     document, first_token, first_row, end, above = row * 0 - 1, row * 0, row * 0, row * 0, row * 0
@@ -49,6 +49,7 @@ def find_own_spans_kernel(
     end = tl.where(inside, end, tokens)
     tl.store(starts + row, begin)
     tl.store(starts + rows, tokens, mask=row == rows - 1)
+    tl.store(starts + rows + 1, above, mask=row == rows - 1)
 
     token = begin + tl.arange(0, BLOCK)
     exists = token < end
@@ -62,7 +63,7 @@ def find_own_spans_kernel(
 
 
 @triton.jit
-def _write_line(row_ptr, row_split, row_order, col_idx, work, starts, slot, BLOCK: tl.constexpr):
+def _write_line(row_ptr, row_split, row_order, col_idx, work, starts, slot, rows, BLOCK: tl.constexpr):
     """The work item of a slot, and the entries of its row."""
     row = tl.load(row_order + slot)
     start, stop = tl.load(starts + row), tl.load(starts + row + 1)
@@ -73,7 +74,7 @@ def _write_line(row_ptr, row_split, row_order, col_idx, work, starts, slot, BLOC
     tl.store(item + 2, tl.load(row_split + row * 2))
     tl.store(item + 3, tl.load(row_split + row * 2 + 1))
     tl.store(item + 4, end)
-    tl.store(item + 5, 0)
+    tl.store(item + 5, tl.load(starts + rows + 1))
     tl.store(item + 6, row * BLOCK - start)
     tl.store(item + 7, stop)
     for first in range(begin, end, BLOCK):
@@ -101,9 +102,9 @@ def write_starts_kernel(
 ):
     program = tl.program_id(0)
     if program < rows:
-        _write_line(row_ptr, row_split, row_order, col_idx, work, starts, program, BLOCK)
+        _write_line(row_ptr, row_split, row_order, col_idx, work, starts, program, rows, BLOCK)
     else:
-        _write_line(k_row_ptr, k_row_split, k_row_order, k_col_idx, k_work, starts, program - rows, BLOCK)
+        _write_line(k_row_ptr, k_row_split, k_row_order, k_col_idx, k_work, starts, program - rows, rows, BLOCK)
 
 
 def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, tiles: int, block: int):
@@ -113,7 +114,7 @@ def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, til
     rows: how many blocks there may be. tokens: of all documents. entries, tiles: capacities.
     """
     spans, bounds = empty_spans(rows, block, layout.device)
-    starts = torch.empty(rows + 1, dtype=torch.int32, device=layout.device)
+    starts = torch.empty(rows + 2, dtype=torch.int32, device=layout.device)
     documents = layout.shape[1] - 1
     arguments = [layout, runs, spans, bounds, starts, documents, rows, tokens, runs.shape[1]]
     constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
@@ -122,4 +123,4 @@ def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, til
     work, k_work = (torch.empty((1, rows, _ITEM.value), dtype=torch.int32, device=layout.device) for _ in range(2))
     arguments = [*by_query[:4], work, *by_key[:4], k_work, starts, rows]
     launch(write_starts_kernel, (2 * rows, 1), arguments, {"BLOCK": block}, {"num_warps": 1})
-    return [*by_query, work], [*by_key, k_work], new_runs, starts
+    return [*by_query, work], [*by_key, k_work], new_runs, starts[:-1]
