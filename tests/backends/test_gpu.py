@@ -7,7 +7,7 @@ import torch
 from oracle import LAYOUTS, check, heavy_rows_split
 
 import sparse_flash as sf
-from sparse_flash.masks import tall
+from sparse_flash.masks import document_blocks, tall
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("poison")]
 parametrize = pytest.mark.parametrize
@@ -201,6 +201,24 @@ def test_tiles_of_192_queries_are_right_with_rows_of_their_own(name, split, monk
         assert mask.tall is not None
     options = {"head_dim": 64, "heads": 4, "kv_heads": 2, "batch": 2}
     check("hopper", mask, 385, 380, block_size=128, dtype=torch.bfloat16, **options)
+
+
+OF_DOCUMENTS = "documents((0, 33, 40, 200, 385, 1000))"
+
+
+@parametrize("deterministic", [False, True])
+@parametrize("head_dim", (64, 96, 128))
+@parametrize("spec", (f"causal & {OF_DOCUMENTS}", OF_DOCUMENTS, f"causal & local(100) & {OF_DOCUMENTS}"))
+def test_tiles_that_start_where_documents_start_are_right(spec, head_dim, deterministic, monkeypatch):
+    from sparse_flash.kernels.hopper import configs
+
+    monkeypatch.setattr(configs, "SHORT_TILES", {64: 0, 128: 0})
+    monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
+    mask = sf.compile_mask(spec, 1100, device="cuda")
+    assert mask.by_document is not None
+    for kv_heads in (4, 2):
+        options = {"head_dim": head_dim, "heads": 4, "kv_heads": kv_heads, "batch": 2, "deterministic": deterministic}
+        check("hopper", mask, 1100, 1100, block_size=128, dtype=torch.bfloat16, **options)
 
 
 @parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import DEVICE
 
 import sparse_flash as sf
 from sparse_flash.backends import backend
@@ -35,7 +36,8 @@ def at_any_cost(monkeypatch):
 def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
     """(tokens, tokens) bool, by the work items of one of the tables; every block that is listed keeps something, none is listed
     twice, and those that are not masked keep all keys that exist."""
-    table, starts, column = getattr(blocks, name), blocks.starts.numpy(), np.arange(BLOCK)
+    table, starts, column = getattr(blocks, name), blocks.starts.cpu().numpy(), np.arange(BLOCK)
+    col_idx, tile_idx, tile_runs = (t.cpu().numpy() for t in (table.col_idx, table.tile_idx, blocks.tile_runs))
     assert starts[0] == 0 and starts[-1] == tokens and set(np.diff(starts)) <= set(range(BLOCK + 1))
     kept, rows = np.zeros((tokens, tokens), bool), []
     for start, begin, runs, bits, end, used, to_place, stop in table.work[0].tolist():
@@ -45,9 +47,9 @@ def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
         assert (rest, bits) == (0, end) and starts[row : row + 2].tolist() == [start, stop]
         rows.append(row)
         for entry in range(begin, end):
-            tile, other = np.ones((BLOCK, BLOCK), bool), int(table.col_idx[entry])
+            tile, other = np.ones((BLOCK, BLOCK), bool), int(col_idx[entry])
             if entry >= runs:
-                first, last = unpack_runs(blocks.tile_runs[int(table.tile_idx[entry])].numpy())
+                first, last = unpack_runs(tile_runs[tile_idx[entry]])
                 tile = (column >= first[:, None]) & (column < last[:, None])
             query, key = (start, other) if name == "by_query" else (other, start)
             height, width = (int(starts[starts > token][0]) - token for token in (query, key))
@@ -63,7 +65,7 @@ def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
 def test_blocks_by_document_keep_the_pairs_of_the_mask(at_any_cost, name, table):
     spec, tokens = SPECS[name]
     mask = sf.compile_mask(spec, tokens)
-    assert np.array_equal(pairs_of(mask.by_document, table, tokens), mask.to_dense().numpy())
+    assert np.array_equal(pairs_of(mask.by_document, table, tokens), mask.to_dense().cpu().numpy())
 
 
 def test_only_the_diagonal_of_a_causal_document_is_masked():
@@ -104,7 +106,7 @@ def test_a_pickled_mask_lies_by_document_anew(at_any_cost):
     size, blocks = len(pickle.dumps(mask)), mask.by_document
     again = pickle.loads(pickle.dumps(mask))
     assert len(pickle.dumps(mask)) == size and again.by_document is not blocks
-    assert np.array_equal(pairs_of(again.by_document, "by_key", 1000), mask.to_dense().numpy())
+    assert np.array_equal(pairs_of(again.by_document, "by_key", 1000), mask.to_dense().cpu().numpy())
 
 
 PACKED = {  # pattern, cu_seqlens, tokens, the longest document
@@ -119,7 +121,7 @@ PACKED = {  # pattern, cu_seqlens, tokens, the longest document
 
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
-    starts = torch.tensor(bounds) if cu_seqlens is None else cu_seqlens
+    starts = torch.tensor(bounds, device=DEVICE) if cu_seqlens is None else cu_seqlens
     return in_place.mask_in_place(pattern, Side(starts, tokens, longest), None)
 
 
@@ -130,7 +132,7 @@ def test_kernels_lay_packed_documents_out_by_document(at_any_cost, monkeypatch, 
         pytest.skip(reason)
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
     mask = packed_mask(name)
-    assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().numpy())
+    assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().cpu().numpy())
 
 
 @given(
@@ -172,7 +174,7 @@ def test_lengths_that_change_after_a_call_change_nothing_of_its_blocks(at_any_co
     if reason := backend("triton").available():
         pytest.skip(reason)
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
-    bounds = torch.tensor(PACKED["causal"][1])
+    bounds = torch.tensor(PACKED["causal"][1], device=DEVICE)
     mask = packed_mask("causal", bounds)
     bounds.fill_(0)
-    assert np.array_equal(pairs_of(mask.by_document, "by_query", mask.q_len), mask.to_dense().numpy())
+    assert np.array_equal(pairs_of(mask.by_document, "by_query", mask.q_len), mask.to_dense().cpu().numpy())
