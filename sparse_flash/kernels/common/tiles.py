@@ -118,14 +118,6 @@ def store_tile(tensor, tile, batch, head, first_row, TILE: tl.constexpr, DIM: tl
 
 
 @triton.jit
-def store_rows(rows, tile, batch, head, first_row, stop, TILE: tl.constexpr, DIM: tl.constexpr):
-    """``store_tile`` without rows from ``stop`` on. rows: ``Rows``, as no descriptor ends there."""
-    pointers, exists = _pointers(rows, batch, head, first_row, TILE, DIM)
-    exists = exists & (first_row + tl.arange(0, TILE) < stop)[:, None]
-    tl.store(pointers, tile.to(rows.base.dtype.element_ty), mask=exists)
-
-
-@triton.jit
 def mask_of(rows, batch, head):
     """The number of a head's mask among a table's masks."""
     return tl.load(rows.mask_index + batch * rows.batch_stride + head * rows.head_stride)

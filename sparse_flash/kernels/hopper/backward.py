@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import padded_head_dim
 from ..common.gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
-from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_rows, store_tile
+from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
@@ -1100,6 +1100,18 @@ def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl
     return parts.reshape(TILE, DIM)
 
 
+@triton.jit
+def _store_rows(rows, tile, batch, head, first, stop, TILE: tl.constexpr, DIM: tl.constexpr):
+    """``store_tile`` of rows first .. stop - 1. rows: ``Rows``, as no descriptor ends there."""
+    PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
+    row, column = first + tl.arange(0, TILE), tl.arange(0, DIM)
+    begin = batch.to(tl.int64) * rows.batch_stride + head.to(tl.int64) * rows.head_stride + row.to(tl.int64) * rows.token_stride
+    exists = (row < stop)[:, None]
+    if rows.pieces is not None:
+        exists = exists & (column < rows.pieces * PIECE)[None, :]
+    tl.store(rows.base + (begin * PIECE)[:, None] + column[None, :], tile.to(rows.base.dtype.element_ty), mask=exists)
+
+
 @triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
 def finish_kernel(
     grad_tensor,
@@ -1134,7 +1146,7 @@ def finish_kernel(
         store_tile(grad_tensor, grad, batch, head, first, TILE, DIM)
     else:
         token, stop = _tokens_of(starts_ptr, first, 0, TABLE_BLOCK)
-        store_rows(grad_tensor, grad, batch, head, token, stop, TILE, DIM)
+        _store_rows(grad_tensor, grad, batch, head, token, stop, TILE, DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
