@@ -202,7 +202,7 @@ def copy_rows(tensor, base, batch, head, first, stop, tile):
     WIDTH: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [gl.num_warps(), 1], [1, 0])
     place, stride = _place_of_rows(tensor, base, batch, head, first)
-    _store_existing(place, stride, stop - first, tensor.shape[3] // 8 * 8, tile.load(layout), 0)
+    _store_existing(place, stride, stop - first, tensor.shape[3] // 8 * 8, tile.load(layout), 0, layout)
 
 
 @gluon.jit
@@ -226,13 +226,14 @@ def _write_part(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
     LANES: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     WARPS: gl.constexpr = [[16, 0], [32, 0]]
     layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[: 4 + WIDTH // 64], LANES, WARPS, [], [numbers.shape[0], WIDTH])
-    _store_existing(place, stride, rows, columns, gl.convert_layout(numbers.to(place.dtype.element_ty), layout), FIRST)
+    _store_existing(place, stride, rows, columns, numbers, FIRST, layout)
 
 
 @gluon.jit
-def _store_existing(place, stride, rows, columns, numbers, FIRST: gl.constexpr):
-    """Stores those rows and columns that exist, FIRST being that of the first number."""
-    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, numbers.type.layout))
-    across = FIRST + gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, numbers.type.layout))
+def _store_existing(place, stride, rows, columns, numbers, FIRST: gl.constexpr, layout: gl.constexpr):
+    """Stores those rows and columns that exist, from a layout of 16 bytes a thread. FIRST: the column of the first number."""
+    down = gl.arange(0, numbers.shape[0], layout=gl.SliceLayout(1, layout))
+    across = FIRST + gl.arange(0, numbers.shape[1], layout=gl.SliceLayout(0, layout))
     exist = (down < rows)[:, None] & (across < columns)[None, :]
-    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], numbers, mask=exist)
+    kept = gl.convert_layout(numbers.to(place.dtype.element_ty), layout)
+    gl.store(place + (down.to(gl.int64) * stride)[:, None] + across[None, :], kept, mask=exist)
