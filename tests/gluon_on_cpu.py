@@ -138,6 +138,7 @@ class Descriptor:
         """The slices of a tile that lie within the tensor: of the tensor, and of the tile."""
         corner = [int(plain(x)) for x in corner]
         assert min(corner) >= 0, corner
+        assert corner[-1] * self.array.itemsize % 16 == 0, f"TMA would end the kernel: {corner} does not start at 16 bytes"
         stops = [min(first + size, end) for first, size, end in zip(corner, self.block, self.array.shape, strict=True)]
         inside = tuple(slice(first, max(first, stop)) for first, stop in zip(corner, stops, strict=True))
         return inside, tuple(slice(0, part.stop - part.start) for part in inside)

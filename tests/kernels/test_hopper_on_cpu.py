@@ -224,9 +224,10 @@ def test_a_short_call_has_blocks_by_document_made_for_its_backward_pass(blocks_b
 def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(blocks_by_document, monkeypatch, by_kernels):
     monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
-    bounds = torch.tensor([0, 33, 40, 200, 385])
-    leaves = [torch.randn(400, heads, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
-    dout = torch.randn(400, 2, 64, dtype=torch.float16)
+    bounds = torch.tensor([0, 33, 40, 201, 385])
+    tokens = 600  # so that whole blocks are of no document
+    leaves = [torch.randn(tokens, heads, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
+    dout = torch.randn(tokens, 2, 64, dtype=torch.float16)
 
     def results(backend):
         out, lse = sf.attention_varlen(*leaves, bounds, mask="causal", backend=backend, return_lse=True)

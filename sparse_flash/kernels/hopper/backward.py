@@ -228,7 +228,8 @@ def _first_line(p, tile):
     """Where the rows of a tile's query head begin, to which a query's position is added."""
     line = tile.line * p.grads.padded_q_len
     if p.table.OWN_STARTS:
-        line += tile.to_place
+        # The empty step of a column that keeps nothing is at position 0: TMA takes multiples of 16 bytes only.
+        line += gl.where(tile.end > tile.begin, tile.to_place, 0)
     return line
 
 
