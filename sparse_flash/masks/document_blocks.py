@@ -18,9 +18,9 @@ from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
 
-# In steps of a whole block: a masked one (forward, H200), and what a row or column takes beside its steps, by how much slower rows
-# of 4 and 8 blocks are (docs/performance.md).
-_TIME_OF_PARTIAL, _TIME_OF_ROW = 1.35, 1.0
+# In steps of a whole block, by the backward pass on H200, which gains less: a masked one, and what a row or column takes beside its
+# steps (docs/performance.md).
+_TIME_OF_PARTIAL, _TIME_OF_ROW = 1.1, 3.0
 _LEAST_GAIN = 1.01
 # Beyond, making them takes seconds on the host.
 _MOST_ENTRIES = 1 << 22

@@ -33,9 +33,9 @@ from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
 from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, most_blocks, own_tensors, power_of_two
 
-# Of tokens in a document, from which on blocks that start where documents start pay: by counting steps, for lengths that are drawn
-# (docs/performance.md).
-_LEAST_MEAN = 256
+# Blocks that start where documents start pay for documents of so many tokens on average, of drawn lengths, under patterns of which a
+# query keeps runs of up to so many keys (docs/performance.md).
+_LEAST_MEAN, _LEAST_RUN = 512, 1024
 
 
 class InPlacePlan(NamedTuple):
@@ -95,7 +95,7 @@ def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents,
     q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
     room = runs.room(q_blocks, k_blocks, -(-k_longest // BLOCK))
     own = (0, 0, 0)
-    if documents > 1 and documents * _LEAST_MEAN <= q_tokens:
+    if documents > 1 and documents * _LEAST_MEAN <= q_tokens and runs.longest >= _LEAST_RUN:
         own_blocks = most_blocks(q_tokens, documents)
         own = (own_blocks, *runs.room(own_blocks, own_blocks, -(-k_longest // BLOCK)))
     sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *room, same, *own)
@@ -118,6 +118,7 @@ class _LongRuns:
         reach = np.maximum(0, np.maximum(high, np.append(high[1:], 0)) - np.minimum(low, np.append(low[1:], 1 << 30)))
         self._blocks = -(-reach // BLOCK) + 1
         zeros = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in ((1, 1), (2, BLOCK, BLOCK // 32)))
+        self.longest = int((stop - first).max(initial=0))
         runs = torch.from_numpy(np.stack([first, stop]).astype(np.int32))
         self.constants = [t.to(device) for t in (runs, *zeros)]
 

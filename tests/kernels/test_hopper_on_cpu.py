@@ -223,6 +223,7 @@ def test_a_short_call_has_blocks_by_document_made_for_its_backward_pass(blocks_b
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_packed_documents_are_attended_to_in_tiles_that_start_where_they_start(blocks_by_document, monkeypatch, by_kernels):
     monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+    monkeypatch.setattr(in_place, "_LEAST_RUN", 0)
     monkeypatch.setattr(gather_rows, "by_kernels", lambda device: by_kernels)
     bounds = torch.tensor([0, 33, 40, 201, 385])
     tokens = 600  # so that whole blocks are of no document

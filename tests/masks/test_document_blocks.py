@@ -31,6 +31,7 @@ SPECS = {
 def at_any_cost(monkeypatch):
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
     monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+    monkeypatch.setattr(in_place, "_LEAST_RUN", 0)
 
 
 def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
@@ -146,6 +147,7 @@ def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, sl
     tokens, longest = sum(lengths) + beyond, max(lengths) + slack
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_place, "_LEAST_MEAN", 0)
+        patch.setattr(in_place, "_LEAST_RUN", 0)
         plan, constants = in_place._planned(pattern, tokens, longest, tokens, longest, True, len(lengths), torch.device("cpu"))
     plan, (first, stop) = in_place.InPlacePlan(*plan), constants[0].numpy()
     rows = touched = full = 0
@@ -161,11 +163,14 @@ def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, sl
     assert rows <= plan.own_blocks and touched <= plan.own_entries and touched - full <= plan.own_tiles
 
 
-def test_packed_documents_lie_by_document_unless_they_are_short(at_any_cost, monkeypatch):
-    for least, lies in ((180, True), (181, False)):
-        monkeypatch.setattr(in_place, "_LEAST_MEAN", least)
+@pytest.mark.parametrize("limit, at, beyond", [("_LEAST_MEAN", 180, 181), ("_LEAST_RUN", 1024, 1025)])
+def test_packed_documents_lie_by_document_unless_they_or_the_runs_of_a_pattern_are_short(at_any_cost, monkeypatch, limit, at, beyond):
+    for least, lies in ((at, True), (beyond, False)):
+        monkeypatch.setattr(in_place, limit, least)
         assert (packed_mask("causal").by_document is not None) == lies
-    monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
+
+
+def test_packed_documents_that_a_compiler_sees_keep_the_grid(at_any_cost, monkeypatch):
     monkeypatch.setattr(in_place, "is_plain_eager", lambda *tensors: False)
     assert packed_mask("causal").by_document is None
 
