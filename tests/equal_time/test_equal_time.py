@@ -161,6 +161,8 @@ def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, t
         second = run("window", window, SHAPE, how, 0.1, 2, data, CPU, SHORT, compiled=False, start=start)
     assert second["arm"] == "window continued" and second["curve"][0]["step"] == 0
     assert second["curve"][0]["nats"] == pytest.approx(first["curve"][-1]["nats"], abs=0.02)
+    picture = results.plot({second["arm"]: results.Result(second["arm"], [second])}, tmp_path / "continued.png")
+    assert picture.stat().st_size > 10_000
     assert first["curve"][0]["step"] > 0
 
 
@@ -217,12 +219,14 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
     worse["settings"]["learning_rate"] = 1.0
     worse["evaluations"]["whole"]["nats"] = [[9e9]] * len(worse["evaluations"]["whole"]["nats"])
     (tmp_path / "worse.json").write_text(json.dumps(worse))
-    other = {"chosen": {"30M": {"dense": {"learning_rate": 0.5, "log_length": True}}}, "tried": {"30M": {}}}
+    half = {"learning_rate": 0.5, "log_length": True}
+    other = {"chosen": {"30M": {"dense": half}, "tiny": {"dense": half, "dense-8k": half}}, "tried": {"30M": {}, "tiny": {}}}
     target.write_text(json.dumps(other))
     done = runner.invoke(app, ["choose", str(tmp_path / "worse.json"), *map(str, files[:1]), "--target", str(target)])
     assert done.exit_code == 0, done.output
     monkeypatch.setattr(arms, "CHOSEN", target)
-    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False) and arms.chosen("30M", "dense") == Chosen(0.5, True)
+    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
+    assert arms.chosen("30M", "dense") == arms.chosen("tiny", "dense-8k") == Chosen(0.5, True)
     assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
     with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
         arms.chosen("tiny", "window")
