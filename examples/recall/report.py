@@ -32,8 +32,8 @@ def read(paths: list[Path]) -> dict[str, list[dict]]:
 
 
 def plot(found: dict[str, list[dict]], target: Path) -> Path:
-    """Right answers against distance: for each arm the mean of its seeds, and thin lines for each, since a seed learns to match keys
-    or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
+    """Right answers against distance: for each arm the mean of its seeds, and a thin line for each, since a seed learns to match
+    keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for number, (arm, results) in enumerate(found.items()):
         octaves = [row["first"] for row in results[0]["by_distance"]]
