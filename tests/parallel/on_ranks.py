@@ -67,13 +67,13 @@ def whole_of(name: str) -> sf.BlockMask:
     return (mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)).to(DEVICE)
 
 
-def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
-    """q, k, v, dout, dlse of the whole sequence"""
+def inputs(name: str, v_head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v, dout, dlse of the whole sequence. dtype: of all but the last."""
     _, tokens, _, batch, heads, kv_heads = CASES[name]
     generator = torch.Generator(DEVICE).manual_seed(sum(map(ord, name)))
     sizes = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, v_head_dim), (heads, v_head_dim)]
     drawn = [torch.randn(batch, h, tokens, d, generator=generator) for h, d in sizes]
-    return [*drawn, torch.randn(batch, heads, tokens, generator=generator)]
+    return [*(t.to(dtype) for t in drawn), torch.randn(batch, heads, tokens, generator=generator)]
 
 
 def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
@@ -84,10 +84,10 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
 
 
-def of_one_process(name: str, dropout_p: float = 0.0) -> list[torch.Tensor]:
-    whole = whole_of(name)
+def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    whole, given = whole_of(name), inputs(name, dtype=dtype)
     torch.manual_seed(SEED)
-    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *inputs(name))
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *given)
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
@@ -98,9 +98,9 @@ def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
-def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
+def of_a_plan(plan, name: str, attend=None, dtype: torch.dtype = torch.float32, **options) -> list[torch.Tensor]:
     """The same, of all ranks, gathered."""
-    mine = [plan.shard(t, 2) for t in inputs(name)]
+    mine = [plan.shard(t, 2) for t in inputs(name, dtype=dtype)]
     attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
     found = results(attend, *mine)
     assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
@@ -153,15 +153,19 @@ def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tup
     return difference(once, of_one_process(name)), same
 
 
-def dropped(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
+# Kernels of float32 take three times as long to compile, and each case needs a few.
+DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
     """As ``compared``, with dropout, where the generators of the other ranks are in another state than the first's."""
     plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
-            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2))
+            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2, dtype=dtype))
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return difference(found[0], of_one_process(name, 0.2)), same
+    return difference(found[0], of_one_process(name, 0.2, dtype)), same
 
 
 def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
