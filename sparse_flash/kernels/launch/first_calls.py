@@ -51,22 +51,21 @@ def compile_only(name: str, kernel) -> None:
 def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterator[Ahead]:
     """Inside, launches of this thread only compile their kernels; all are compiled and loaded when the block ends. Yields what was
     requested. workers: kernels compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
-    with _compiling(workers) as asked:
+    asked = Ahead([])
+    with _compiling(asked, workers or _workers()):
         yield asked
     load(asked, device)
 
 
 @contextmanager
-def _compiling(workers: int | None = None) -> Iterator[Ahead]:
-    """``compiling_ahead`` without loading."""
-    asked = Ahead([])
-    workers = workers or _workers()
+def _compiling(asked: Ahead, workers: int) -> Iterator[None]:
+    """``compiling_ahead`` without loading. asked: gets what is requested."""
     with ThreadPoolExecutor(workers) as pool:
         compilers = _Forking(pool, workers)
         with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
             token = _ahead.set(asked)
             try:
-                yield asked
+                yield
             finally:
                 _ahead.reset(token)
         for future in compilers.futures:
@@ -140,7 +139,7 @@ def _load(kernel, device: torch.device) -> None:
 def together(*calls: Callable[[], object]) -> Ahead:
     """Compiles what these calls launch, in parallel. Compilation errors surface later, at the real call."""
     asked = Ahead([])
-    with suppress(Exception), _compiling() as asked:
+    with suppress(Exception), _compiling(asked, _workers()):
         for call in calls:
             call()
     return asked
