@@ -174,13 +174,14 @@ class ContextPlan(TokenShards):
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
-        # With those that exchange tokens for heads: how many, and their group.
+        self._route_handle = self._route and self._route.handle()
+        # With those that exchange tokens for heads: how many, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:
-            self._sharing, self._peers = self.ranks, Peers(self.group)
+            self._sharing, self._peers = self.ranks, Peers(self.group).handle()
         elif self.strategy == "nodes":
-            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
-        self._everyone = Peers(self.group)
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
+        self._everyone = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -251,7 +252,7 @@ class ContextPlan(TokenShards):
         if self._peers is None:
             out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
             return (out, lse) if return_lse else out
-        ranks, handle = self._sharing, self._peers.handle
+        ranks, handle = self._sharing, self._peers
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
@@ -270,7 +271,7 @@ class ContextPlan(TokenShards):
             batch, heads = q.shape[:2]
             every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
             lines = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone.handle), lines=lines)
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
 
     def _between(
         self,
@@ -302,10 +303,10 @@ class ContextPlan(TokenShards):
             # fmt: on
             out, lse = operators.attention(call, select_backend(call))
         else:
-            assert self._route is not None
+            assert self._route is not None and self._route_handle is not None
             scale = None if scale is None else checked_scale(scale, q.shape[3])
-            options = self.keep_fetched, scale, deterministic, backend
-            out, lse = attention_of_blocks(q, k, v, self._columns, self._route, *options, dropout)
+            options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
+            out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

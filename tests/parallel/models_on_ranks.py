@@ -20,6 +20,7 @@ from tiny_lm import SETTINGS
 
 from examples.train_lm.model import IGNORED, Decoder
 from examples.train_lm.parallel import World, among_peers
+from examples.train_lm.settings import checked
 from examples.train_lm.train import Run
 from sparse_flash.integrations.transformers import use_sparse_flash
 
@@ -82,11 +83,16 @@ def refused_by_transformers() -> dict[str, str]:
     return said
 
 
-def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int) -> list[tuple[float, float, float]]:
+PACKED = {"packed": True, "masks": ("causal & local(40)", "causal"), "length": 192}
+
+
+def trained(
+    tokens: Path, folder: Path, context: int, sharding: str, until: int, changes: dict[str, object] | None = None
+) -> list[tuple[float, float, float]]:
     """(loss, norm of the gradients, held-out loss) of each step in fp32, from the last checkpoint in the folder to another after
-    step ``until``. context: how many ranks share a sequence; 0 for a process alone."""
-    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384}
-    settings = replace(SETTINGS, **sizes, steps=10, context=max(1, context))
+    step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
+    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384, **(changes or {})}
+    settings = checked(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
     world = among_peers(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
     folder.mkdir(exist_ok=True)
     run, rows = Run(settings, folder, tokens, world, sharding), []
@@ -94,6 +100,7 @@ def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int)
         row = run.step()
         rows.append((row["loss"], row["gradient_norm"], run.evaluate(3)))
     run.save()
+    run.close()
     torch.use_deterministic_algorithms(False)
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
+from sparse_flash.parallel import routes
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -212,6 +214,42 @@ def dying(rank: int) -> None:
         os._exit(1)
     for _ in range(3):
         plan.attention(q, q, q)
+
+
+def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -> tuple[float, list[int]]:
+    """(the difference from one process where a plan is gone before its backward pass; how many handles' owners there were before,
+    between the passes and after both)"""
+    torch._dynamo.reset()
+    gc.collect()
+    counts = [len(routes._known)]
+
+    def forward(q, k, v):
+        plan = plan_of(name, strategy, nodes() if in_nodes else None)
+        leaves = [plan.shard(t, 2).requires_grad_() for t in (q, k, v)]
+
+        def attend(q, k, v):
+            return plan.attention(q * 1.0, k, v, dropout_p=0.2)
+
+        run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+        return leaves, run(*leaves), plan.shard
+
+    given = inputs(name)
+    torch.manual_seed(SEED)
+    leaves, out, shard = forward(*given[:3])
+    dout = shard(given[3], 2)
+    del shard
+    torch._dynamo.reset()  # compiled code keeps what it saw
+    counts.append(len(routes._known))
+    out.backward(dout)
+    gradients = [leaf.grad for leaf in leaves]
+    del out
+    counts.append(len(routes._known))
+    back = plan_of(name, strategy, nodes() if in_nodes else None)
+    given[4].zero_()
+    torch.manual_seed(SEED)
+    whole = whole_of(name)
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=0.2, return_lse=True), *given)[2:]
+    return difference([back.unshard(t, 2) for t in gradients], wanted), counts
 
 
 def differentiated_twice() -> str:

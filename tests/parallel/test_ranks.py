@@ -136,6 +136,15 @@ def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
         assert "RuntimeError" in said and "by peer" in said
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy, in_nodes", [("blocks", False), ("heads", False), ("nodes", True)])
+def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, in_nodes, compiled):
+    for error, counts in pools(4 if in_nodes else 2).run(on_ranks.outlived, "grouped 8:2", strategy, compiled, in_nodes):
+        before, between, after = counts
+        assert error < 1e-5 and between > before
+        assert compiled or after == before
+
+
 def test_second_derivatives_are_refused(pools):
     assert all("differentiable once" in said for said in pools(2).run(on_ranks.differentiated_twice))
 
