@@ -73,5 +73,5 @@ class TokenShards:
             return x
         by_token = x.movedim(dim, 0).contiguous()
         every = by_token.new_empty(self.ranks * self.tokens, *by_token.shape[1:])
-        dist.all_gather(list(every.chunk(self.ranks)), by_token, group=self.group)
+        dist.all_gather_into_tensor(every, by_token, group=self.group)
         return every.index_select(0, self._inverse).movedim(0, dim)

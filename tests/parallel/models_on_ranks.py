@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from on_ranks import difference, mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
 
@@ -103,6 +105,30 @@ def trained(
     run.close()
     torch.use_deterministic_algorithms(False)
     return rows
+
+
+def of_tensor_parallel_heads(strategy: str) -> tuple[float, float]:
+    """(the difference of a layer's result, that of its parameters' gradients) where two ranks share the sequence, and with each of
+    them two share the heads, by PyTorch's tensor parallelism."""
+    mask, tokens = "causal & local(200)", 1000
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 8, mask, kv_heads=4)
+    x = torch.randn(2, tokens, 64)
+    wanted = layer(x)
+    wanted.sin().sum().backward()
+    of_one = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer.mask = sf.context_parallel(mask, tokens, both["cp"], heads=4, kv_heads=2, strategy=strategy)  # of a rank
+    by_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    parallelize_module(layer, both["tp"], by_heads | {"out_proj": RowwiseParallel()})
+    plan = layer.mask
+    out = layer(plan.shard(x, 1))
+    (out.sin() * plan.exists[:, None]).sum().backward()
+    gradients = [p.grad.full_tensor() for p in layer.parameters()]
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=both["cp"].get_group())
+    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)
 
 
 def of_a_decoder(labelled: int) -> float:

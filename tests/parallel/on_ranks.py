@@ -211,7 +211,7 @@ def dying(rank: int) -> None:
     q = torch.zeros(1, 1, plan.tokens, 16)
     plan.attention(q, q, q)
     if dist.get_rank() == rank:
-        os._exit(1)
+        os._exit(3)
     for _ in range(3):
         plan.attention(q, q, q)
 
@@ -485,3 +485,8 @@ def refused_documents() -> dict[str, str]:
         except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    dying(1)

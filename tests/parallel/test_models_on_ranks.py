@@ -68,3 +68,9 @@ def test_a_run_of_shared_sequences_goes_on_where_none_is_shared(pools, alone, tm
 
 def test_gradients_are_those_of_one_process_where_one_rank_has_all_labels(pools):
     assert max(pools(3).run(models_on_ranks.of_a_decoder, 60)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_ranks_that_share_heads_by_tensor_parallelism_share_the_sequence_with_others(pools, strategy):
+    for error, of_parameters in pools(4).run(models_on_ranks.of_tensor_parallel_heads, strategy):
+        assert error < 1e-5 and of_parameters < 1e-5

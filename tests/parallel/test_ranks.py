@@ -1,5 +1,10 @@
 """Plans on several processes against one process."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import on_ranks
 import pytest
 import torch
@@ -134,6 +139,15 @@ def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
     for rank in (0, 2):
         said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
         assert "RuntimeError" in said and "by peer" in said
+
+
+def test_torchrun_ends_the_others_and_names_the_rank_that_died():
+    here = Path(on_ranks.__file__).parent
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(here / "on_ranks.py")]
+    paths = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": paths})
+    cause = done.stderr.partition("Root Cause")[2]
+    assert done.returncode == 1 and "rank      : 1 (local_rank: 1)" in cause and "exitcode  : 3" in cause
 
 
 @pytest.mark.parametrize("compiled", [False, True])
