@@ -103,7 +103,7 @@ def context_parallel(
     no memory.
 
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
-    every rank where they differ, or where one of them raises for an unsuitable argument.
+    every rank where they differ, or where one of them raises for an unsuitable argument; TypeError for a BlockSelection.
     """
     group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)

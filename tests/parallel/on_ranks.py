@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from functools import partial
@@ -286,6 +287,15 @@ def of_a_layer(fullgraph: bool, dropout_p: float) -> tuple[float, float]:
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
 
 
+def copied() -> bool:
+    """Whether a copy of a layer, as of an average of a model's parameters, shares its plan."""
+    plans = sf.context_parallel(["causal", "local(100)"], 1000, mesh())
+    layers = torch.nn.ModuleList([sf.SparseAttention(16, 2, plan) for plan in plans])
+    layers.plans = plans
+    copies = copy.deepcopy(layers)
+    return copies.plans is plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
+
+
 def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
     """(the worst difference from calls that are not compiled, how many graphs were compiled) over plans of one shape, in a model
     that computes before and after the call."""
@@ -356,7 +366,7 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
     try:
         sf.context_parallel(**given)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -121,6 +121,10 @@ def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgr
         assert error < 1e-5 and of_parameters < 1e-5
 
 
+def test_a_copy_of_a_model_shares_its_plans(pools):
+    assert all(pools(2).run(on_ranks.copied))
+
+
 @pytest.mark.parametrize("strategy", ["blocks", "heads", "auto"])
 def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(pools, strategy):
     for error, shared in pools(2).run(on_ranks.of_layers, strategy):
@@ -233,6 +237,10 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
+        (
+            {"mask": sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)},
+            "made before there are queries, and a BlockSelection is of blocks chosen from them",
+        ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
