@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import sparse_flash as sf
+from sparse_flash.parallel import PendingPlan
 
 from . import checkpoint, memory
 from .checkpoint import Progress
@@ -61,7 +62,7 @@ class Run:
         self.optimizer = optimizer(self.model, settings)
         self.plans: dict[int, sf.ContextPlans] = {}
         self.planners: dict[int, sf.ContextParallel] = {}
-        self.coming: dict[bytes, sf.PendingPlan] = {}
+        self.coming: dict[bytes, PendingPlan] = {}
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
         if start and not last:

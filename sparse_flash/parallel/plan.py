@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api.arguments import autocast, check_deterministic, check_sinks, check_tensors, check_types, checked_scale, select_backend
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
-from ..compat.pytorch import flattened
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike
@@ -28,6 +27,7 @@ from .costs import LINK_RATE, Node
 from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from .meshes import device_of, group_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, PartMask, Peers, Route
 from .sharding import TokenShards
@@ -95,8 +95,8 @@ def context_parallel(
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
     exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
     takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. A mesh of two
-    dimensions needs two: (from other nodes, from ranks of its own).
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200, and
+    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
@@ -388,30 +388,3 @@ def _in_words(given: MaskLike, whole: BlockMask) -> str:
     except ValueError:
         text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
     return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
-    named = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not named):
-        names = ", ".join(map(repr, named)) or "no names"
-        raise ValueError(
-            f"mesh must have one dimension, or two with names; got {mesh.ndim} ({names}); name one or two: mesh['cp'], "
-            "mesh['node', 'cp']"
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
-        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
-    return flattened(mesh).get_group()
-
-
-def ranks_of_node_of(mesh: DeviceMesh) -> int:
-    """1 in a mesh of one dimension."""
-    return mesh.size(1) if mesh.ndim == 2 else 1
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.empty(0, device=mesh.device_type).device

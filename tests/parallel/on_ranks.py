@@ -390,6 +390,19 @@ def of_meshes() -> tuple[dict[str, str], str, list[str]]:
     return said, plan.strategy, list(plan.explain().costs)
 
 
+def rates() -> tuple[object, object, str]:
+    """(the rate of a mesh of all ranks, of nodes; what is said of a mesh of one)"""
+    both = nodes()
+    alone = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    try:
+        sf.measured_link_rate(alone)
+    except ValueError as error:
+        said = str(error)
+    found = sf.measured_link_rate(mesh(), size=1 << 20), sf.measured_link_rate(both, size=1 << 20)
+    sf.context_parallel("causal", 1000, both, link_rate=found[1])
+    return *found, said
+
+
 def refused_calls() -> dict[str, str]:
     """What a plan says of calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)

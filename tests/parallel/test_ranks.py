@@ -99,6 +99,13 @@ def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
             assert error < 1e-5 and same
 
 
+def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
+    first, *others = pools(4).run(on_ranks.rates)
+    assert all(other == first for other in others)
+    rate, (between, within), said = first
+    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "got a mesh of one" in said
+
+
 def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
     for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
         assert error < 1e-5 and of_sinks < 1e-5
