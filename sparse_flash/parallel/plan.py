@@ -93,7 +93,8 @@ def context_parallel(
     to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
-    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    exchange tokens for heads, and fetch blocks of those heads from other nodes, or send queries as above where that is estimated to
+    be faster; the ranks of a node must divide kv_heads. "auto"
     takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
     link_rate: bytes per second that a rank receives from others; the default was measured between two H200, and
     ``measured_link_rate`` measures other links. A mesh of two dimensions needs two: (from other nodes, from ranks of its own).
@@ -174,7 +175,7 @@ class ContextPlan(TokenShards):
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
-        self._route_handle = self._route and self._route.handle()
+        self._route_handle = None if self._route is None else self._route.handle()
         # With those that exchange tokens for heads: how many, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:

@@ -13,7 +13,7 @@ from ..masks.cache import as_block_mask
 from ..packed.picks import PackedSelection
 from .assignment import Owners, Visits, chunk_blocks
 from .costs import Node, SequenceSizes
-from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
+from .explanation import STRATEGIES, Strategy, chosen, possible_strategies, visits_of_nodes
 from .routes import BlockExchange, PartMask
 
 
@@ -130,7 +130,9 @@ def planned(
         if strategy == "nodes":
             number, within = divmod(rank, ranks_of_node)
             mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)
-            return BlockExchange.of(mask, owners.under(one), number, options.overlap, sizes.of_share(ranks_of_node), link_rate)
+            fetched_by, _ = visits_of_nodes(choice.owners, one, sizes, ranks, link_rate, node)
+            share = sizes.of_share(ranks_of_node)
+            return BlockExchange.of(mask, owners.under(fetched_by), number, options.overlap, share, link_rate)
         travelling = one.without_shared_rows(sizes) if strategy == "queries" else None
         return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, link_rate)
 

@@ -160,6 +160,13 @@ def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tup
 DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
+def shared_in_nodes(name: str, overlap: bool) -> tuple[float, bool, bool]:
+    """As ``compared``, where links between nodes are slow; and whether rows are shared across nodes."""
+    options = {"overlap": overlap, "link_rate": (1e8, 163e9)}
+    plan = plan_of(name, "nodes", nodes(), **options)
+    return *compared(name, "nodes", True, **options), plan._route.shared is not None
+
+
 def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
     """As ``compared``, with dropout, where the generators of the other ranks are in another state than the first's."""
     plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []

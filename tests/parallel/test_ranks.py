@@ -53,6 +53,13 @@ def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_proce
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["bigbird", "global tokens", "global tokens at the end"])
+def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_slow(pools, name, overlap):
+    for error, same, shared in pools(4).run(on_ranks.shared_in_nodes, name, overlap):
+        assert error < 1e-5 and same and shared
+
+
 @pytest.mark.parametrize(
     "ranks, name, strategy, options",
     [
