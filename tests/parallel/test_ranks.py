@@ -69,6 +69,7 @@ def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_
         (2, "per head, grouped", "heads", {}),
         (2, "global tokens", "queries", {"overlap": True}),
         (4, "ranks that get nothing", "nodes", {"in_nodes": True}),
+        (4, "global tokens", "nodes", {"in_nodes": True, "link_rate": (1e8, 163e9)}),  # queries travel between nodes
         (1, "grouped 6:3", "blocks", {}),
     ],
 )
