@@ -177,6 +177,7 @@ class Decoder(nn.Module):
         self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
     def forward(self, tokens, labels=None, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
+        """documents: under plans, those that their masks keep apart: they give positions."""
         x = self.hidden(tokens, documents, plans)
         if labels is None:
             return self.head(x)
@@ -189,7 +190,7 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for number, block in enumerate(self.blocks):
-            x = block(x, positions, documents, None if plans is None else plans[number])
+            x = block(x, positions, documents) if plans is None else block(x, positions, plan=plans[number])
         return self.norm(x)
 
     def positions(self, tokens: int, device, documents: Documents | None = None, plan: SharedSequence | None = None) -> Positions:

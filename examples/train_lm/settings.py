@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import sparse_flash as sf
+from sparse_flash.masks.compiler import alike_on_diagonals
 
 Recompute = Literal["none", "selective", "full"]
 Parallel = Literal["ddp", "fsdp"]
@@ -167,10 +168,16 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
     if settings.recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
     if settings.context > 1:
-        alone = {"--packed": settings.packed, "--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks}
+        alone = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks}
         for name, used in alone.items():
             if used:
                 raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
+        positional = [mask for mask in settings.masks if settings.packed and not alike_on_diagonals(sf.parse(mask), 1)]
+        if positional:
+            raise ValueError(
+                f"mask {positional[0]!r} counts positions from the start of each document, which GPUs that share packed sequences "
+                "cannot; use masks of distances, as 'causal' and 'causal & local(1024)', leave --packed out, or pass --context 1"
+            )
     if not settings.masks:
         raise ValueError("masks must name at least one mask; 'causal' is dense attention")
     return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))

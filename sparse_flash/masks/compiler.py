@@ -127,7 +127,7 @@ class _Compilation:
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
         inverse: np.ndarray | slice = slice(None)
-        if _alike_on_diagonals(rule, self.grid.block_size):
+        if alike_on_diagonals(rule, self.grid.block_size):
             alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
             first, inverse = unique_rows(alike)
             rows, cols = rows[first], cols[first]
@@ -272,11 +272,12 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
+def alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
+    """Whether moving both tokens of a pair by ``block_size`` changes nothing; with 1, a mask is one of distances alone."""
     if isinstance(pattern, (And, Or)):
-        return all(_alike_on_diagonals(p, block_size) for p in pattern.operands)
+        return all(alike_on_diagonals(p, block_size) for p in pattern.operands)
     if isinstance(pattern, Not):
-        return _alike_on_diagonals(pattern.operand, block_size)
+        return alike_on_diagonals(pattern.operand, block_size)
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
 
 

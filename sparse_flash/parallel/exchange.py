@@ -26,7 +26,8 @@ def attention_of_blocks(
     k: torch.Tensor,
     v: torch.Tensor,
     columns: torch.Tensor,
-    route: Route,
+    handle: torch.Tensor,
+    block_size: int,
     keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
@@ -36,12 +37,12 @@ def attention_of_blocks(
     """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
 
     q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
-    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. keep_fetched: for the backward pass.
-    dropout: as of ``PartialAttention``.
+    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. handle: of a Route of block_size.
+    keep_fetched: for the backward pass. dropout: as of ``PartialAttention``.
     """
     seed, lines, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.lines, dropout.dropout_p)
-    options = route.block_size, keep_fetched, scale, deterministic, backend, dropout_p
-    return _attention_of_blocks(q, k, v, columns, route.handle, seed, lines, *options)[:2]
+    options = block_size, keep_fetched, scale, deterministic, backend, dropout_p
+    return _attention_of_blocks(q, k, v, columns, handle, seed, lines, *options)[:2]
 
 
 @torch.library.custom_op("sparse_flash::context_attention", mutates_args=())

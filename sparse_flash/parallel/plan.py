@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api.arguments import autocast, check_deterministic, check_sinks, check_tensors, check_types, checked_scale, select_backend
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
-from ..compat.pytorch import flattened
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike
@@ -28,6 +27,7 @@ from .costs import LINK_RATE, Node
 from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from .meshes import device_of, group_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, PartMask, Peers, Route
 from .sharding import TokenShards
@@ -93,17 +93,18 @@ def context_parallel(
     to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
-    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    exchange tokens for heads, and fetch blocks of those heads from other nodes, or send queries as above where that is estimated to
+    be faster; the ranks of a node must divide kv_heads. "auto"
     takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. A mesh of two
-    dimensions needs two: (from other nodes, from ranks of its own).
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200, and
+    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
     no memory.
 
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
-    every rank where they differ, or where one of them raises for an unsuitable argument.
+    every rank where they differ, or where one of them raises for an unsuitable argument; TypeError for a BlockSelection.
     """
     group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -174,13 +175,14 @@ class ContextPlan(TokenShards):
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
-        # With those that exchange tokens for heads: how many, and their group.
+        self._route_handle = None if self._route is None else self._route.handle()
+        # With those that exchange tokens for heads: how many, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:
-            self._sharing, self._peers = self.ranks, Peers(self.group)
+            self._sharing, self._peers = self.ranks, Peers(self.group).handle()
         elif self.strategy == "nodes":
-            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
-        self._everyone = Peers(self.group)
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
+        self._everyone = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -251,7 +253,7 @@ class ContextPlan(TokenShards):
         if self._peers is None:
             out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
             return (out, lse) if return_lse else out
-        ranks, handle = self._sharing, self._peers.handle
+        ranks, handle = self._sharing, self._peers
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
@@ -270,7 +272,7 @@ class ContextPlan(TokenShards):
             batch, heads = q.shape[:2]
             every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
             lines = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone.handle), lines=lines)
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
 
     def _between(
         self,
@@ -302,10 +304,10 @@ class ContextPlan(TokenShards):
             # fmt: on
             out, lse = operators.attention(call, select_backend(call))
         else:
-            assert self._route is not None
+            assert self._route is not None and self._route_handle is not None
             scale = None if scale is None else checked_scale(scale, q.shape[3])
-            options = self.keep_fetched, scale, deterministic, backend
-            out, lse = attention_of_blocks(q, k, v, self._columns, self._route, *options, dropout)
+            options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
+            out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -387,30 +389,3 @@ def _in_words(given: MaskLike, whole: BlockMask) -> str:
     except ValueError:
         text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
     return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
-    named = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not named):
-        names = ", ".join(map(repr, named)) or "no names"
-        raise ValueError(
-            f"mesh must have one dimension, or two with names; got {mesh.ndim} ({names}); name one or two: mesh['cp'], "
-            "mesh['node', 'cp']"
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
-        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
-    return flattened(mesh).get_group()
-
-
-def ranks_of_node_of(mesh: DeviceMesh) -> int:
-    """1 in a mesh of one dimension."""
-    return mesh.size(1) if mesh.ndim == 2 else 1
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.empty(0, device=mesh.device_type).device

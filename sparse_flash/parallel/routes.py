@@ -1,12 +1,13 @@
 """A rank's part in the exchanges of a plan: the tables that it attends by, and the blocks that it sends and gets.
 
 A plan's numbers do not cross an operator's boundary. A handle does, the number of ``Peers`` in a 0-d tensor on the CPU, so
-torch.compile guards on no number of a plan, and one graph serves every plan of one shape.
+torch.compile guards on no number of a plan, and one graph serves every plan of one shape. The handle owns what it stands for: a
+backward pass saves it, and may come when the plan is gone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -31,12 +32,14 @@ class Peers:
     """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
 
     group: dist.ProcessGroup
-    handle: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def handle(self) -> torch.Tensor:
+        """A new one. This does not own it in turn, so both are freed at once, without a garbage collector."""
         number = next(_numbers)
-        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
+        handle = torch.tensor(number, device="cpu")
+        handle._owned_by_handle = self  # type: ignore[attr-defined]  # lives as long as the tensor, whoever holds that
         _known[number] = self
+        return handle
 
     @classmethod
     def behind(cls, handle: torch.Tensor) -> Self:

@@ -213,6 +213,15 @@ def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
     assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
 
 
+def test_across_slow_links_rows_of_global_tokens_travel_between_nodes():
+    sizes, text = SequenceSizes(1 << 17, 128, 32, 8), "local(1024) | global_tokens(128)"
+    mask = sf.compile_mask(text, sizes.q_len)
+    found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE)).costs["nodes"]
+    assert found.work.sum() == pytest.approx(explained(mask, sizes, 64, 25e9, True).costs["blocks"].work.sum())
+    # Without sharing, a rank needs nearly all keys and values of other nodes, as under causal: 56 MiB.
+    assert found.received.max() < (7 / 8 * 40 + 10) * 2**20
+
+
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():
     mask = sf.BlockMask.per_head(["full"] + ["local(64)"] * 7, 8192, 8192)
     found = explained(mask, SequenceSizes(8192, 128, 8, 8), 8, LINK_RATE, True)

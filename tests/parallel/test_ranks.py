@@ -1,5 +1,10 @@
 """Plans on several processes against one process."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import on_ranks
 import pytest
 import torch
@@ -48,6 +53,13 @@ def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_proce
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["bigbird", "global tokens", "global tokens at the end"])
+def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_slow(pools, name, overlap):
+    for error, same, shared in pools(4).run(on_ranks.shared_in_nodes, name, overlap):
+        assert error < 1e-5 and same and shared
+
+
 @pytest.mark.parametrize(
     "ranks, name, strategy, options",
     [
@@ -57,12 +69,15 @@ def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_proce
         (2, "per head, grouped", "heads", {}),
         (2, "global tokens", "queries", {"overlap": True}),
         (4, "ranks that get nothing", "nodes", {"in_nodes": True}),
+        (4, "global tokens", "nodes", {"in_nodes": True, "link_rate": (1e8, 163e9)}),  # queries travel between nodes
         (1, "grouped 6:3", "blocks", {}),
     ],
 )
 def test_all_ranks_drop_what_one_process_drops_with_the_first_ranks_seed(pools, ranks, name, strategy, options):
+    # With another seed, results are off by half of the largest or more.
+    rounding = 1e-5 if on_ranks.DEVICE == "cpu" else 2e-2
     for error, same in pools(ranks).run(on_ranks.dropped, name, strategy, **options):
-        assert error < 1e-5 and same
+        assert error < rounding and same
 
 
 def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
@@ -92,6 +107,13 @@ def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
             assert error < 1e-5 and same
 
 
+def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
+    first, *others = pools(4).run(on_ranks.rates)
+    assert all(other == first for other in others)
+    rate, (between, within), said = first
+    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "got a mesh of one" in said
+
+
 def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
     for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
         assert error < 1e-5 and of_sinks < 1e-5
@@ -114,6 +136,10 @@ def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgr
         assert error < 1e-5 and of_parameters < 1e-5
 
 
+def test_a_copy_of_a_model_shares_its_plans(pools):
+    assert all(pools(2).run(on_ranks.copied))
+
+
 @pytest.mark.parametrize("strategy", ["blocks", "heads", "auto"])
 def test_masks_by_layer_share_the_tokens_and_each_gives_what_one_process_gives(pools, strategy):
     for error, shared in pools(2).run(on_ranks.of_layers, strategy):
@@ -132,6 +158,24 @@ def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
     for rank in (0, 2):
         said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
         assert "RuntimeError" in said and "by peer" in said
+
+
+def test_torchrun_ends_the_others_and_names_the_rank_that_died():
+    here = Path(on_ranks.__file__).parent
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(here / "on_ranks.py")]
+    paths = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": paths})
+    cause = done.stderr.partition("Root Cause")[2]
+    assert done.returncode == 1 and "rank      : 1 (local_rank: 1)" in cause and "exitcode  : 3" in cause
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy, in_nodes", [("blocks", False), ("heads", False), ("nodes", True)])
+def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, in_nodes, compiled):
+    for error, counts in pools(4 if in_nodes else 2).run(on_ranks.outlived, "grouped 8:2", strategy, compiled, in_nodes):
+        before, between, after = counts
+        assert error < 1e-5 and between > before
+        assert compiled or after == before
 
 
 def test_second_derivatives_are_refused(pools):
@@ -208,6 +252,10 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
+        (
+            {"mask": sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)},
+            "made before there are queries, and a BlockSelection is of blocks chosen from them",
+        ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],

@@ -292,14 +292,20 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "changes, said", [({"packed": True}, "--packed"), ({"check_every": 5}, "--check-every"), ({"masks": ("sdpa",)}, "mask 'sdpa'")]
-)
+@pytest.mark.parametrize("changes, said", [({"check_every": 5}, "--check-every"), ({"masks": ("sdpa",)}, "mask 'sdpa'")])
 def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, said):
     settings = replace(SETTINGS, context=2, **changes)
     with pytest.raises(ValueError, match=f"{said} is not supported where GPUs share a sequence"):
         checked(settings, 4)
     assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).accumulated(2) == 1
+
+
+def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
+    settings = replace(SETTINGS, context=2, packed=True)
+    with pytest.raises(ValueError, match=r"mask 'causal & \(local\(16\) \| sinks\(4\)\)' counts positions from the start of each"):
+        checked(settings, 4)
+    for mask in ("causal & local(16)", "causal & ~local(3)", "causal & (local(8) | power_of_two(block=1))"):
+        assert checked(replace(settings, masks=(mask,)), 4).packed
 
 
 def test_too_little_memory_is_said_with_what_to_use(monkeypatch):

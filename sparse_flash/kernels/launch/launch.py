@@ -1,6 +1,7 @@
 """What the launchers share: tensor descriptors, table arguments, and the launch itself."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -12,7 +13,7 @@ from ..common.config import Config, smaller
 from ..common.streams import raw_stream
 from ..common.tiles import Rows
 from ..common.variant import KernelVariant
-from .first_calls import compile_only, compiles_only, first_call, together
+from .first_calls import compile_only, compiles_only, first_call, load, together
 from .memory import launched, make_room_for_graphs, within_memory, zeros_of_a_graph, zeros_of_stream
 from .replay import enter_context, known_call, remember
 
@@ -153,9 +154,14 @@ def launch(
         compile_only(_described(kernel, constants), kernel.warmup(*arguments, grid=grid, **constants, **options))
         return None
     with first_call(_described(kernel, constants), (kernel.fn.__qualname__, kernel.fn.__module__, *map(str, key[2:]))):
+        ahead = None
         if beside is not None:
-            together(first.device, lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
-        compiled = kernel[grid](*arguments, **constants, **options)
+            ahead = together(lambda: launch(kernel, grid, arguments, constants, options, specialized), beside)
+        kernel.warmup(*arguments, grid=grid, **constants, **options)
+    if ahead is not None:
+        with suppress(Exception):  # what fails surfaces at the real call
+            load(ahead, first.device)
+    compiled = kernel[grid](*arguments, **constants, **options)
     if aligned:
         launched[key] = compiled
     return compiled
