@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -169,6 +169,14 @@ class BlockMask:
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
         """The mask of one head of one batch entry, as a separate mask, on its device."""
         return build.select(self, head, batch)
+
+    def _does_not_combine(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "compiled masks do not combine; combine patterns with & | ~ and compile the result, or make a mask of to_dense() "
+            "tensors by BlockMask.from_dense"
+        )
+
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
 
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged, and the same map of heads."""

@@ -16,7 +16,7 @@ from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_m
 from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid
 from .memory import remembered
-from .pattern import Pattern
+from .pattern import Pattern, check_parameters
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
 from .table import Entries, at_least_two, in_table_order, table_of, transposed_table_of, with_work
 from .tall import TallRows, tall_rows
@@ -186,6 +186,7 @@ def from_mask_mod(
     """See ``BlockMask.from_mask_mod``."""
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+    check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
     for name, count in (("batch", batch), ("heads", heads)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")

@@ -233,13 +233,12 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 
 def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
-    states = pattern.block_rule(grid)
-    if states is None:
+    given = pattern.block_rule(grid)
+    if given is None:
         return BlockRuns.constant(grid.shape, PARTIAL)
-    if scipy.sparse.issparse(states):
-        states = BlockRuns.from_sparse(states)
+    states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
     if not isinstance(states, BlockRuns) or states.shape != grid.shape:
-        got = f"shape {states.shape}" if hasattr(states, "shape") else type(states).__name__
+        got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
         raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
     return states
 

@@ -92,7 +92,8 @@ class Pattern:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
         try:
-            kept = np.asarray(self.token_rule(q[:, :, None], kv[:, None, :]))
+            # A rule may change its arguments in place, and other rules get the same positions.
+            kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
         except ValueError as error:
             raise ValueError(
                 f"the token rule of {self} failed on arrays of positions: {error} (combine with & | ~ instead of and, or, not)"
@@ -149,6 +150,18 @@ class Pattern:
             return repr(self)
 
 
+def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
+    """Raises TypeError for a function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C code, which may have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise TypeError(f"{caller} needs a function of ({', '.join(names)}); got one of {signature}: {error}; {way_out}") from None
+
+
 def _check_hashable(pattern: Pattern, name: str) -> None:
     value = getattr(pattern, name)
     try:
@@ -194,7 +207,7 @@ class _Composite(Pattern):
         return self._hash
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return reduce(self.combine, (p.token_rule(q, kv) for p in self.operands))
+        return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)

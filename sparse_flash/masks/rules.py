@@ -92,7 +92,11 @@ class RunPattern(Pattern):
 
     def _runs_of_a_query(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
-        first, stop = (np.asarray(ends) for ends in self.row_runs(np.array([position])))
+        runs: object = self.row_runs(np.array([position]))
+        if not isinstance(runs, (tuple, list)) or len(runs) != 2:
+            got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
+            raise TypeError(f"row_runs of {self} must return (first, stop), two integer arrays; got {got}")
+        first, stop = map(np.asarray, runs)
         if first.ndim != 2 or len(first) != 1 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
                 f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (1,) got "

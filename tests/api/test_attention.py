@@ -205,6 +205,19 @@ def test_a_query_that_keeps_nothing_gives_zero_and_no_gradient(backend):
 
 
 @every_backend
+@parametrize("compiled", [False, True])
+def test_what_the_lse_of_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend, compiled):
+    q, k, v = accepted(backend, 50, 40, requires_grad=True)
+    attend = torch.compile(sf.attention, backend="aot_eager", fullgraph=True) if compiled else sf.attention
+    out, lse = attend(q, k, v, "causal", return_lse=True, backend=backend)
+    dlse = torch.ones_like(lse)
+    wanted = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse), retain_graph=True)
+    dlse[:, :, :5], dlse[:, :, 5:10] = float("nan"), float("inf")
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse))
+    assert all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
+@every_backend
 def test_a_mask_that_keeps_nothing_gives_zero(backend):
     q, k, v = accepted(backend, requires_grad=True)
     out, lse = sf.attention(q, k, v, ~sf.full(), return_lse=True, backend=backend)

@@ -273,8 +273,8 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
             return np.ones(grid.shape) if self.kind == "dense" else scipy.sparse.csr_array(np.full(grid.shape, 3))
 
     for kind, message in (
-        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got shape \(3, 3\)"),
-        ("dense", "must return a scipy.sparse matrix"),
+        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got csr_array of shape \(3, 3\)"),
+        ("dense", r"must return a scipy.sparse matrix of shape \(4, 4\); got ndarray of shape \(4, 4\)"),
         ("states", r"0 \(empty\), 1 \(partial\) or 2 \(full\); got 3"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -287,6 +287,8 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
         (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(1,\).*begin with q = q\[..., None\]"),
         (sf.RunPattern, {"row_runs": lambda self, q: (0, q[..., None])}, r"two integer arrays of shape \(\*q.shape, runs\)"),
         (sf.RunPattern, {"row_runs": lambda self, q: (q[..., None] / 2, q[..., None])}, "got float64 of shape"),
+        (sf.RunPattern, {"row_runs": lambda self, q: None}, r"must return \(first, stop\), two integer arrays; got NoneType"),
+        (sf.RunPattern, {"row_runs": lambda self, q: (q, q, q)}, r"must return \(first, stop\), two integer arrays; got 3 values"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: d % 3}, r"must return booleans of .*; got int64"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: True}, r"got bool of shape \(\)"),
         (sf.DerivedPattern, {"expression": "causal & local(3)"}, "must be a Pattern; got str; use parse for text"),
@@ -297,6 +299,21 @@ def test_a_rule_that_returns_another_form_is_one_clear_error(base, rule, message
     wrong = dataclass(frozen=True)(type("Wrong", (base,), rule))()
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         sf.compile_mask(sf.causal() & wrong, 64)
+
+
+def test_a_rule_that_changes_its_positions_in_place_leaves_those_of_others_alone():
+    @dataclass(frozen=True)
+    class InPlace(sf.Pattern):
+        def token_rule(self, q, kv):
+            q -= q % 3
+            return q >= kv
+
+    token = np.arange(100)
+    kept = (token - token % 3)[:, None] >= token
+    others = sf.from_mask_fn(lambda q, kv: (q + kv) % 3 == 0)
+    kept &= np.add.outer(token, token) % 3 == 0
+    np.testing.assert_array_equal(sf.compile_mask(InPlace() & others, 100).to_dense().numpy(), kept)
+    np.testing.assert_array_equal((InPlace() & others).token_rule(token[:, None], token), kept)
 
 
 def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_it():

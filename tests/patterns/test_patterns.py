@@ -366,6 +366,8 @@ def test_bad_parameters_are_refused_with_what_was_got_and_the_way_out(make, mess
 def test_mask_function_must_be_callable_and_return_booleans_of_the_right_shape():
     with pytest.raises(TypeError, match="must be a function"):
         sf.from_mask_fn(3)
+    with pytest.raises(TypeError, match=r"a function of \(q, kv\); got one of \(b, h, q, kv\).*from_mask_mod takes one of"):
+        sf.from_mask_fn(lambda b, h, q, kv: q >= kv)
     with pytest.raises(TypeError, match="must return booleans; got int64"):
         sf.compile_mask(sf.from_mask_fn(lambda q, kv: q - kv), 100)
     with pytest.raises(ValueError, match="must broadcast to"):

@@ -116,6 +116,8 @@ def use_sparse_flash(
     masks that do not fit them; the model is then unchanged.
     """
     check_deterministic(deterministic)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
     part = tower(model)
     layers = self_attention(part)
     masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
@@ -381,7 +383,8 @@ def _as_before(module, query, key, value, attention_mask, **kwargs):
     before = getattr(module, _BEFORE, None)
     if before is None:
         raise ValueError(
-            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it"
+            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it. If "
+            "another model was switched, the two were made of one config, where the choice is kept: copy.deepcopy(config) for each"
         )
     if isinstance(attention_mask, ModelMask):
         attention_mask = attention_mask.made_for(before)
