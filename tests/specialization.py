@@ -148,6 +148,9 @@ def choice_calls() -> None:
         means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
         for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
             choose_blocks.choose_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+        for compressed in (1, 16, 33):
+            keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), choose_blocks.Compressed(16, 16, None)
+            choose_blocks.choose_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
 
 
 def selection_calls() -> None:

@@ -231,7 +231,7 @@ def changed(*place_and_value):
         ({"picks": [[0]]}, TypeError, "picks must be an int32 tensor; got list"),
         ({"picks": PICKS.float()}, ValueError, r"int32 or int64, numbers of blocks; got torch.float32; use .to\(torch.int32\)"),
         ({"picks": PICKS[0]}, ValueError, r"picks must have shape \(batch, kv_heads or heads.*got \(2, 64, 2\)"),
-        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none of it 0; got \(1, 2, 64, 0\)"),
+        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none but the batch 0; got \(1, 2, 64, 0\)"),
         ({"picks": changed(0, 1, 40, 1, 4)}, ValueError, r"got 4 at \(0, 1, 40, 1\), which is beyond the 4 blocks of keys"),
         ({"picks": changed(0, 1, 40, 1, 3)}, ValueError, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
         ({"picks": changed(0, 0, 0, 0, -2)}, ValueError, "got -2 .* below -1.*pass -1 where there is nothing to pick"),
