@@ -79,7 +79,7 @@ def draw(seed: int, backend: str) -> DrawnSelection:
 
 def _drawn(seed: int, backend: str, rng: random.Random) -> DrawnSelection:
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 4, 16))
-    q_len, kv_len = rng.randint(1, 140), rng.randint(1, 300)
+    q_len, kv_len = rng.randint(1, 70), rng.randint(1, 200)
     if rng.random() < 0.3:
         kv_len = q_len
     dim = rng.choice((16, 40, 64, 64, 96, 128)) if rng.random() < 0.8 else rng.randint(1, 128)

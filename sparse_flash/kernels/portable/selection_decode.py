@@ -71,7 +71,7 @@ def _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK
     return accumulator, running_max, running_sum
 
 
-class _Rows(NamedTuple):
+class _Members(NamedTuple):
     """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: those of member 0. Strides are from one
     member to the next; q_stride in units of the cache's VECTOR. TILE_M: rows of a tile."""
 
@@ -199,7 +199,7 @@ def selection_decode_kernel(
     lse = lse_ptr + (batch * pickers * members + head) * q_len + query
     # fmt: off
     _compute(
-        _Rows(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
+        _Members(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
         block_table + batch * table_stride,
         Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
               block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
