@@ -217,11 +217,12 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     _check_groups(q.shape[1], k.shape[1])
 
 
-def of_some_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The tensors; or where all are of a batch of 0, stand-ins of a batch of 1, whose other sizes ``check_tensors`` then checks."""
-    if any(tensor.shape[:1] != (0,) for tensor in tensors):
-        return tensors
-    return tuple(tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in tensors)
+    if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
+        return q, k, v
+    one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
+    return one, other, last
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:

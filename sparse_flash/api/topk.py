@@ -219,7 +219,7 @@ def topk_blocks(
         return by_scores(scores, keep, block_size, always, cu_seqlens_q, max_seqlen_q)
     if max_seqlen_q is not None:
         raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
-    if score != COMPRESSED and not (compression is lse is None):
+    if score != COMPRESSED and (compression is not None or lse is not None):
         raise ValueError(_OF_COMPRESSED)
     if scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}

@@ -59,10 +59,10 @@ def _by_kernel(
     from ..kernels.portable.selection_decode import selection_decode
 
     kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
-    ready = [portable.unbroken(t) for t in (q, k, v)]
+    ready, others = portable.unbroken(q), (portable.unbroken(k), portable.unbroken(v), picks.contiguous())
     with portable.current_device(q.device):
-        out, lse = selection_decode(*ready, picks.contiguous(), block_size, every, scale, kv_lens=kv_lens, block_table=block_table)
-    return portable.restored_out(out, ready[0], q, v), lse
+        out, lse = selection_decode(ready, *others, block_size, every, scale, kv_lens=kv_lens, block_table=block_table)
+    return portable.restored_out(out, ready, q, v), lse
 
 
 # torch.compile does not look inside.
