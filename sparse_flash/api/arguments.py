@@ -19,7 +19,7 @@ from ..masks.cache import compiled_once, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
-from ..selection.choice import SCORES
+from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
@@ -215,6 +215,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     _check_groups(q.shape[1], k.shape[1])
+
+
+def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors; or where all are of a batch of 0, stand-ins of a batch of 1, whose other sizes ``check_tensors`` then checks."""
+    if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
+        return q, k, v
+    one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
+    return one, other, last
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:
@@ -415,8 +423,40 @@ def check_choice(keep: object, every: object, block_size: object, score: str) ->
     check_selection_block(block_size)
     if isinstance(keep, float):
         raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}; got {score!r}; pass scores= for others")
+    if score not in (*SCORES, COMPRESSED):
+        names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
+        raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
+
+
+def checked_compression(
+    compression: object, k: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, block_size: int, kv_len: int
+) -> tuple[int, int]:
+    """(length, stride) of compressed keys. Raises TypeError or ValueError for what does not fit k or the block size."""
+    if compression is None:
+        compression = block_size, block_size
+    if not (isinstance(compression, tuple) and len(compression) == 2 and all(type(number) is int for number in compression)):
+        raise TypeError(
+            "compression must be two ints, tokens of a compressed key and tokens from one to the next; got "
+            f"{compression!r}; pass compression=(32, 16) for NSA's"
+        )
+    length, stride = compression
+    if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):
+        raise ValueError(
+            f"of compression=(length, stride), stride must divide length and the block size of {block_size}; got {compression}"
+        )
+    check_positive(kv_len=kv_len)
+    count = max(0, (kv_len - length) // stride + 1)
+    if k.shape[2] != count:
+        raise ValueError(
+            f"{kv_len} tokens have {count} compressed keys of {length} tokens, {stride} from one to the next; got k of "
+            f"{k.shape[2]}, shape {tuple(k.shape)}; pass kv_len= and compression= that fit"
+        )
+    if lse is not None and not (isinstance(lse, torch.Tensor) and lse.is_floating_point() and lse.device == q.device):
+        found = f"{lse.dtype} on {lse.device}" if isinstance(lse, torch.Tensor) else type(lse).__name__
+        raise TypeError(f"lse must be a floating-point tensor on {q.device}; got {found}")
+    if lse is not None and lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have shape {tuple(q.shape[:3])}, (batch, heads, q_len); got {tuple(lse.shape)}")
+    return length, stride
 
 
 def check_keep(keep: object) -> None:

@@ -59,8 +59,8 @@ def attention_decode(
     ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
     index in the sequence. A query at a negative position keeps nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
-    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection "torch" alone runs: PyTorch
-    operations of fixed shapes, on any device, which read the picked blocks and no others.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection they and "torch" read the picked
+    blocks and no others, so a step's cost does not grow with the cache.
 
     Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError
     for arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast:
@@ -110,12 +110,9 @@ def _over_picks(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
-    picks = selection.picks
-    if selection.every > 1:
-        picks = picks.repeat_interleave(selection.every, 2)[:, :, : selection.q_len]
+    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return decode(q, k, v, picks, selection.block_size, kv_lens, block_table, scale)
+    return decode(q, k, v, selection, kv_lens, block_table, scale, name)
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:

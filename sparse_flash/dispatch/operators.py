@@ -33,7 +33,7 @@ def attention(call: AttentionCall, backend: str):
     Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
     """
     if backend == NOTHING:
-        return _of_nothing(call.q, call.k, call.v, call.variant)
+        return of_nothing(call.q, call.k, call.v, call.variant)
     if not observers.looked_at():
         return _computed(call, backend)
     call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
@@ -42,7 +42,7 @@ def attention(call: AttentionCall, backend: str):
     return out, lse
 
 
-def _of_nothing(q, k, v, variant: Variant | None):
+def of_nothing(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].sum() for t in (q, k, v, *learned))
