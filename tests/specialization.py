@@ -67,6 +67,9 @@ class Kernel:
     def __getitem__(self, grid):
         return lambda *arguments, **options: Compiled(self, arguments, options)
 
+    def warmup(self, *arguments, grid, **options) -> None:
+        """What is compiled ahead of a launch is what the launch then asks for."""
+
     def specialization(self, arguments, options) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""
         return dict(zip((p.name for p in self.params), self.binder(*arguments, **options)[1], strict=True))
