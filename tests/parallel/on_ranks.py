@@ -213,6 +213,20 @@ def of_one_result(which: str) -> float:
     return difference([plan.unshard(t, 2) for t in got], wanted)
 
 
+def poisoned(strategy: str, **options) -> list[bool]:
+    """For dq, dk and dv: whether NaN in what queries that keep nothing receive changes no bit. Some of them are in shared rows."""
+    pattern = sf.from_mask_fn(lambda q, kv: (q % 7 != 3) & ((q < 40) | (abs(q - kv) < 50)))
+    plan = sf.context_parallel(pattern, 700, mesh(), heads=2, kv_heads=2, block_size=32, strategy=strategy, **options)
+    leaves = [plan.shard(t[:1, :2, :700], 2).requires_grad_() for t in inputs("per head")[:3]]
+    out, lse = plan.attention(*leaves, return_lse=True)
+    empty = lse.isneginf()
+    assert empty[:, :, plan.exists].any()
+    given = [torch.ones_like(out), torch.ones_like(lse)]
+    wanted = torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
+    given = [given[0].masked_fill(empty[..., None], float("nan")), given[1].masked_fill(empty, float("nan"))]
+    return [torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True)]
+
+
 def dying(rank: int) -> None:
     """One rank ends after a call; the others make more of them."""
     plan = sf.context_parallel("causal", 300, mesh(), block_size=32)

@@ -141,6 +141,12 @@ def test_sinks_a_scale_and_other_values_give_the_same_where_one_rank_has_all_lab
         assert error < 1e-5 and of_sinks < 1e-5
 
 
+@pytest.mark.skipif(on_ranks.DEVICE != "cpu", reason="kernels on GPUs take what out receives as it is")
+@pytest.mark.parametrize("strategy, overlap", [("blocks", True), ("blocks", False), ("queries", True), ("heads", None)])
+def test_what_queries_that_keep_nothing_receive_reaches_no_gradient_of_any_rank(pools, strategy, overlap):
+    assert all(all(same) for same in pools(2).run(on_ranks.poisoned, strategy, overlap=overlap))
+
+
 @pytest.mark.parametrize("which", ["out", "lse"])
 def test_a_loss_may_use_one_result_alone(pools, which):
     assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
