@@ -189,7 +189,7 @@ class ContextPlan(TokenShards):
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
         # Where each token of the sequence lies in those of all ranks; None where they lie in order.
         in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
-        self._order = None if in_order or self.strategy != "heads" else self._inverse
+        self._order = None if in_order or self.strategy != "heads" else shards._inverse
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
         self._route_handle = None if self._route is None else self._route.handle()

@@ -321,6 +321,7 @@ def of_a_layer(fullgraph: bool, dropout_p: float, select: bool = False) -> tuple
     options = {"heads": 4, "kv_heads": 2, "strategy": "heads"} if select else {}
     plan = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
     layer.mask = plan
+    assert sf.SparseAttention(64, 4, plan, kv_heads=2, dropout_p=dropout_p, select=how.get("select")).mask is plan
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
     torch.manual_seed(SEED + dist.get_rank())
     out = run(plan.shard(x, 1))
