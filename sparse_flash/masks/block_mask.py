@@ -225,7 +225,7 @@ class BlockMask:
         digest = hashlib.sha256(repr(self.sizes).encode())
         for tensor in (self.mask_index, *self.by_query[:5], *self.tiles):
             digest.update(repr(tuple(tensor.shape)).encode())
-            digest.update(np.ascontiguousarray(tensor.numpy()))
+            digest.update(np.ascontiguousarray(tensor.numpy()).data)
         return digest.digest()
 
     @property
