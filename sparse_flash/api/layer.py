@@ -102,7 +102,8 @@ class SparseAttention(nn.Module):
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
     then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
-    ``new_cache`` keeps these means, and a step reads the picked blocks alone.
+    ``new_cache`` keeps these means, and a step reads the picked blocks alone. With a ``ContextPlan`` as mask, of strategy "heads",
+    each rank chooses in its heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
@@ -145,7 +146,7 @@ class SparseAttention(nn.Module):
                 "select must be a dict of topk_blocks' arguments, or a function of (q, k) that returns a BlockSelection; got "
                 f"{type(select).__name__}"
             )
-        if select is not None and not (isinstance(mask, str) and mask == "causal"):
+        if select is not None and not isinstance(mask, SharedSequence) and not (isinstance(mask, str) and mask == "causal"):
             raise ValueError("select takes the place of mask; leave mask out: a selection is causal, and topk_blocks takes always=")
         check_dropout(dropout_p)
         if select is not None and dropout_p:
@@ -211,7 +212,8 @@ class SparseAttention(nn.Module):
             rotation = _rotation(positions, self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         if plan is not None:
-            out = plan.attention(q, k, v, dropout_p=dropout_p, deterministic=self.deterministic, backend=self.backend)
+            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
+            out = plan.attention(q, k, v, select=self.select, **options)
             return self.out_proj(out.transpose(1, 2).flatten(2))
         if self.select is not None:
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))

@@ -120,7 +120,7 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        dout, dlse = given_or_zeros(dout, out), of_queries_with_keys(dlse, lse)
+        dout, dlse = upstream(dout, dlse, out, lse)
         grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
@@ -158,14 +158,13 @@ def refuse_second_derivatives(*_) -> None:
     )
 
 
-def given_or_zeros(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out: zeros if only lse is differentiated."""
-    return torch.zeros_like(out) if dout is None else dout
-
-
-def of_queries_with_keys(dlse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of lse, 0 where no input has part in it: what a formula makes of -inf is often NaN, and 0 * NaN is no 0."""
-    return None if dlse is None else dlse.masked_fill(lse.isneginf(), 0.0)
+def upstream(
+    dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
+    that keep nothing."""
+    dlse = None if dlse is None else backends.of_queries_with_keys(dlse, lse)
+    return torch.zeros_like(out) if dout is None else dout, dlse
 
 
 def _prepared(
@@ -280,7 +279,7 @@ def _gradients(ctx, dout, dlse):
     variant = Variant.unpacked(variant_tensors, *ctx.packed)
     grads = [None, None, None]
     if dout is not None or dlse is not None:
-        dout, dlse = given_or_zeros(dout, out), of_queries_with_keys(dlse, lse)
+        dout, dlse = upstream(dout, dlse, out, lse)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = [] if variant is None else variant.gradients(*grads[3:])
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)

@@ -23,7 +23,7 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND, RunPattern
-from .table import Entries
+from .table import Entries, FullBlocks
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
@@ -53,7 +53,7 @@ def compile_mask(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    return with_coarse(from_entries(grid, *_Compilation(pattern, grid, progress).run())).to(device or "cpu")
+    return with_coarse(_Compilation(pattern, grid, progress).run()).to(device or "cpu")
 
 
 @as_block_mask.register(Pattern)
@@ -76,13 +76,18 @@ class _Compilation:
         self.leaves: dict[Pattern, BlockRuns] = {}
         self.pool = TilePool(grid.block_size)
 
-    def run(self) -> tuple[Entries, TilePool]:
+    def run(self) -> BlockMask:
         states = self.states(self.pattern)
         check_blocks(states.count(FULL))  # before they take memory
-        pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
-        pieces += self.decided_blocks(states)
+        whole, cut = self.divided(states)
+        pieces = [*cut, *self.decided_blocks(states)]
         rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
-        return Entries(rows, cols, tiles), self.pool
+        promoted = tiles == FULL_TILE
+        if promoted.any():
+            found = rows[promoted], cols[promoted], cols[promoted] + 1
+            whole |= BlockRuns.from_row_runs(self.grid.shape, *found, np.array(FULL))
+            rows, cols, tiles = (axis[~promoted] for axis in (rows, cols, tiles))
+        return from_entries(self.grid, Entries(rows, cols, tiles), self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def states(self, pattern: Pattern) -> BlockRuns:
         if isinstance(pattern, (And, Or)):
@@ -94,15 +99,21 @@ class _Compilation:
             self.leaves[pattern] = _leaf_states(pattern, self.grid)
         return self.leaves[pattern]
 
-    def full_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Full blocks; those cut off by the end of the queries or keys need a tile that says where they end."""
-        tiles = np.full(len(rows), FULL_TILE, np.int64)
-        if self.grid.q_len % self.grid.block_size == 0 == self.grid.kv_len % self.grid.block_size:
-            return rows, cols, tiles
-        cut = (self.grid.heights(rows) < self.grid.block_size) | (self.grid.widths(cols) < self.grid.block_size)
-        if cut.any():
-            zero = np.zeros((int(cut.sum()), 1, self.grid.block_size), np.int64)
-            tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, 0])
+    def divided(self, states: BlockRuns) -> tuple[BlockRuns, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
+        (q_blocks, kv_blocks), size = self.grid.shape, self.grid.block_size
+        cut_row, cut_col = self.grid.q_len % size > 0, self.grid.kv_len % size > 0
+        if not (cut_row or cut_col):
+            return states, []
+        first = np.full(q_blocks, kv_blocks - cut_col)
+        first[-1] *= not cut_row
+        cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
+        return states & ~cut, [self.cut_blocks(*block) for block in (states & cut).blocks(FULL)]
+
+    def cut_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Full blocks that are cut off have a tile that says where they end."""
+        zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
+        tiles = self.pool.add_runs(self.clipped(rows, cols, zero, zero + self.grid.block_size)[:, 0])
         return rows, cols, tiles
 
     def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.grid import union
+from ..masks.grid import ranges, union
 from .costs import SequenceSizes
 
 # Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
@@ -305,9 +305,8 @@ class _Search:
 
     def _touched(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the columns that the chunks touch, chunk after chunk; where those of each begin)"""
-        begin, counts = self.ptr[chunks], np.diff(self.ptr)[chunks]
-        first = np.cumsum(counts) - counts
-        return self.cols[np.repeat(begin - first, counts) + np.arange(counts.sum())], first
+        counts = np.diff(self.ptr)[chunks]
+        return self.cols[ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
     def _cost_of(self, rank: int) -> float:
         mine = self.chunks_of[rank]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import backends
-from ..dispatch.operators import refuse_second_derivatives
+from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
@@ -182,9 +182,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, *saved = ctx.saved_tensors
-    _, out, *_ = saved
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *_backward(dout, dlse, q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
+    _, out, lse, *_ = saved
+    return *_backward(*upstream(dout, dlse, out, lse), q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
 
 
 _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)

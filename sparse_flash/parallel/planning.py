@@ -144,8 +144,8 @@ def square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
     """The mask of the whole sequence, on the CPU. Raises ValueError for one of other lengths, TypeError for a selection."""
     if isinstance(mask, (BlockSelection, PackedSelection)):
         raise TypeError(
-            f"a plan is made before there are queries, and a {type(mask).__name__} is of blocks chosen from them; pass a Pattern, "
-            "its spec text or a BlockMask, or use sf.attention on one GPU"
+            f"a plan is made before there are queries, and a {type(mask).__name__} is of blocks chosen from them; plan 'causal' "
+            "with strategy='heads', and let plan.attention(..., select=) choose"
         )
     whole = as_block_mask(mask, q_len=q_len, kv_len=q_len, block_size=block_size).to("cpu")
     if (whole.q_len, whole.kv_len) != (q_len, q_len):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..masks.block_mask import BlockMask
 from ..masks.build import part_of
+from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, call_times, gathers_rows
 
@@ -241,8 +242,11 @@ def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.n
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """(rows,) bool: whether a block row visits one of the block columns, in some head. -1 visits none."""
-    wanted = np.zeros(mask.grid.kv_blocks, np.int64)
-    wanted[cols] = 1
-    ptr = mask.by_query.row_ptr.numpy()
-    before = np.append(0, np.cumsum(wanted[mask.by_query.col_idx.numpy()]))
-    return (rows >= 0) & (before[ptr[:, rows + 1]] > before[ptr[:, rows]]).any(0)
+    wanted = np.zeros(mask.grid.kv_blocks, bool)
+    wanted[cols] = True
+    visits, present = np.zeros(len(rows), bool), np.flatnonzero(rows >= 0)
+    for ptr in mask.by_query.row_ptr.numpy():
+        counts = np.diff(ptr)[rows[present]]
+        found = wanted[mask.by_query.col_idx.numpy()[ranges(ptr[rows[present]], counts)]]
+        visits[np.repeat(present, counts)[found]] = True
+    return visits

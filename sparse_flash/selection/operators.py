@@ -22,7 +22,7 @@ import torch
 
 from .. import backends
 from ..dispatch import observers
-from ..dispatch.operators import given_or_zeros, of_nothing, refuse_second_derivatives, refuse_transforms
+from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from . import hopper, portable, reference
@@ -211,7 +211,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dout is None and dlse is None:
         return None, None, None, *none
-    return *_backward(given_or_zeros(dout, out), dlse, q, k, v, out, lse, picks, tables, *ctx.options), *none
+    return *_backward(*upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
 
 
 def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -217,6 +217,18 @@ def test_what_the_lse_of_a_query_that_keeps_nothing_receives_reaches_no_gradient
     assert all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
 
 
+@parametrize("backend", ["torch", "reference"])
+@parametrize("mask, q_len, kv_len", [("causal", 50, 40), ("causal & ~local(20)", 64, 64), ("full", 5, 4)])
+def test_what_the_out_of_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend, mask, q_len, kv_len):
+    q, k, v = accepted(backend, q_len, kv_len, requires_grad=True)
+    lens = torch.tensor([0] + [kv_len] * (len(q) - 1), device=DEVICE) if mask == "full" else None
+    out, lse = sf.attention(q, k, v, mask, kv_lens=lens, return_lse=True, backend=backend)
+    empty, dout = lse.isneginf()[..., None], torch.ones_like(out)
+    wanted = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout.masked_fill(empty, float("nan")))
+    assert empty.any() and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
 @every_backend
 def test_a_mask_that_keeps_nothing_gives_zero(backend):
     q, k, v = accepted(backend, requires_grad=True)

@@ -3,6 +3,7 @@
 import sys
 import tracemalloc
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask, compiler, rules, tiles
+from sparse_flash.masks import block_mask, compiler, rules, table, tiles
 from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
@@ -323,6 +324,26 @@ def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_
 
     with pytest.raises(NotImplementedError, match="Vague defines no token_rule"):
         sf.compile_mask(Vague(), 64)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "full", "causal & ~local(100_000)"])
+def test_a_dense_mask_takes_little_more_memory_than_its_table(pattern):
+    tracemalloc.start()
+    mask = sf.compile_mask(pattern, 1 << 18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.25 * mask.nbytes
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.floats(0, 1), st.integers(1, 9), st.integers(0, 99))
+def test_runs_of_full_blocks_are_turned_into_those_of_columns(rows, cols, share, length, seed):
+    kept = np.repeat(np.random.default_rng(seed).random((rows, -(-cols // length))) < share, length, 1)[:, :cols]
+    full = table.FullBlocks.of(kept.shape, *np.nonzero(kept))
+    wanted = table.FullBlocks.of(kept.T.shape, *np.nonzero(kept.T))
+    for shortest in (0, 1, 1 << 20):  # all as runs, some, all block by block
+        with mock.patch.object(table, "_LONG_RUN", shortest):
+            for got, numbers in zip(full.transposed(), wanted, strict=True):
+                np.testing.assert_array_equal(got, numbers)
 
 
 def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
-from sparse_flash.parallel import routes
+from sparse_flash.parallel import assignment, explanation, routes
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -213,6 +213,20 @@ def of_one_result(which: str) -> float:
     return difference([plan.unshard(t, 2) for t in got], wanted)
 
 
+def poisoned(strategy: str, **options) -> list[bool]:
+    """For dq, dk and dv: whether NaN in what queries that keep nothing receive changes no bit. Some of them are in shared rows."""
+    pattern = sf.from_mask_fn(lambda q, kv: (q % 7 != 3) & ((q < 40) | (abs(q - kv) < 50)))
+    plan = sf.context_parallel(pattern, 700, mesh(), heads=2, kv_heads=2, block_size=32, strategy=strategy, **options)
+    leaves = [plan.shard(t[:1, :2, :700], 2).requires_grad_() for t in inputs("per head")[:3]]
+    out, lse = plan.attention(*leaves, return_lse=True)
+    empty = lse.isneginf()
+    assert empty[:, :, plan.exists].any()
+    given = [torch.ones_like(out), torch.ones_like(lse)]
+    wanted = torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
+    given = [given[0].masked_fill(empty[..., None], float("nan")), given[1].masked_fill(empty, float("nan"))]
+    return [torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True)]
+
+
 def dying(rank: int) -> None:
     """One rank ends after a call; the others make more of them."""
     plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
@@ -272,18 +286,42 @@ def differentiated_twice() -> str:
     return ""
 
 
-def of_a_layer(fullgraph: bool, dropout_p: float) -> tuple[float, float]:
+def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
+    """As ``compared``, where queries choose their blocks by these options of ``topk_blocks``. shuffled: ranks own chunks from all
+    over the sequence, in place of one piece each."""
+
+    def select(q, k):
+        return sf.topk_blocks(q, k, 3, block_size=32, **options)
+
+    with patch.object(explanation, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
+        plan, found = plan_of(name, "heads"), []
+    for _ in range(2):
+        torch.manual_seed(SEED + dist.get_rank())
+        with poisoned_memory():
+            found.append(of_a_plan(plan, name, select=select, dropout_p=dropout_p))
+    given = inputs(name)
+    torch.manual_seed(SEED)
+    whole = select(*given[:2])
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=dropout_p, return_lse=True), *given)
+    assert (plan._order is None) == (not shuffled and plan.tokens * plan.ranks == plan.q_len)
+    return difference(found[0], wanted), all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def of_a_layer(fullgraph: bool, dropout_p: float, select: bool = False) -> tuple[float, float]:
     """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
     torch.manual_seed(0)
-    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2, dropout_p=dropout_p)
+    how = {"select": {"keep": 3, "block_size": 64}} if select else {"mask": "causal & local(200)"}
+    layer = sf.SparseAttention(64, 4, kv_heads=2, dropout_p=dropout_p, **how)
     x = torch.randn(2, 1000, 64)
     torch.manual_seed(SEED)
     wanted = layer(x)
     wanted.sin().sum().backward()
     of_one = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    plan = sf.context_parallel("causal & local(200)", 1000, mesh())
+    options = {"heads": 4, "kv_heads": 2, "strategy": "heads"} if select else {}
+    plan = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
     layer.mask = plan
+    assert sf.SparseAttention(64, 4, plan, kv_heads=2, dropout_p=dropout_p, select=how.get("select")).mask is plan
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
     torch.manual_seed(SEED + dist.get_rank())
     out = run(plan.shard(x, 1))
@@ -415,8 +453,13 @@ def refused_calls() -> dict[str, str]:
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
     layer = sf.SparseAttention(16, 2, plan)
+    of_heads = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, strategy="heads")
+    chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, every=1)
     calls = {
         "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
+        "select": lambda: plan.attention(q, k, v, select=chosen),
+        "choice": lambda: of_heads.attention(q, k, v, select=lambda q, k: q),
+        "selected dropout": lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1),
         "dropout": lambda: plan.attention(q, k, v, dropout_p=1.5),
         "reference": lambda: plan.attention(q, k, v, backend="reference"),
         "hopper": lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper"),
@@ -433,7 +476,7 @@ def refused_calls() -> dict[str, str]:
     for name, call in calls.items():
         try:
             call()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said
 

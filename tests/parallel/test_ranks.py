@@ -46,6 +46,22 @@ def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(poo
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize(
+    "ranks, name, shuffled, options",
+    [
+        (2, "grouped 8:2", False, {"every": 1, "share_group": True}),
+        (2, "per head, grouped", True, {"every": 4, "always": "sinks(3)"}),
+        (3, "grouped 6:3", False, {"every": 1}),
+        (2, "grouped 8:2", True, {"every": None}),
+        (4, "ranks that get nothing", True, {"every": None, "dropout_p": 0.2}),
+        (1, "grouped 6:3", False, {"every": 1}),
+    ],
+)
+def test_blocks_chosen_by_queries_where_heads_are_exchanged_are_what_one_process_chooses(pools, ranks, name, shuffled, options):
+    for error, same in pools(ranks).run(on_ranks.selected, name, shuffled, **options):
+        assert error < 1e-5 and same
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", OF_NODES)
 def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
@@ -125,14 +141,22 @@ def test_sinks_a_scale_and_other_values_give_the_same_where_one_rank_has_all_lab
         assert error < 1e-5 and of_sinks < 1e-5
 
 
+@pytest.mark.skipif(on_ranks.DEVICE != "cpu", reason="kernels on GPUs take what out receives as it is")
+@pytest.mark.parametrize("strategy, overlap", [("blocks", True), ("blocks", False), ("queries", True), ("heads", None)])
+def test_what_queries_that_keep_nothing_receive_reaches_no_gradient_of_any_rank(pools, strategy, overlap):
+    assert all(all(same) for same in pools(2).run(on_ranks.poisoned, strategy, overlap=overlap))
+
+
 @pytest.mark.parametrize("which", ["out", "lse"])
 def test_a_loss_may_use_one_result_alone(pools, which):
     assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
 
 
-@pytest.mark.parametrize("fullgraph, dropout_p", [(False, 0.1), (True, 0.0), (True, 0.1)])
-def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph, dropout_p):
-    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph, dropout_p):
+@pytest.mark.parametrize(
+    "fullgraph, dropout_p, select", [(False, 0.1, False), (True, 0.0, False), (True, 0.1, False), (True, 0.0, True)]
+)
+def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph, dropout_p, select):
+    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph, dropout_p, select):
         assert error < 1e-5 and of_parameters < 1e-5
 
 
@@ -267,6 +291,9 @@ def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
 def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
     for said in pools(2).run(on_ranks.refused_calls):
         assert "does not support softcap" in said["softcap"]
+        assert "this plan's strategy is 'blocks'; pass strategy='heads' to context_parallel" in said["select"]
+        assert "or a function of (q, k) that returns one, as topk_blocks does; got Tensor" in said["choice"]
+        assert "a BlockSelection does not take dropout_p" in said["selected dropout"]
         assert "dropout_p must be in [0, 1); got 1.5" in said["dropout"]
         assert "it does not support dropout of a part of a sequence" in said["hopper"]
         assert "backend 'reference' computes gradients from the softmax of the keys that it gets" in said["reference"]

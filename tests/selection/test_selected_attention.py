@@ -164,6 +164,18 @@ def test_the_masses_of_picked_blocks_are_right_and_differentiable(name, backend)
     assert out.shape == (batch, heads, q_len, 16)
 
 
+@parametrize("backend", BACKENDS)
+def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
+    selection = sf.BlockSelection.from_picks(torch.zeros(1, 2, 50, 1, dtype=torch.int32), 16, kv_len=40, check=False)
+    q, k, v = (tensor((1, 2, n, 16)).requires_grad_() for n in (50, 40, 40))
+    out, lse = sf.attention(q, k, v, selection, return_lse=True, backend=backend)
+    empty, ones = lse.isneginf(), (torch.ones_like(out), torch.ones_like(lse))
+    wanted = torch.autograd.grad((out, lse), (q, k, v), ones, retain_graph=True)
+    given = ones[0].masked_fill(empty[..., None], float("nan")), ones[1].masked_fill(empty, float("nan"))
+    grads = torch.autograd.grad((out, lse), (q, k, v), given)
+    assert empty.sum() == 2 * 10 and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
 def test_masses_relative_to_lse_sum_to_one_where_nothing_is_kept_besides():
     _, selection = case("each query, groups of 4, odd lengths")
     q, k = (tensor((1, h, 75, 16)) for h in (8, 2))
