@@ -23,7 +23,7 @@ from examples.equal_time.cli import app
 from examples.equal_time.results import Result
 from examples.equal_time.run import planned, run, settings_of
 from examples.equal_time.windows import Windows
-from examples.train_lm import checkpoint
+from examples.train_lm import checkpoint, memory
 from examples.train_lm.data import Tokens, prepare
 from examples.train_lm.model import Decoder
 from examples.train_lm.parallel import World
@@ -33,6 +33,7 @@ from examples.train_lm.settings import PRESETS, Settings, Shape, checked
 VOCABULARY, SHORT = 320, 256
 SHAPE = Shape(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_dim=64, vocabulary=VOCABULARY)
 CPU = World(torch.device("cpu"))
+SAME_PAIRS = "window", "power-of-two", "chosen-blocks"
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +115,22 @@ def test_a_budget_of_seconds_becomes_steps_of_both_lengths(monkeypatch):
     assert (alone.steps, alone.extend_to) == (1000, 0)
 
 
+def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
+    pairs = {name: memory.kept_pairs(Settings(PRESETS["30M"], ARMS[name].masks), LENGTH) for name in SAME_PAIRS}
+    assert max(pairs.values()) < 1.01 * min(pairs.values()) and pairs["chosen-blocks"] <= pairs["power-of-two"]
+
+
 @pytest.fixture(scope="module")
 def files(data, tmp_path_factory) -> list[Path]:
-    """Results of three arms, two seeds of one."""
+    """Results of four arms, two seeds of one."""
     folder = tmp_path_factory.mktemp("results")
     short = {
         "dense": Arm(("causal",), length=SHORT),
         "dense-8k": Arm(("causal",), length=SHORT // 4),
         "window": Arm(("causal & local(16)",), length=SHORT),
+        "chosen-blocks": Arm(("topk_blocks(3, block=16) | local(20)",), length=SHORT),
     }
-    wanted = ("dense", 1), ("dense-8k", 1), ("window", 1), ("window", 2)
+    wanted = ("dense", 1), ("dense-8k", 1), ("window", 1), ("window", 2), ("chosen-blocks", 1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("WARM_STEPS", 1), ("TIMED_STEPS", 3), ("CURVE_POINTS", 4)):
             patch.setattr(f"examples.equal_time.run.{name}", value)
@@ -240,7 +247,7 @@ def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypa
     assert all(name in done.output for name in ("dense-8k", "window", "time to loss"))
     assert picture.stat().st_size > 10_000
     table = json.loads(summary.read_text())["rows"]
-    assert {row["arm"] for row in table} == {"dense", "dense-8k", "window"}
+    assert {row["arm"] for row in table} == {"dense", "dense-8k", "window", "chosen-blocks"}
     assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
 
 
