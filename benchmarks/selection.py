@@ -199,9 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--block", type=int, action="append", help="tokens of a picked block (default 128, 64)")
     parser.add_argument("--picks", type=int, default=16, help="blocks of a query, its own included (default %(default)s)")
     parser.add_argument("--alike", type=float, action="append", help="see above, 0 to 1 (default 0, 0.8)")
-    parser.add_argument(
-        "--trained", type=Path, action="append", default=[], metavar="FILE", help="trained picks, see above"
-    )
+    parser.add_argument("--trained", type=Path, action="append", default=[], metavar="FILE", help="trained picks, see above")
     parser.add_argument("--no-drawn", action="store_true", help="leave drawn picks out")
     parser.add_argument("--peer", action="append", choices=PEERS, help="(default: all)")
     parser.add_argument("--limit", type=int, default=120, help="seconds for a peer and a case (default %(default)s)")

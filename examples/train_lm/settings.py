@@ -21,7 +21,7 @@ _CHOICE = re.compile(r"topk_blocks\((?P<keep>\d+), block=(?P<block_size>\d+)\)(?
 @dataclass(frozen=True)
 class Choice:
     """In place of a mask, written "topk_blocks(12, block=128) | local(208)": each query keeps its own block of keys and those
-    before that score highest by mean keys, ``keep`` in all, and what the spec text ``always`` keeps. Query heads that share keys share
+    before that score highest by mean keys, ``keep`` in all, and what the spec text ``always`` keeps. Heads with the same keys share
     choices."""
 
     keep: int

@@ -113,6 +113,8 @@ def test_a_budget_of_seconds_becomes_steps_of_both_lengths(monkeypatch):
     assert [found.length_at(step) for step in (0, 849, 850)] == [8192, 8192, LENGTH]
     alone = planned(settings, ARMS["dense-8k"], 100.0, {8192: 0.1})
     assert (alone.steps, alone.extend_to) == (1000, 0)
+    with pytest.raises(ValueError, match=r"a step takes 0\.1 s; pass more --seconds; got 0\.05"):
+        planned(settings, ARMS["dense-8k"], 0.05, {8192: 0.1})
 
 
 def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
