@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, names = torch.device(options.device), options.peer or list(PEERS)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pairs_of_heads = options.heads or HEADS
-    shapes = [] if options.no_drawn else product(pairs_of_heads, options.block or BLOCKS, options.alike or ALIKE)
+    shapes = product(pairs_of_heads, options.block or BLOCKS, () if options.no_drawn else options.alike or ALIKE)
     cases: list[tuple[PicksCase, torch.Tensor | None]] = [
         (PicksCase(options.tokens, heads, kv_heads, options.head_dim, block, options.picks, alike), None)
         for (heads, kv_heads), block, alike in shapes

@@ -219,7 +219,7 @@ def _checked_mask(text: str, settings: Settings) -> str:
     if choice := Choice.of(text):
         if settings.packed:
             raise ValueError(f"mask {text!r} does not keep packed documents apart here; leave --packed out, or use another mask")
-        choice(*torch.zeros(2, 1, 1, settings.last_length, 1))  # says what is wrong with it
+        choice(*torch.zeros(2, 1, 1, 1, 1))  # says what is wrong with it
         return text
     pattern = sf.parse(text)  # says what is wrong with a text, and where
     # The part above the diagonal of a mask of another length would be another; compiled at this one, it costs what training costs.
