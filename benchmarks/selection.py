@@ -16,6 +16,7 @@ import argparse
 import json
 import pickle
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -58,6 +59,7 @@ class PicksCase:
 
 def drawn_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     """(1, kv_heads, tokens, picks) int32, -1 for none: own blocks, and earlier ones that change from query to query."""
+    assert case.alike is not None, "the case is of given picks"
     generator = torch.Generator(device).manual_seed(0)
     query = torch.arange(case.tokens, device=device)[:, None]
     own, few = query // case.block_size, torch.arange(case.picks - 1, device=device)
@@ -75,7 +77,7 @@ def drawn_picks(case: PicksCase, device: torch.device) -> torch.Tensor:
     return torch.stack(heads)[None]
 
 
-def trained_cases(path: Path, heads: list[list[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
+def trained_cases(path: Path, heads: Iterable[Sequence[int]], head_dim: int) -> list[tuple[PicksCase, torch.Tensor]]:
     """A case for each (heads, kv_heads), and its picks, (1, kv_heads, tokens, picks) int32, of a file of ``train_lm picks --save``:
     for so many key heads of its layers, spread evenly. Raises ValueError for another file, and where it has fewer heads."""
     try:

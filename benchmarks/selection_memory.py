@@ -103,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    case = PicksCase(0, *options.heads, options.head_dim, options.block, options.picks, options.alike)
+    heads, kv_heads = options.heads
+    case = PicksCase(0, heads, kv_heads, options.head_dim, options.block, options.picks, options.alike)
     data: dict = {"format": 1, "environment": environment(device), "dtype": str(dtype).removeprefix("torch."), "rows": []}
     options.out.mkdir(parents=True, exist_ok=True)
     for mib in options.workspace or (128, 512, 2048):
