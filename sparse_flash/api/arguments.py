@@ -270,11 +270,14 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
+    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache. Sizes other than head_dim and those of pages may
+    be 0."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(f"{name} must have shape {shape}, none of it 0; got {tuple(tensor.shape)}")
+        if tensor.dim() != 4 or tensor.shape[3] == 0:
+            raise ValueError(f"{name} must have shape {shape}, head_dim not 0; got {tuple(tensor.shape)}")
+    if block_table is not None and 0 in k.shape[::2]:
+        raise ValueError(f"k must have at least one page of one token, {order}; got {tuple(k.shape)}")
     check_alike(q, k, v, cast="cast q with .to({1})")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
@@ -283,11 +286,9 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            "q and k must agree in head_dim, and the number of key heads divide that of query heads; got shapes "
-            f"{tuple(q.shape)} and {tuple(k.shape)}, k of {order}"
-        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, k of {order}")
+    _check_groups(q.shape[1], k.shape[1])
     if block_table is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
     if q.shape[2] > MAX_QUERIES:
@@ -336,12 +337,13 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension."""
+    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension. Sizes other than head_dim may be
+    0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+        if tensor.shape[2] == 0:
+            raise ValueError(f"{name} must have a head_dim of at least 1; got shape {tuple(tensor.shape)}")
     check_alike(q, k, v)
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")

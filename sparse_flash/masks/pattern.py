@@ -222,6 +222,8 @@ class _Composite(Pattern):
 
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
     other = parse(other) if isinstance(other, str) else other
+    if isinstance(other, type) and issubclass(other, Pattern):
+        raise TypeError(f"{other.name or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
     return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
