@@ -141,7 +141,9 @@ class UnitPattern(Pattern):
         """``block``. Raises TypeError for a class without it, ValueError where it is no number of tokens."""
         name = self.name or type(self).__qualname__
         if not hasattr(self, "block"):
-            raise TypeError(f"{name} is a pattern of units and has no block, the tokens in a unit; give it a field block: int = 128")
+            raise TypeError(
+                f"{name} is a pattern of units and has no block, the tokens in a unit; give it a field block: int = 128"
+            )
         return positive_int(name, "block", self.block)
 
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
