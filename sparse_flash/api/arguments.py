@@ -15,7 +15,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection, check_selection_block, check_sharing
-from ..masks.cache import compiled_once, of_another_library
+from ..masks.cache import compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
@@ -178,9 +178,10 @@ def check_types(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "a nested tensor" if value.is_nested else value.layout
             raise ValueError(
-                f"{name} must be a tensor of layout torch.strided; got {value.layout}; sequences of many lengths, the values and "
+                f"{name} must be a tensor of layout torch.strided; got {layout}; sequences of many lengths, the values and "
                 "offsets of a nested tensor, go to sparse_flash.attention_varlen"
             )
 
@@ -375,7 +376,7 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
         raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
     tokens = len(x)
     longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type == "cpu" and not is_recorded(x.device):
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return longest
 

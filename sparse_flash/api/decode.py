@@ -10,7 +10,7 @@ from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from ..masks.cache import as_block_mask, keep_if_captured, of_another_library
+from ..masks.cache import as_block_mask, as_operations_take_it, keep_if_captured, made_apart, of_another_library
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse, text_of
 from ..patterns import causal, full, local
@@ -159,7 +159,7 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
         return (BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None), is_causal
     table, is_causal = _compiled(mask, length, q.device)
     keep_if_captured(table, q.device)
-    return table, is_causal
+    return table and as_operations_take_it(table), is_causal
 
 
 def _rounded(capacity: int) -> int:
@@ -176,7 +176,8 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
         return None, pattern == causal()
     # No key is later than the last query, and blocks of later keys would only cost programs time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
-    return as_block_mask(pattern, q_len=length, kv_len=length, block_size=DEFAULT_BLOCK_SIZE, device=device), False
+    sizes = {"q_len": length, "kv_len": length, "block_size": DEFAULT_BLOCK_SIZE}
+    return made_apart(as_block_mask, pattern, **sizes, device=device), False
 
 
 @constant_in_graphs

@@ -333,7 +333,7 @@ def pattern_class(name: str) -> type[Pattern]:
 
 def _nearest(name: str, known: list[str]) -> str:
     """What an error about an unknown name suggests."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
