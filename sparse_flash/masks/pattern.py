@@ -209,6 +209,10 @@ class _Composite(Pattern):
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
 
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # Each operand evaluates as few pairs as it can.
+        return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
         return f" {self.symbol} ".join(parts)
@@ -252,6 +256,9 @@ class Not(Pattern):
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_rule(q, kv))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        return np.logical_not(self.operand.token_tiles(q, kv))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)

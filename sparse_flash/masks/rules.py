@@ -171,10 +171,17 @@ class UnitPattern(Pattern):
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         size, unit = kv.shape[1], self._unit()
-        starts_on_units = size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any()
-        if unit == 1 or not starts_on_units:
+        if unit == 1:
             return super().token_tiles(q, kv)
-        return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
+        if size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any():
+            # Blocks begin with units: twice as fast as finding the unit of each token.
+            return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
+        (i, row), (j, col) = (_units(position // unit) for position in (q, kv))
+        kept = super().token_tiles(i * unit, j * unit)
+        block = np.arange(len(kept))[:, None, None]
+        # Columns before rows, as rows are copied whole.
+        kept = kept[block, np.arange(kept.shape[1])[:, None], col[:, None, :]]
+        return kept[block[:, 0], row]
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | None:
         unit, lists_pairs = self._unit(), type(self).unit_pairs is not UnitPattern.unit_pairs
@@ -213,6 +220,15 @@ class UnitPattern(Pattern):
             run = np.arange(len(row)) - np.repeat(np.cumsum(high - low) - high, high - low)
             sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in (PARTIAL, FULL)]))
         return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
+
+
+def _units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the units of each block in order, (n, units), where the last may repeat; the place of each token's unit among them).
+
+    unit: (n, block), the unit of each token of n blocks, ascending.
+    """
+    place = unit - unit[:, :1]
+    return np.minimum(unit[:, :1] + np.arange(place[:, -1].max() + 1), unit[:, -1:]), place
 
 
 def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

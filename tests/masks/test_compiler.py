@@ -359,6 +359,27 @@ def test_rules_of_runs_and_units_may_change_their_arguments_in_place(base, rule,
     np.testing.assert_array_equal(kv, np.arange(200))
 
 
+@pytest.mark.parametrize("lengths", [(2000, 2000), (700, 2000), (2000, 1900)])
+@pytest.mark.parametrize("combine", [lambda p: p, lambda p: p & sf.local(700), lambda p: sf.local(9) | ~p])
+def test_units_that_end_within_blocks_are_evaluated_once_for_each_pair_of_units(combine, lengths):
+    evaluated = []
+
+    @dataclass(frozen=True)
+    class Fifty(sf.UnitPattern):
+        block = 50
+
+        def unit_rule(self, i, j):
+            assert 0 <= j.min() and j.max() < 40  # units that exist
+            evaluated.append(i.size * j.size // max(1, min(len(i), len(j))) if i.ndim == 3 else 0)
+            return (i + 2 * j) % 3 == 0
+
+    pattern = combine(Fifty())
+    mask = sf.compile_mask(pattern, *lengths)
+    tiles = mask.grid.q_blocks * mask.grid.kv_blocks
+    assert 0 < sum(evaluated) <= tiles * 4**2  # a block of 128 touches four units at most
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
+
+
 def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_it():
     @dataclass(frozen=True)
     class Vague(sf.Pattern):
