@@ -369,7 +369,7 @@ def test_units_that_end_within_blocks_are_evaluated_once_for_each_pair_of_units(
         block = 50
 
         def unit_rule(self, i, j):
-            assert 0 <= j.min() and j.max() < 40  # units that exist
+            assert j.min() >= 0 and j.max() < 40  # units that exist
             evaluated.append(i.size * j.size // max(1, min(len(i), len(j))) if i.ndim == 3 else 0)
             return (i + 2 * j) % 3 == 0
 
