@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from .. import backends
@@ -153,7 +155,8 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
     if isinstance(mask, BlockMask):
         check_decoding_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
-    length = _rounded(capacity)
+    # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
+    length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
         is_causal, tensors = _constant_tables(mask, length, q.device)
         return (BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None), is_causal

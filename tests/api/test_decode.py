@@ -262,6 +262,15 @@ def test_a_layer_with_a_cache_compiles_nothing_with_each_token():
     assert (decode._compiled.cache_info().misses, _cached_mask.cache_info().misses) == before
 
 
+@parametrize("spec", ["causal", "causal & local(30)"])
+def test_compiled_code_takes_caches_of_other_capacities(spec):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k: sf.attention_decode(q, k, k, spec), fullgraph=True, backend="aot_eager")
+    for capacity in (70, 90, 130, 300):
+        q, k = torch.randn(2, 4, 1, 16, device=DEVICE), torch.randn(2, 2, capacity, 16, device=DEVICE)
+        torch.testing.assert_close(compiled(q, k), sf.attention_decode(q, k, k, spec))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
     q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
