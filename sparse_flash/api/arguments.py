@@ -20,7 +20,7 @@ from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
 from ..selection.choice import COMPRESSED, SCORES
-from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
+from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
@@ -401,13 +401,6 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError for a size below 1, by its name."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be positive; got {size}")
-
-
 def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
     if selection.device != q.device:
@@ -447,7 +440,7 @@ def checked_compression(
         raise ValueError(
             f"of compression=(length, stride), stride must divide length and the block size of {block_size}; got {compression}"
         )
-    check_positive(kv_len=kv_len)
+    check_counts(kv_len=kv_len)
     count = max(0, (kv_len - length) // stride + 1)
     if k.shape[2] != count:
         raise ValueError(
