@@ -46,7 +46,7 @@ def run(options: Options, console) -> Results:
 
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend)
-    cases = selected(chosen, options.only)
+    wanted = selected(chosen, options.only)
     from .measure.throughput import DTYPES
 
     settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
@@ -62,7 +62,7 @@ def run(options: Options, console) -> Results:
     for suite, listed in chosen.items():
         known = results.data["suites"].get(suite, [])
         results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
-    cases = list(dict.fromkeys(case for _, case in cases))
+    cases = list(dict.fromkeys(case for _, case in wanted))
     todo = suites.in_order(case for case in cases if _wanted(results.get(case.key), options))
     if reused := _reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
         console.print(reused)
