@@ -14,8 +14,8 @@ from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
-from ..variant.variant import check_dropout
-from .arguments import check_deterministic, check_positive
+from ..variant.variant import check_counts, check_dropout
+from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -47,7 +47,7 @@ class KeyValueCache:
         device: torch.device | str | None = None,
     ) -> None:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
-        check_positive(batch=batch, kv_heads=kv_heads, length=length, **widths)
+        check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens = 0
         sizes = batch, kv_heads, length, head_dim
@@ -132,8 +132,7 @@ class SparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if min(dim, heads, kv_heads) < 1:
-            raise ValueError(f"dim, heads and kv_heads must be positive; got {dim}, {heads} and {kv_heads}")
+        check_counts(dim=dim, heads=heads, kv_heads=kv_heads)
         if heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
@@ -153,8 +152,7 @@ class SparseAttention(nn.Module):
             raise ValueError(f"select takes no dropout; got dropout_p={dropout_p}; leave it out, or use a mask")
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        if min(head_dim, v_head_dim) < 1:
-            raise ValueError(f"head_dim and v_head_dim must be positive; got {head_dim} and {v_head_dim}")
+        check_counts(head_dim=head_dim, v_head_dim=v_head_dim)
         if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
             raise ValueError(
                 f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "

@@ -311,7 +311,7 @@ def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs 
         inner = _row_runs(pattern.operand, q, 1)
         runs = inner and _complement(*inner)
     else:
-        runs = pattern.row_runs(q)
+        runs = pattern.row_runs(q.copy())  # a rule may change its argument in place, and others get the same
     return runs if runs and runs[0].shape[-1] <= limit else None
 
 

@@ -209,6 +209,10 @@ class _Composite(Pattern):
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
 
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # Each operand evaluates as few pairs as it can.
+        return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
+
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
         return f" {self.symbol} ".join(parts)
@@ -222,6 +226,8 @@ class _Composite(Pattern):
 
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
     other = parse(other) if isinstance(other, str) else other
+    if isinstance(other, type) and issubclass(other, Pattern):
+        raise TypeError(f"{other.name or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
     return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
@@ -250,6 +256,9 @@ class Not(Pattern):
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_rule(q, kv))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        return np.logical_not(self.operand.token_tiles(q, kv))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
@@ -331,7 +340,7 @@ def pattern_class(name: str) -> type[Pattern]:
 
 def _nearest(name: str, known: list[str]) -> str:
     """What an error about an unknown name suggests."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 

@@ -21,14 +21,24 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import keep_if_captured
+from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
 from ..masks.grid import BlockGrid
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.table import Entries
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, unpack_runs
 from . import gather_rows
-from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, own_tensors, power_of_two
+from .repack import (
+    BLOCK,
+    Side,
+    allocated_in_full,
+    documents_on_host,
+    fake_size,
+    fake_table,
+    long_document,
+    own_tensors,
+    power_of_two,
+)
 
 
 class InPlacePlan(NamedTuple):
@@ -60,7 +70,7 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     if not plan:
         return None
     run = _assemble if is_plain_eager(*starts) else _assemble_operator
-    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(constants, *starts, plan))
+    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(as_operations_take_them(constants), *starts, plan))
 
 
 @constant_in_graphs
@@ -119,8 +129,11 @@ class _LongRuns:
 
 @remembered(maxsize=64)
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
-    runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
-    return runs and _LongRuns(*runs, k_blocks, before, device)
+    def make() -> _LongRuns | None:
+        runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
+        return runs and _LongRuns(*runs, k_blocks, before, device)
+
+    return made_apart(make)
 
 
 def single_runs(mask: BlockMask) -> tuple[np.ndarray, np.ndarray] | None:
@@ -173,11 +186,11 @@ def _assemble_operator(
 
 @_assemble_operator.register_fake
 def _(constants, q_starts, k_starts, plan):
-    plan, by_kernels = InPlacePlan(*plan), gather_rows.by_kernels(q_starts.device)
+    plan, in_full = InPlacePlan(*plan), allocated_in_full(q_starts.device)
     shapes = [(1, 1)]
     rows, k_rows = (-(-tokens // BLOCK) for tokens in (plan.q_tokens, plan.k_tokens))
-    shapes += fake_table(rows, plan.entries, k_rows, by_kernels) + fake_table(k_rows, plan.entries, rows, by_kernels)
-    shapes += [(fake_size(plan.tiles, by_kernels), BLOCK), (2, BLOCK, BLOCK // 32)]
+    shapes += fake_table(rows, plan.entries, k_rows, in_full) + fake_table(k_rows, plan.entries, rows, in_full)
+    shapes += [(fake_size(plan.tiles, in_full), BLOCK), (2, BLOCK, BLOCK // 32)]
     return [constants[0].new_empty(shape) for shape in shapes]
 
 

@@ -402,3 +402,9 @@ def test_a_token_rule_that_fails_on_arrays_names_its_pattern():
 
     with pytest.raises(ValueError, match=r"the token rule of .*Both\(\) failed on arrays of positions: .*& \| ~ instead of and"):
         sf.compile_mask(Both(), 40)
+
+
+@pytest.mark.parametrize("combine", [lambda p: p & sf.causal, lambda p: sf.causal & p, lambda p: p | sf.causal])
+def test_a_class_of_patterns_beside_a_pattern_is_told_to_be_called(combine):
+    with pytest.raises(TypeError, match=r"causal is a class of patterns; call it for a pattern"):
+        combine(sf.local(3))

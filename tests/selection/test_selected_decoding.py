@@ -226,8 +226,10 @@ def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
 def test_means_refuse_what_they_were_not_made_for():
     means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
     for error, message, call in [
-        (ValueError, "length must be positive; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
+        (ValueError, "length must be an integer of at least 1; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
         (ValueError, "block_size of a selection must be one of", lambda: sf.BlockMeans(1, 1, 64, 8, 24)),
+        (TypeError, "k must be a tensor; got list", lambda: means.update([K], 1)),
+        (TypeError, "q must be a tensor; got list", lambda: means.choose([Q], 3)),
         (ValueError, r"k must have shape \(3, 2, capacity, 32\), .* got \(3, 1,", lambda: means.update(K[:, :1], 1)),
         (ValueError, r"k must have shape \(pages, 2, page_size, 32\)", lambda: means.update(K[0], 1, block_table=K)),
         (ValueError, "tokens must be how many were appended, at least 1; got 0", lambda: means.update(K, 0)),
