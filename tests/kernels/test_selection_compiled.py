@@ -9,7 +9,7 @@ pytestmark = pytest.mark.compiles
 OF_HOPPER = {"hopper_picked_parts", "hopper_picked_grads"}
 WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads", *OF_HOPPER}
 # Bytes of stack (spilled registers), by Triton 3.6 to 3.9. Four warps hold dK and dV of 64 keys, which is faster than eight.
-STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 176}
+STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 176, "walk_picks": 24}
 # Of those for Hopper, at blocks of 128, the spills lie outside the loop over tiles that keep every pair.
 STACK_LIMIT |= {"hopper_picked_parts": 8, "hopper_picked_grads": 128}
 
