@@ -91,6 +91,14 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
+def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Places, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
+    begins = np.append(True, (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1] + 1))[: len(rows)]
+    begin = np.flatnonzero(begins)
+    last = np.append(begin[1:], len(rows))[: len(begin)] - 1
+    return rows[begin], cols[begin], cols[last] + 1
+
+
 @dataclass(frozen=True)
 class BlockRuns:
     """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with

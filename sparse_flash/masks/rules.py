@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import scipy.sparse
 
-from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
 from .pattern import Pattern, Runs
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
@@ -207,17 +207,15 @@ class UnitPattern(Pattern):
     def _large_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """The queries of a block row lie in one or two units; where both agree on a block, that is its state."""
         order = np.lexsort((j, i))
-        i, j = i[order], j[order]
-        starts = np.append(True, (i[1:] != i[:-1]) | (j[1:] != j[:-1] + 1))[: len(i)]
-        stops = np.append(starts[1:], True)[: len(i)]
-        unit, first, stop = i[starts], j[starts] * self.block, (j[stops] + 1) * self.block
+        unit, first, stop = runs_of(i[order], j[order])
+        first, stop = first * self.block, stop * self.block
         rows = np.arange(grid.q_blocks)
         q = grid.q_ends(rows) // self.block
         sides = []
         for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
             low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
             row = np.repeat(rows, high - low)
-            run = np.arange(len(row)) - np.repeat(np.cumsum(high - low) - high, high - low)
+            run = ranges(low, high - low)
             sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in (PARTIAL, FULL)]))
         return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .grid import FULL, BlockRuns, ranges
+from .grid import FULL, BlockRuns, ranges, runs_of
 from .tiles import FULL_TILE, TilePool
 
 WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
@@ -78,10 +78,7 @@ class FullBlocks(NamedTuple):
     @classmethod
     def of(cls, shape: tuple[int, int], rows: np.ndarray, cols: np.ndarray) -> FullBlocks:
         """From single blocks, ordered by row and column."""
-        begins = np.append(True, (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1] + 1))[: len(rows)]
-        first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(rows))[: len(first)] - 1
-        return cls(shape, *(numbers.astype(np.int64) for numbers in (rows[first], cols[first], cols[last] + 1)))
+        return cls(shape, *(numbers.astype(np.int64) for numbers in runs_of(rows, cols)))
 
     @property
     def blocks(self) -> int:

@@ -22,7 +22,7 @@ from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
-from ..masks.grid import BlockGrid
+from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.table import Entries
@@ -219,7 +219,7 @@ def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Ten
     low, high = np.where(some, first, plan.k_tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
     count = np.maximum(0, high - low)
     rows = np.repeat(np.arange(grid.q_blocks), count)
-    cols = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count - low, count)
+    cols = ranges(low, count)
     pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
     for batch in dense_batches(len(rows), BLOCK):
         key = cols[batch, None] * BLOCK
@@ -235,7 +235,7 @@ def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tup
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     document = np.repeat(np.arange(len(q_len)), q_len)
-    local = np.arange(len(document)) - np.repeat(np.cumsum(q_len) - q_len, q_len)
+    local = ranges(np.zeros_like(q_len), q_len)
     first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]
     stop = np.minimum(stop, k_len[document])
     packed = np.zeros((2, plan.q_tokens), np.int64)

@@ -24,7 +24,7 @@ from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
 from ..masks.cache import as_block_mask, as_operations_take_them, keep_if_captured, made_apart
-from ..masks.grid import BlockGrid
+from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
@@ -294,8 +294,7 @@ def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tu
 
 
 def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
-    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    token, row = np.repeat(start, length) + within, np.repeat(first_row, length) + within
+    token, row = ranges(start, length), ranges(first_row, length)
     token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))

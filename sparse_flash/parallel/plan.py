@@ -316,6 +316,8 @@ class ContextPlan(TokenShards):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
         check_deterministic(deterministic)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         if select is not None:
             q, k, v = (_in_order(t, self._order) for t in (q, k, v))
             out, lse = _of_all_tokens(q, k, v, _chosen(select, q, k), scale, dropout, sinks, deterministic, backend)
@@ -323,8 +325,6 @@ class ContextPlan(TokenShards):
             return _from_order(out, self._order, tokens, 0.0), _from_order(lse, self._order, tokens, float("-inf"))
         if self._gathered is not None:
             return _of_all_tokens(q, k, v, self._gathered, scale, dropout, sinks, deterministic, backend)
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
         assert self._route is not None and self._route_handle is not None
         scale = None if scale is None else checked_scale(scale, q.shape[3])
         options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
@@ -419,7 +419,7 @@ def _of_all_tokens(
     scale: float | None,
     dropout: Variant | None,
     sinks: torch.Tensor | None,
-    deterministic: bool | None,
+    deterministic: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), where a rank has all tokens of its heads."""
@@ -434,8 +434,6 @@ def _of_all_tokens(
         raise ValueError(
             "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
         )
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     if isinstance(mask, PartMask):
         given, (walked, variant) = mask.mask, walked_of(mask, dropout, q.is_cuda)
     else:
