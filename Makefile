@@ -5,9 +5,10 @@
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
 # make record  compiles the kernels of the tests and more, and records their registers, stack and shared memory
-# make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows; PAIR=oldest or PAIR=newest for one
+# make matrix  runs the tests on the oldest and the newest versions that pyproject.toml allows, and on those between whose Triton
+#              neither has; PAIR=oldest, 2.12, 2.14 or newest for one
 #
-# Each target creates .venv first if it is missing or out of date; matrix creates .matrix/oldest and .matrix/newest.
+# Each target creates .venv first if it is missing or out of date; matrix creates .matrix/oldest and others.
 # ARGS goes to the command: make bench ARGS="--help"; make test ARGS="-k compiler". With COVERAGE=1, make test says which lines ran.
 
 PYTHON ?= python3
@@ -28,9 +29,14 @@ TORCH += --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 endif
 
+# Releases of torch between the oldest and the newest, each with a Triton of its own: torch's CPU builds would take the newest Triton.
+BETWEEN := 2.12 2.14
+TRITON_2.12 := 3.7
+TRITON_2.14 := 3.8
+
 # The Pythons of the pairs: the oldest that pyproject.toml allows, and the newest on this machine for which everything that
 # the tests need has wheels (3.14 on 2026-11-22: transformers does not install on 3.15 yet).
-PAIR ?= oldest newest
+PAIR ?= oldest $(BETWEEN) newest
 OLDEST_PYTHON ?= $(call first_python,3.11)
 NEWEST_PYTHON ?= $(call first_python,3.14 3.13)
 PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
@@ -75,11 +81,11 @@ record: $(READY)
 chips: $(READY)
 	$(BIN)/python tests/chips.py $(ARGS)
 
-# The second pair is tried even if the first fails.
+# Each pair is tried even if another fails.
 matrix:
 	@$(MAKE) --no-print-directory --keep-going $(PAIR:%=matrix-%)
 
-matrix-oldest matrix-newest: matrix-%: .matrix/%/.ready
+$(addprefix matrix-,oldest $(BETWEEN) newest): matrix-%: .matrix/%/.ready
 	.matrix/$*/bin/sparse-flash doctor
 	OMP_NUM_THREADS=1 .matrix/$*/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
@@ -102,10 +108,20 @@ $(READY): pyproject.toml constraints.txt
 	$(call environment,$(PYTHON),constraints.txt,dev$(comma)docs)
 
 .matrix/oldest/.ready: pyproject.toml constraints-oldest.txt
-	$(call matrix_environment,oldest,OLDEST_PYTHON,$(OLDEST_PYTHON),3.11)
+	$(call before_matrix,oldest,OLDEST_PYTHON,3.11)
+	$(call environment,$(OLDEST_PYTHON),constraints-oldest.txt,dev)
 
 .matrix/newest/.ready: pyproject.toml constraints-newest.txt
-	$(call matrix_environment,newest,NEWEST_PYTHON,$(NEWEST_PYTHON),3.13 or newer)
+	$(call before_matrix,newest,NEWEST_PYTHON,3.13 or newer)
+	$(call environment,$(NEWEST_PYTHON),constraints-newest.txt,dev)
+
+# Everything as in the newest pair but torch, and what torch asks one version of.
+$(BETWEEN:%=.matrix/%/.ready): .matrix/%/.ready: pyproject.toml constraints-newest.txt
+	$(call before_matrix,$*,NEWEST_PYTHON,3.13 or newer)
+	@mkdir -p $(@D)
+	sed -E '/^(torch|triton|setuptools)==/d' constraints-newest.txt > $(@D)/constraints-$*.txt
+	printf 'torch==%s.*\ntriton==%s.*\n' $* $(TRITON_$*) >> $(@D)/constraints-$*.txt
+	$(call environment,$(NEWEST_PYTHON),$(@D)/constraints-$*.txt,dev)
 
 define environment
 	$(1) -m venv $(@D)
@@ -114,10 +130,9 @@ define environment
 	@touch $@
 endef
 
-define matrix_environment
-	@$(if $(3),,echo "matrix: the $(1) versions are tried on Python $(4), and none is on PATH or in $(PYENV)/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
-	@echo "matrix: makes $(@D) with $(3), once. On Linux torch may bring its CUDA libraries: about 2 GB to fetch, 6 GB on disk."
-	$(call environment,$(3),constraints-$(1).txt,dev)
+define before_matrix
+	@$(if $($(2)),,echo "matrix: the $(1) versions are tried on Python $(3), and none is on PATH or in $(PYENV)/versions. Install one, or name one: make matrix PAIR=$(1) $(2)=/path/to/python; the other pair alone: make matrix PAIR=$(if $(filter oldest,$(1)),newest,oldest)" >&2; exit 1)
+	@echo "matrix: makes $(@D) with $($(2)), once. On Linux torch may bring its CUDA libraries: about 2 GB to fetch, 6 GB on disk."
 endef
 
 clean:

@@ -1,12 +1,14 @@
 """One sequence over several GPUs: each strategy beside one GPU, other ways to divide it, and what the link allows.
 
     torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context --out runs/context
-    torchrun --nproc-per-node 4 -m sparse_flash.benchmarks.context --tokens 524288 --mask "causal & local(4096)" --way heads
+    torchrun --nproc-per-node 4 -m sparse_flash.benchmarks.context --tokens 524288 --mask "causal & documents" --way heads
 
 One GPU's time is that of the whole sequence on every rank by itself. Times are medians; that of the slowest rank counts. Tables
 show the share of linear scaling: one GPU's time / ranks / the time. ``floor_ms``: the larger of one GPU's time / ranks and the
 fewest bytes that a strategy of ours moves / the rate of the link, measured in the same run by an all-to-all of as many contiguous
-bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. Rank 0 writes context.json after each case.
+bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. Rank 0 writes context.json after each way.
+
+The process group and its time-out are the command's own: a rank that fails in a way alone ends the run after 150 s.
 """
 
 from __future__ import annotations
@@ -31,15 +33,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sparse_flash as sf
 
-from .baselines.context import WAYS, Planned, Sequence, Way, barrier, of_all_ranks
+from .baselines.context import PATIENCE, WAYS, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
 from .measure.throughput import failure_text, peak_bytes
 from .results import environment
 
 HEADS = ((8, 8), (32, 8))
 TOKENS = (131_072, 524_288)
-_SECONDS, _LEAST, _MOST = 1.0, 3, 20  # of a figure: seconds, and runs
+_LEAST, _MOST = 3, 20  # runs of a figure
 _LONG = 2.0  # seconds of a run that is not repeated
+PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pass travel: gradients return
+
+
+@dataclass(frozen=True)
+class Effort:
+    """seconds: of the runs of a figure. compare: results with one GPU's. until: no way begins later, by the first rank's
+    time.monotonic."""
+
+    seconds: float = 1.0
+    compare: bool = True
+    until: float = float("inf")
+
+    def is_over(self) -> bool:
+        """The same on every rank; a collective call."""
+        return of_all_ranks(time.monotonic() > self.until)[0]
 
 
 @dataclass(frozen=True)
@@ -58,22 +75,22 @@ class ContextCase:
         return f"{self.label}, {self.tokens:,} tokens, {self.heads}/{self.kv_heads} heads"
 
 
-def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype) -> Sequence:
+def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ranks: int) -> Sequence:
     generator, pattern = torch.Generator(device).manual_seed(0), sf.parse(case.mask)
     mask = sf.compile_mask(pattern, case.tokens, device=device, progress=False)
     q, k, v = (
         torch.randn(1, heads, case.tokens, case.head_dim, generator=generator, device=device, dtype=dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
-    return Sequence(pattern, mask, q, k, v)
+    return Sequence(pattern, mask, q, k, v, ranks)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """The median, of the slowest rank. Ranks begin each run together, and make as many."""
     taken: list[float] = []
     for _ in range(2):  # the first compiles; both warm up
         _timed(call, device)
-    while len(taken) < _LEAST or (sum(taken) < 1e3 * _SECONDS and len(taken) < _MOST):
+    while len(taken) < _LEAST or (sum(taken) < 1e3 * seconds and len(taken) < _MOST):
         taken.append(max(of_all_ranks(_timed(call, device))))
         if taken[0] > 1e3 * _LONG:
             break
@@ -81,20 +98,24 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
-    barrier()
     if device.type == "cuda":
+        torch.cuda.synchronize()  # what others wait for at the barrier is done, not only launched
+        barrier()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         stop.record()
         torch.cuda.synchronize()
         return start.elapsed_time(stop)
+    barrier()
     begin = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - begin)
 
 
-def passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device) -> dict[str, float]:
+def passes(
+    leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float
+) -> dict[str, float]:
     """{"forward_ms", "both_ms"}"""
 
     def forward():
@@ -105,7 +126,7 @@ def passes(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor],
         out = attend()
         torch.autograd.grad(out, leaves, out.detach())
 
-    return {"forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
+    return {"forward_ms": milliseconds(forward, device, seconds), "both_ms": milliseconds(both, device, seconds)}
 
 
 def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -114,11 +135,9 @@ def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]
     return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
 
-def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh) -> dict:
-    """{"forward_ms", "both_ms", "error", "received_bytes", "extra_bytes"} or {"refused": why}. exact: one GPU's results, or None
-    where they are not compared."""
-    if reason := way.refuses(sequence, mesh.size()):
-        return {"refused": reason}
+def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float) -> dict:
+    """{"forward_ms", "both_ms", "error", "received_bytes", "extra_bytes"}. exact: one GPU's results, or None where they are not
+    compared."""
     device = sequence.q.device
     with way.divided(sequence, mesh) as divided:
         found: dict = {"received_bytes": divided.received}
@@ -126,10 +145,27 @@ def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mes
             own = results(divided.leaves, divided.attend)
             found["error"] = max(of_all_ranks(max(map(_distance, map(divided.whole, own), exact))))
             del own
-        found |= passes(divided.leaves, divided.attend, device)
+        found |= passes(divided.leaves, divided.attend, device, seconds)
         if device.type == "cuda":
             found["extra_bytes"] = max(of_all_ranks(peak_bytes(lambda: results(divided.leaves, divided.attend), device)))
     return found
+
+
+def tried(name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
+    """What ``measured`` returns, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError where some
+    ranks failed and some did not."""
+    if effort.is_over():
+        return {"skipped": "the time was up"}
+    if reason := WAYS[name].refuses(sequence):
+        return {"refused": reason}
+    try:
+        found = measured(WAYS[name], sequence, exact, mesh, effort.seconds)
+    except Exception as error:
+        found = {"failed": failure_text(error)}
+        print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
+    if ranks := failed_alone("failed" in found):
+        raise RuntimeError(f"{name!r} failed on ranks {ranks} alone; their exchanges and those of the others no longer fit")
+    return of_all_ranks(found)[0]
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -139,90 +175,112 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return (difference / max(sum(float(e.square().sum()) for _, e in pairs), 1e-30)) ** 0.5
 
 
-def link_ms(received: float, device: torch.device, ranks: int) -> float:
+def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -> float:
     """Of an all-to-all in which every rank gets so many bytes from others, as contiguous tensors."""
     each = max(1, int(received) // (ranks - 1))
     mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
-    return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device)
+    return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
 
 
-def run(case: ContextCase, names: list[str], mesh: DeviceMesh, compare: bool = True) -> dict:
-    """A case as plain data: {"case", "one": of one GPU, "ways": {name: result}, "link_ms", "floor_ms"}. compare: results with one
-    GPU's. Every rank returns the same."""
-    device = torch.empty(0, device=mesh.device_type).device
-    sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+def run(
+    case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, seen: Callable[[dict], None] = lambda found: None
+) -> dict:
+    """A case as plain data: {"case", "ranks", "one": of one GPU, "fewest_bytes", "link_ms", "floor_ms", "ways": {name: result}}.
+    Every rank returns the same. seen: gets it after each way, as far as it is."""
+    device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
+    sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
 
     def attend() -> torch.Tensor:
         return sf.attention(q, k, v, sequence.mask)  # type: ignore[return-value]  # no return_lse
 
-    found: dict = {"case": asdict(case), "ranks": mesh.size(), "one": passes(leaves, attend, device), "ways": {}}
-    exact = results(leaves, attend) if compare else None
+    one = passes(leaves, attend, device, effort.seconds)
+    exact = results(leaves, attend) if effort.compare else None
+    fewest = min(sequence.received.values())
+    link = link_ms(fewest, device, ranks, effort.seconds) if fewest else 0.0
+    floor = {name: max(one[name] / ranks, times * link) for name, times in PASSES.items()}
+    found: dict = {"case": asdict(case), "ranks": ranks, "one": one}
+    found |= {"fewest_bytes": fewest, "link_ms": link, "floor_ms": floor, "ways": {}}
     for name in names:
-        try:
-            result, failure = measured(WAYS[name], sequence, exact, mesh), None
-        except Exception as error:  # a way that fails on all ranks is a result; one that fails on some ends the run by its time-out
-            result, failure = {}, failure_text(error)
-        found["ways"][name] = {"failed": failure} if failure else result
+        found["ways"][name] = tried(name, sequence, exact, mesh, effort)
+        seen(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    ours = [found["ways"][n]["received_bytes"] for n in names if isinstance(WAYS[n], Planned) and "both_ms" in found["ways"][n]]
-    if ours and mesh.size() > 1:
-        found["fewest_bytes"] = min(ours)
-        found["link_ms"] = link_ms(min(ours), device, mesh.size()) if min(ours) else 0.0
-        # Gradients of what was fetched travel back.
-        times = zip(("forward_ms", "both_ms"), (1, 2), strict=True)
-        found["floor_ms"] = {name: max(found["one"][name] / mesh.size(), of_link * found["link_ms"]) for name, of_link in times}
-    return of_all_ranks(found)[0]
+    return found
 
 
-def said(found: dict, name: str) -> str:
-    """A cell: the share of linear scaling, forward / forward and backward, and the error."""
+def cells(found: dict, name: str) -> list[str]:
+    """Of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both; MiB that a rank
+    gets, and holds besides; the error."""
     result = found["ways"][name]
     if "both_ms" not in result:
-        return next(iter(result))
-    scaling = [found["one"][n] / found["ranks"] / result[n] for n in ("forward_ms", "both_ms")]
-    error = f" ({result['error']:.0e})" if "error" in result else ""
-    return f"{scaling[0]:.2f} / {scaling[1]:.2f}{error}"
+        return [next(iter(result)), *[""] * 5]
+    linear, floor = ([of[n] / result[n] for n in PASSES] for of in (found["one"], found["floor_ms"]))
+    pairs = [[result[n] for n in PASSES], [share / found["ranks"] for share in linear], floor]
+    sizes = (result.get(key) for key in ("received_bytes", "extra_bytes"))
+    texts = [" / ".join(f"{number:.2f}" for number in pair) for pair in pairs]
+    return [*texts, *("" if size is None else f"{size / 2**20:,.0f}" for size in sizes), f"{result.get('error', float('nan')):.0e}"]
+
+
+def joined(kind: str) -> DeviceMesh:
+    """All processes that torchrun started. kind: of their device, "cuda" or "cpu"."""
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.context")
     parser.add_argument("--out", type=Path, default=Path("runs/context"), help="folder (default %(default)s)")
-    parser.add_argument("--mask", action="append", help="spec text (default: those of docs/performance.md)")
+    parser.add_argument("--mask", action="append", help="spec text, or a name in docs/performance.md (default: all of those)")
     parser.add_argument("--tokens", type=int, action="append", help=f"(default {', '.join(map(str, TOKENS))})")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 8 8, 32 8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
     parser.add_argument("--way", action="append", choices=WAYS, help="(default: all)")
     parser.add_argument("--no-compare", action="store_true", help="leave out the comparison with one GPU's results, and its memory")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     if not dist.is_torchelastic_launched():
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
-    mesh = init_device_mesh(options.device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("cp",))
-    first, names, cases = dist.get_rank() == 0, options.way or list(WAYS), []
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        parser.error("it takes two ranks or more: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
+    effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit)
+    mesh, names, cases = joined(options.device), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
-        texts = {text: text for text in options.mask or ()} or {name: mask.to_spec() for name, mask in masks(tokens).items()}
+        known = {name: mask.to_spec() for name, mask in masks(tokens).items()}
+        texts = {text: known.get(text, text) for text in options.mask or known}
         cases += [ContextCase(name, text, tokens, heads, kv_heads, options.head_dim) for name, text in texts.items()]
     device = torch.empty(0, device=mesh.device_type).device
     data: dict = {"format": 1, "environment": environment(device), "ranks": mesh.size(), "cases": []}
-    table = Table("case", "one, ms", "floor, ms", *names, title=f"of linear scaling over {mesh.size()}, forward / both (error)")
+    shown = Table(title=f"of linear scaling over {mesh.size()}, and of the floor: forward / forward and backward")
+    for heading in ("case", "way", "ms", "of linear", "of the floor", "received, MiB", "extra, MiB", "error"):
+        shown.add_column(heading)
+
+    def write(found: dict) -> None:
+        if dist.get_rank() == 0:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "context.json").write_text(json.dumps({**data, "cases": [*data["cases"], found]}, indent=1) + "\n")
+            name = list(found["ways"])[-1]
+            result = found["ways"][name]
+            why = result.get("failed") or result.get("refused") or result.get("skipped") or ""
+            print(found["case"]["label"], name, *filter(None, cells(found, name)), why, sep="; ", flush=True)
+
     for case in cases:
-        found = run(case, names, mesh, not options.no_compare)
-        if not first:
-            continue
+        if effort.is_over():
+            break
+        found = run(case, names, mesh, effort, write)
         data["cases"].append(found)
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "context.json").write_text(json.dumps(data, indent=1) + "\n")
-        cells = [said(found, name) for name in names]
-        one, floor = (" / ".join(f"{ms:.2f}" for ms in found.get(key, {}).values()) for key in ("one", "floor_ms"))
-        table.add_row(case.name, one, floor, *cells)
-        print(case.name, f"one {one} ms;", "; ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True)), flush=True)
-        for name, result in found["ways"].items():
-            if why := result.get("refused") or result.get("failed"):
-                print(f"  {name}: {why}", file=sys.stderr, flush=True)
-    if first:
-        Console(width=200 if not sys.stdout.isatty() else None).print(table)
+        one, floor = (" / ".join(f"{ms:.2f}" for ms in found[key].values()) for key in ("one", "floor_ms"))
+        shown.add_row(case.name, "one GPU", one)
+        shown.add_row("", "floor", floor)
+        for name in names:
+            if "both_ms" in found["ways"][name]:  # what was said of the others was printed
+                shown.add_row("", name, *cells(found, name))
+    if dist.get_rank() == 0:
+        Console(width=200 if not sys.stdout.isatty() else None).print(shown)
         print(options.out)
     dist.destroy_process_group()
     return 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from .measure.noise import MARK, doubts
 from .report import page
@@ -44,6 +46,7 @@ def run(options: Options, console) -> Results:
 
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = suites.choose(options.suites, device.type, options.quick, options.specs, options.backend)
+    wanted = selected(chosen, options.only)
     from .measure.throughput import DTYPES
 
     settings = {"device": device.type, "quick": options.quick, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
@@ -59,7 +62,7 @@ def run(options: Options, console) -> Results:
     for suite, listed in chosen.items():
         known = results.data["suites"].get(suite, [])
         results.data["suites"][suite] = list(dict.fromkeys([*known, *(case.key for case in listed)]))
-    cases = list(dict.fromkeys(case for listed in chosen.values() for case in listed if selected(case.key, options.only)))
+    cases = list(dict.fromkeys(case for _, case in wanted))
     todo = suites.in_order(case for case in cases if _wanted(results.get(case.key), options))
     if reused := _reused([entry for case in cases if case not in set(todo) and (entry := results.entry(case.key))]):
         console.print(reused)
@@ -77,16 +80,32 @@ def run(options: Options, console) -> Results:
 def _device(name: str):
     import torch
 
-    if name.partition(":")[0] not in LIMITS:
-        raise ValueError(f"device must be 'cpu' or 'cuda'; got {name!r}")
+    device_type(name)
     if name != "cpu" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but PyTorch finds no GPU here; leave --device out or pass --device cpu")
     return torch.device(name)
 
 
-def selected(key: str, only) -> bool:
-    """Whether a case's line contains one of ``only``, or ends with it if that ends in "$"; always true if there are none."""
-    return not only or any(key.endswith(part[:-1]) if part.endswith("$") else part in key for part in only)
+def device_type(name: str) -> str:
+    """ "cuda" of "cuda:1". Raises ValueError for a device that is not measured."""
+    kind = name.partition(":")[0]
+    if kind not in LIMITS:
+        raise ValueError(f"device must be 'cpu' or 'cuda'; got {name!r}")
+    return kind
+
+
+def selected(chosen: dict[str, list], only: Iterable[str]) -> list[tuple[str, Any]]:
+    """(suite, case) of the cases whose line contains one of ``only``, or ends with it if that ends in "$"; of all cases without
+    ``only``. Raises ValueError if no case does."""
+    parts = tuple(only)
+
+    def fits(key: str) -> bool:
+        return not parts or any(key.endswith(part[:-1]) if part.endswith("$") else part in key for part in parts)
+
+    found = [(suite, case) for suite, listed in chosen.items() for case in listed if fits(case.key)]
+    if parts and not found:
+        raise ValueError(f"no case has {' or '.join(map(repr, parts))} in its line; --list without --only prints all lines")
+    return found
 
 
 def _wanted(known: dict | None, options: Options) -> bool:

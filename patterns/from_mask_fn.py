@@ -11,7 +11,7 @@ formula: fn(q, kv)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparse_flash.masks.pattern import Pattern, register_pattern
+from sparse_flash.masks.pattern import Pattern, check_parameters, register_pattern
 
 
 @register_pattern("from_mask_fn")
@@ -32,6 +32,8 @@ class FromMaskFn(Pattern):
     def __post_init__(self):
         if not callable(self.fn):
             raise TypeError(f"from_mask_fn: fn must be a function of (q, kv) index arrays; got {type(self.fn).__name__}")
+        way_out = "BlockMask.from_mask_mod takes one of (b, h, q_idx, kv_idx)"
+        check_parameters(self.fn, "from_mask_fn", ("q", "kv"), way_out)
 
     def token_rule(self, q, kv):
         return self.fn(q, kv)

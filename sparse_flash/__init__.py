@@ -25,7 +25,7 @@ from .tools.shadow_check import CheckError, check
 from .variant.variant import ScoreFunction
 
 if TYPE_CHECKING:
-    from .parallel import ContextParallel, ContextPlan, ContextPlans, context_parallel
+    from .parallel import ContextParallel, ContextPlan, ContextPlans, context_parallel, measured_link_rate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "explain",
     "keep_picks",
     "list_patterns",
+    "measured_link_rate",
     "parse",
     "positive_int",
     "register_pattern",
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 # Imported at their first use: most programs need no groups of processes.
-_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel"), "parallel")
+_LATE = dict.fromkeys(("ContextParallel", "ContextPlan", "ContextPlans", "context_parallel", "measured_link_rate"), "parallel")
 
 
 def __getattr__(name: str) -> object:

@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparse_flash.kernels.common.variant import within_memory
 from sparse_flash.kernels.portable import configs
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "chips.csv"
-# By name: Triton's name, threads per warp, bytes of shared memory that a program may take, whether it gets descriptors.
+# By name: Triton's name, threads per warp, bytes of shared memory that a program may take, whether it gets descriptors of 16-bit
+# types.
 CHIPS = {
     "8.0": (("cuda", 80, 32), (8, 0), 166912, False),
     "8.6": (("cuda", 86, 32), (8, 6), 101376, False),
@@ -118,7 +118,8 @@ def config_of(case: Case, chip: str) -> configs.Config:
         return configs.Config(0, 0, 1 if case.variant == "fill_rows_kernel" else 4, 0)
     name = "grad_kv" if case.kernel == "grad_qkv" else case.kernel  # both passes take its tiles
     config = configs.fitted(family, name, dtype, case.dim, case.block or None)
-    return within_memory(config, *_variant(case), case.dim) if case.kernel == "grad_q" else config
+    of_variant = "grad_q" if case.kernel == "grad_qkv" else case.kernel
+    return configs.for_variant(config, of_variant, family, *_variant(case), case.dim)
 
 
 def hash_of(kernel: str) -> str:
@@ -198,7 +199,7 @@ def compiled(case: Case, chip: str) -> Row:
         if chip == "gfx942":
             variant = variant._replace(seed=None, dropout_p=None)
         walked = config.tile_m if case.kernel == "grad_kv" else config.tile_n
-        details = {"dtype": case.dtype, "target": target, "descriptors": descriptors}
+        details = {"dtype": case.dtype, "target": target, "descriptors": descriptors and case.dtype != "fp32"}
         result = compiled(kernel, config, dim, block > 0, block or walked, variant, switches, **details)
     hashed = hash_of(case.kernel)
     return Row(*described(case, chip), str(result.metadata.shared), *_resources(result, backend), triton.__version__, hashed)

@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0
     python tests/fuzz.py --backend hopper --only 1234        # one call again
+    python tests/fuzz.py --backend hopper --of selections    # calls on key blocks chosen by query
 
 Without a GPU, hopper runs as in ``gluon_on_cpu``, and triton in Triton's interpreter: a call a second.
 
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from importlib import import_module
 from multiprocessing.connection import wait
 
 from rich.console import Console
@@ -26,9 +28,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 START_SECONDS = 180  # to import everything on a busy machine
 SEEDS_AT_A_TIME = 8  # those that share a mask; see fuzz_calls
+DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections"}  # the modules that draw and check calls
 
 
-def work(backend: str, pipe) -> None:
+def work(backend: str, pipe, of: str = "masks") -> None:
     """The child: runs the lists of seeds that it receives through the pipe. Sends ("ready", why it cannot run anything | None),
     ("start", description) before each call, and ("done", what was wrong | None, whether the process must end) after it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
@@ -40,11 +43,11 @@ def work(backend: str, pipe) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
         if backend == "hopper":
             from gluon_on_cpu import gluon_on_cpu as runs
-    import fuzz_calls
     from oracle import poisoned_memory
 
     from sparse_flash import backends
 
+    calls = import_module(DRAWN[of])
     with runs():
         pipe.send(("ready", backends.backend(backend).available()))
     with poisoned_memory():
@@ -52,9 +55,9 @@ def work(backend: str, pipe) -> None:
             for seed in seeds:
                 try:
                     with runs(seed):
-                        call = fuzz_calls.draw(seed, backend)
+                        call = calls.draw(seed, backend)
                         pipe.send(("start", str(call)))
-                        wrong, broken = fuzz_calls.failure(call), False
+                        wrong, broken = calls.failure(call), False
                 except Exception as error:
                     # A GPU error stays with the process: everything launched after it fails too.
                     wrong, broken = f"{type(error).__name__}: {error}", True
@@ -66,10 +69,10 @@ def work(backend: str, pipe) -> None:
 class Worker:
     """A child and the seeds that it still has to run; the first one is running."""
 
-    def __init__(self, backend: str, seeds: list[int] | None = None):
+    def __init__(self, backend: str, seeds: list[int] | None = None, of: str = "masks"):
         context = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(backend, theirs), daemon=True)
+        self.process = context.Process(target=work, args=(backend, theirs, of), daemon=True)
         self.process.start()
         theirs.close()  # so that the child's end closes with the child
         self.backend, self.seeds = backend, []
@@ -96,14 +99,14 @@ class Worker:
 class Fuzzer:
     """Hands seeds to workers, watches them, and counts: "calls", "mismatches", "hangs", "errors"."""
 
-    def __init__(self, backend: str, seeds: range, hang: float, workers: int, report):
-        self.backend, self.hang, self.report = backend, hang, report
+    def __init__(self, backend: str, seeds: range, hang: float, workers: int, report, of: str = "masks"):
+        self.backend, self.hang, self.report, self.of = backend, hang, report, of
         # Whole groups, so each mask is made once.
         starts = sorted({seeds.start, *(s for s in seeds if s % SEEDS_AT_A_TIME == 0)})
         self.left = [range(a, b) for a, b in zip(starts, [*starts[1:], seeds.stop])]
         self.counts = Counter(calls=0, mismatches=0, hangs=0, errors=0)
         self.refused: str | None = None
-        self.workers = [Worker(backend, self._next()) for _ in range(min(workers, len(self.left)))]
+        self.workers = [Worker(backend, self._next(), of) for _ in range(min(workers, len(self.left)))]
 
     def _next(self) -> list[int]:
         return list(self.left.pop(0)) if self.left else []
@@ -148,7 +151,8 @@ class Fuzzer:
         if kind:
             self.counts[kind] += 1
             seed = worker.seeds[0]
-            again = f"python tests/fuzz.py --backend {self.backend} --only {seed}"
+            of = "" if self.of == "masks" else f" --of {self.of}"
+            again = f"python tests/fuzz.py --backend {self.backend}{of} --only {seed}"
             self.report(
                 f"{kind.removesuffix('s').replace('mismatche', 'mismatch')}: {wrong}\n  {worker.describe()}\n  again: {again}"
             )
@@ -159,7 +163,7 @@ class Fuzzer:
         worker.end()
         self.workers.remove(worker)
         if seeds := worker.seeds or self._next():
-            self.workers.append(Worker(self.backend, seeds))
+            self.workers.append(Worker(self.backend, seeds, self.of))
 
     def end(self) -> None:
         for worker in self.workers:
@@ -174,7 +178,7 @@ def main() -> int:
     interrupted = False
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=len(seeds))
-        fuzzer = Fuzzer(options.backend, seeds, options.hang, options.workers, console.print)
+        fuzzer = Fuzzer(options.backend, seeds, options.hang, options.workers, console.print, options.of)
         try:
             while fuzzer.step() and not (options.seconds and time.monotonic() - begin > options.seconds):
                 bar.update(task, completed=fuzzer.counts["calls"], description=_summary(fuzzer.counts, ("mismatches", "hangs")))
@@ -198,6 +202,7 @@ def _summary(counts: Counter, kinds) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", required=True, choices=("hopper", "triton", "torch", "reference"))
+    parser.add_argument("--of", choices=tuple(DRAWN), default="masks", help="what calls are on (default %(default)s)")
     parser.add_argument("--calls", type=int, default=1000, help="how many calls at most (default %(default)s)")
     parser.add_argument("--seconds", type=float, help="how long at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first call; the others follow it one by one")

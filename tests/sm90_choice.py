@@ -12,6 +12,9 @@ from sparse_flash.kernels.portable import choose_blocks
 ALIGNED = {"head_dim", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token"}
 
 
+LENGTH, STRIDE = 32, 16  # of compressed keys
+
+
 def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET, bounded: bool = False):
     """shared: query heads that share a choice. slots: blocks of a choice. bounded: of packed documents."""
     kernel, config = choose_blocks.choose_blocks_kernel, choose_blocks._CONFIGS[kind]
@@ -22,6 +25,8 @@ def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET,
         "TILE": config.tile,
         "COLUMNS": config.columns,
         "KEYS": 64,
+        "LENGTH": LENGTH,
+        "STRIDE": STRIDE,
     }
     constants |= {"DIM": 16 if kind == "given" else 128, "PRECISION": "tf32"}
     types = {
@@ -29,18 +34,42 @@ def compiled(kind: str, shared: int, block: int, slots: int = 16, target=TARGET,
         "keys": "*fp32" if kind == "mean" else "*bf16",
         "picks": "*i32",
         "bounds": "*i32",
+        "logs": "*fp32",
+        "factor": "fp32",
     }
+    return _of_kernel(kernel, config, constants, types, target)
+
+
+def compiled_lse(target=TARGET):
+    """The kernel that sums the softmax over compressed keys."""
+    constants = {"EVERY": 1, "LENGTH": LENGTH, "STRIDE": STRIDE, "TILE": 64, "KEYS": 64, "DIM": 128, "PRECISION": "tf32"}
+    types = {"q": "*bf16", "keys": "*bf16", "logs": "*fp32", "factor": "fp32"}
+    return _of_kernel(choose_blocks.compressed_lse_kernel, choose_blocks._CONFIGS["softmax"], constants, types, target)
+
+
+def _of_kernel(kernel, config, constants: dict, types: dict, target):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     attributes = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in types or name in ALIGNED
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if types.get(name, "").startswith("*") or name in ALIGNED
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options | FUSED)
 
 
 if __name__ == "__main__":
-    kinds = ("mean", 4, 128), ("mean", 16, 64), ("max", 1, 128), ("max", 16, 64), ("given", 1, 128)
-    for kind, shared, block, bounded in [*((*kind, False) for kind in kinds), ("mean", 4, 128, True), ("given", 1, 128, True)]:
-        result = compiled(kind, shared, block, bounded=bounded)
+    kinds = (
+        ("mean", 4, 128),
+        ("mean", 16, 64),
+        ("max", 1, 128),
+        ("max", 16, 64),
+        ("softmax", 1, 128),
+        ("softmax", 16, 64),
+        ("given", 1, 128),
+    )
+    cases = [*((*kind, False) for kind in kinds), ("mean", 4, 128, True), ("given", 1, 128, True)]
+    for kind, shared, block, bounded in [*cases, ("lse", 1, 64, False)]:
+        result = compiled_lse() if kind == "lse" else compiled(kind, shared, block, bounded=bounded)
         row = {"kind": kind, "bounded": bounded, "shared heads": shared, "block": block, "shared": result.metadata.shared}
         print(json.dumps(row | {"wgmma": result.asm["ptx"].count("wgmma.mma_async"), **resources(result.asm["cubin"])}), flush=True)

@@ -33,13 +33,22 @@ from sparse_flash.kernels.portable import (
     decode,
     forward,
     selection_backward,
+    selection_decode,
     selection_forward,
     selection_tables,
 )
 from sparse_flash.selection import portable
 from sparse_flash.variant.variant import Variant
 
-SELECTION = (choose_blocks, selection_tables, selection_forward, selection_backward, selection_parts, selection_grads)
+SELECTION = (
+    choose_blocks,
+    selection_tables,
+    selection_forward,
+    selection_backward,
+    selection_parts,
+    selection_grads,
+    selection_decode,
+)
 MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
@@ -57,6 +66,9 @@ class Kernel:
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: Compiled(self, arguments, options)
+
+    def warmup(self, *arguments, grid, **options) -> None:
+        """What is compiled ahead of a launch is what the launch then asks for."""
 
     def specialization(self, arguments, options) -> dict[str, tuple]:
         """(type, specialization on its value) of each argument."""
@@ -148,6 +160,9 @@ def choice_calls() -> None:
         means, scores = torch.zeros(batch, kv_heads, kv_len // 16, 64), torch.zeros(batch, heads, q_len, -(-kv_len // 16))
         for source, keys, kind in ((q, means, "mean"), (q, k, "max"), (scores, None, "given")):
             choose_blocks.choose_blocks(source, keys, kind, 3, 1, 1, 16, heads, q_len, kv_len)
+        for compressed in (1, 16, 33):
+            keys, compression = torch.zeros(batch, kv_heads, compressed, 64, dtype=q.dtype), choose_blocks.Compressed(16, 16, None)
+            choose_blocks.choose_blocks(q, keys, "softmax", 3, 1, 1, 16, heads, q_len, kv_len, compression=compression)
 
 
 def selection_calls() -> None:
@@ -161,6 +176,17 @@ def selection_calls() -> None:
             for parts_kernel, grads_kernel in ((None, None), (selection_parts.picked_parts, selection_grads.picked_grads)):
                 portable.forward(q, k, v, selection, 1.0, parts_kernel)
                 portable.backward(q, None, q, k, v, q, lse, selection, 1.0, grads_kernel)
+
+
+def picked_decoding_calls() -> None:
+    for batch, (heads, kv_heads), q_len, kv_len, paged in product((1, 2), HEADS, LENGTHS, LENGTHS, (False, True)):
+        q, k, v, _ = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16)
+        picks, lens = torch.zeros(batch, kv_heads, q_len, 3, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+        options = {"kv_lens": lens, "block_table": torch.zeros(batch, 3, dtype=torch.int32)} if paged else {}
+        if paged:
+            k, v = (torch.zeros(kv_len, kv_heads, 16, 64, dtype=q.dtype) for _ in range(2))
+        for programs in (1, 2):
+            selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
 
 
 def main() -> None:
@@ -180,6 +206,7 @@ def main() -> None:
         packed_calls()
         choice_calls()
         selection_calls()
+        picked_decoding_calls()
         with mock.patch.object(launch, "addresses_tiles", lambda device: False):
             portable_calls()
     for name, kernel in kernels.items():

@@ -33,6 +33,7 @@ LESS = {
     "variant/test_variant::test_scores_that_overflow_past_the_last_token_do_not_reach_gradients[hopper]": 0.0,
     # They run three of the five block sizes, and 5 of 9 head dims in 2 of 3 dtypes.
     "backends/test_gpu::test_every_table_block_is_right[hopper]": 0.3,
+    "backends/test_gpu::test_v_may_have_a_head_dim_of_its_own[hopper]": 0.3,
     "api/test_attention::test_every_block_size_is_right[hopper]": 0.4,
     "backends/test_gpu::test_every_pattern_head_dim_and_dtype_is_right[hopper]": 0.2,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from datetime import timedelta
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,29 +18,44 @@ import sparse_flash as sf
 from sparse_flash.compat.pytorch import private
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
-from sparse_flash.parallel.costs import LINK_RATE, SequenceSizes
-from sparse_flash.parallel.explanation import explained
+from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
+from sparse_flash.parallel.explanation import STRATEGIES, explained
 
 from .flash import Asked, FlashAttention4
 from .flex import mask_function
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# How long a rank waits for others, whose first calls compile.
+PATIENCE = timedelta(seconds=150)
+
 
 @dataclass(frozen=True)
 class Sequence:
     """pattern, mask: the mask of all tokens in both forms, the second on the device. q: (1, heads, tokens, head_dim) of the whole
-    sequence, k, v: (1, kv_heads, tokens, head_dim): the same on every rank."""
+    sequence, k, v: (1, kv_heads, tokens, head_dim): the same on every rank. ranks: that share it."""
 
     pattern: Pattern
     mask: BlockMask
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    ranks: int
 
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
+
+    @cached_property
+    def received(self) -> dict[str, float]:
+        """Bytes that the rank which gets most gets in a forward pass, by strategy of this library that can be."""
+        sizes = SequenceSizes(self.mask.q_len, self.mask.block_size, *self.heads)
+        costs = explained(self.mask.to("cpu"), sizes, self.ranks, LINK_RATE, True).costs
+        return {name: self.bytes_of(costs[name].received.max()) for name in STRATEGIES if name in costs}
+
+    def bytes_of(self, estimated: float) -> float:
+        """What an explanation counts, with these heads and this dtype."""
+        return float(estimated) * self.q.shape[3] * self.q.element_size() / (HEAD_DIM * ELEMENT_BYTES)
 
 
 class Divided(NamedTuple):
@@ -54,7 +70,7 @@ class Divided(NamedTuple):
 
 
 class Way:
-    def refuses(self, sequence: Sequence, ranks: int) -> str | None:
+    def refuses(self, sequence: Sequence) -> str | None:
         """Why it cannot divide the sequence, or None; the same on every rank."""
         return None
 
@@ -72,12 +88,10 @@ class Planned(Way):
     strategy: str = "auto"
     overlap: bool | None = None
 
-    def refuses(self, sequence, ranks):
-        if self.strategy == "auto":
+    def refuses(self, sequence):
+        if self.strategy in ("auto", *sequence.received):
             return None
-        sizes = SequenceSizes(sequence.mask.q_len, sequence.mask.block_size, *sequence.heads)
-        costs = explained(sequence.mask.to("cpu"), sizes, ranks, LINK_RATE, True).costs
-        return None if self.strategy in costs else f"the mask, {ranks} ranks and {sequence.heads[1]} key heads do not allow it"
+        return f"the mask, {sequence.ranks} ranks and {sequence.heads[1]} key heads do not allow it"
 
     @contextmanager
     def divided(self, sequence, mesh):
@@ -87,15 +101,15 @@ class Planned(Way):
                                    strategy=self.strategy, overlap=self.overlap)
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
-        received = plan.explain().costs[plan.strategy].received.max()
-        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), float(received))
+        received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
+        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received)
 
 
 class _Pieces(Way):
     """Each rank has one piece of the sequence."""
 
-    def refuses(self, sequence, ranks):
-        tokens = sequence.mask.q_len
+    def refuses(self, sequence):
+        ranks, tokens = sequence.ranks, sequence.mask.q_len
         return f"{ranks} ranks must divide the {tokens} tokens" if tokens % ranks else None
 
     @staticmethod
@@ -109,9 +123,7 @@ class _Pieces(Way):
     @staticmethod
     def whole(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
         def of_all(t: torch.Tensor) -> torch.Tensor:
-            every = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(mesh.size())]
-            dist.all_gather(every, t.contiguous(), mesh.get_group())
-            return torch.cat(every, 2)
+            return _GatheredTokens.apply(t.detach(), mesh.get_group())
 
         return of_all
 
@@ -120,12 +132,31 @@ class _Pieces(Way):
         return share * (ranks - 1) * sum(t.numel() * t.element_size() for t in tensors)
 
 
+class _GatheredTokens(torch.autograd.Function):
+    """The tokens of all ranks, (batch, heads, tokens, size), of those of each."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        mine = x.movedim(2, 0).contiguous()
+        every = mine.new_empty(dist.get_world_size(group) * mine.shape[0], *mine.shape[1:])
+        dist.all_gather_into_tensor(every, mine, group)
+        return every.movedim(0, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        every = gradient.movedim(2, 0).contiguous()
+        mine = every.new_empty(every.shape[0] // dist.get_world_size(ctx.group), *every.shape[1:])
+        dist.reduce_scatter_tensor(mine, every, group=ctx.group)
+        return mine.movedim(0, 2), None
+
+
 class GatheredKeys(_Pieces):
     """Every rank gets all keys and values, then attends to them by FlexAttention: what PyTorch's context parallelism does for it,
     in pieces without its rearrangement."""
 
-    def refuses(self, sequence, ranks):
-        return super().refuses(sequence, ranks) if sequence.q.is_cuda else "FlexAttention has no backward pass on a CPU"
+    def refuses(self, sequence):
+        return super().refuses(sequence) if sequence.q.is_cuda else "FlexAttention has no backward pass on a CPU"
 
     @contextmanager
     def divided(self, sequence, mesh):
@@ -141,12 +172,8 @@ class GatheredKeys(_Pieces):
         attend = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
         grouped = q.shape[1] != k.shape[1]
 
-        def gathered(t: torch.Tensor) -> torch.Tensor:
-            # Tokens outermost, as the gradient of all_gather is wrong for pieces that are not contiguous.
-            return torch.cat(differentiable.all_gather(t.transpose(0, 2).contiguous(), mesh.get_group())).transpose(0, 2)
-
         def run():
-            keys, values = map(gathered, (k, v))
+            keys, values = (_GatheredTokens.apply(t, mesh.get_group()) for t in (k, v))
             return attend(q, keys, values, block_mask=mask, enable_gqa=grouped)
 
         yield Divided((q, k, v), run, self.whole(mesh), self.bytes_of((k, v), mesh.size(), 1.0))
@@ -155,12 +182,12 @@ class GatheredKeys(_Pieces):
 class ExchangedHeads(_Pieces):
     """Tokens exchanged for heads around FlashAttention-4, and back (arXiv:2309.14509): causal, with or without a window."""
 
-    def refuses(self, sequence, ranks):
-        if sequence.heads[1] % ranks:
-            return f"{ranks} ranks must divide the {sequence.heads[1]} key heads"
+    def refuses(self, sequence):
+        if sequence.heads[1] % sequence.ranks:
+            return f"{sequence.ranks} ranks must divide the {sequence.heads[1]} key heads"
         if _window(sequence.pattern) is None:
             return "it is measured causal, and in a causal window"
-        return FlashAttention4().missing() or super().refuses(sequence, ranks)
+        return FlashAttention4().missing() or super().refuses(sequence)
 
     @contextmanager
     def divided(self, sequence, mesh):
@@ -187,10 +214,14 @@ class ExchangedHeads(_Pieces):
         return differentiable.all_to_all_single(torch.empty_like(mine), mine, group=mesh.get_group())
 
 
-class TorchRing(Way):
-    """PyTorch's context parallelism around cuDNN's dense causal attention, its load balancing included."""
+@dataclass(frozen=True)
+class TorchContext(Way):
+    """PyTorch's context parallelism around cuDNN's dense causal attention, its load balancing included. rotation: how keys and
+    values come to a rank: "alltoall", in a ring, or "allgather", after the first call, its default."""
 
-    def refuses(self, sequence, ranks):
+    rotation: str
+
+    def refuses(self, sequence):
         if sequence.pattern.to_spec() != "causal":
             return "it is measured causal"
         if not sequence.q.is_cuda:
@@ -203,6 +234,7 @@ class TorchRing(Way):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         unshard = private("distributed.tensor.experimental._attention:context_parallel_unshard")
+        private("distributed.tensor.experimental._attention:set_rotate_method")(self.rotation)
         grouped = sequence.heads[0] != sequence.heads[1]
         buffers = [t.detach().clone() for t in (sequence.q, sequence.k, sequence.v)]
         dims = [2] * 3
@@ -235,7 +267,8 @@ WAYS: dict[str, Way] = {
     "auto": Planned(),
     "all-gather and FlexAttention": GatheredKeys(),
     "heads around FlashAttention-4": ExchangedHeads(),
-    "PyTorch's ring": TorchRing(),
+    "PyTorch's ring": TorchContext("alltoall"),
+    "PyTorch's all-gather": TorchContext("allgather"),
 }
 
 
@@ -246,12 +279,28 @@ def barrier() -> None:
 
 def of_all_ranks(value) -> list:
     """What each rank has, in their order; any picklable object."""
+    return _told(value, _host_group(dist.group.WORLD))
+
+
+def failed_alone(failed: bool) -> list[int]:
+    """The ranks on which a call failed, where it did not fail on all. On a group of its own: the others may still be in that call's
+    collectives, and leave them after PATIENCE."""
+    every = _told(failed, _verdicts(dist.group.WORLD))
+    return [] if all(every) else [rank for rank, one in enumerate(every) if one]
+
+
+def _told(value, group: dist.ProcessGroup) -> list:
     every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value, group=_host_group(dist.group.WORLD))
+    dist.all_gather_object(every, value, group=group)
     return every
 
 
 @cache
 def _host_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """world: makes one for each initialization of the process group."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+@cache
+def _verdicts(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
 
+from sparse_flash.backends import check_name
+
 from ..results import Results, finished
 from . import masks
 from .cases import OURS, CallCase, Case, CompileCase, Mask, PaperCase, Shape
@@ -46,7 +48,9 @@ def choose(
     suites: Iterable[str], device: str, quick: bool = False, specs: Iterable[str] = (), backend: str = "auto"
 ) -> dict[str, list[Case | CompileCase]]:
     """The cases of each suite. device: "cpu" or "cuda". quick: a few small cases, in seconds. specs: masks to measure
-    instead of the suite's own. backend: the back end of sparse_flash. A case may belong to several suites."""
+    instead of the suite's own. backend: the back end of sparse_flash; ValueError for an unknown one. A case may belong to several
+    suites."""
+    check_name(backend)
     own = [Mask.of(spec) for spec in specs]
     chosen = {}
     for suite in suites:

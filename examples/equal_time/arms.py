@@ -38,6 +38,8 @@ ARMS = {
     "window": Arm(("causal & local(1616)",)),
     "window-dense4": Arm(every_nth_dense("causal & local(1024)", 4)),
     "power-of-two": Arm(("causal & (local(1024) | power_of_two(block=128))",)),
+    # Each query keeps a window and the eleven blocks before its own that it scores highest: at most as many pairs as power-of-two.
+    "chosen-blocks": Arm(("topk_blocks(12, block=128) | local(208)",)),
     "window-far4": Arm(("causal & local(1024)",) * 3 + ("causal & (local(8192) | power_of_two(block=128))",)),
 }
 LEARNING_RATES = (2.5e-4, 5e-4, 1e-3)

@@ -167,7 +167,7 @@ def choose(
     files: Files,
     target: Annotated[Path, typer.Option(help="The file that run reads.")] = CHOSEN,
 ) -> None:
-    """Write what tuning chose, and all that it tried. Presets that the files are not of stay as they are."""
+    """Write what tuning chose, and all that it tried. Presets and arms that the files are not of stay as they are."""
     with user_errors():
         before = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
         tried: dict[str, dict[str, list]] = {}
@@ -179,7 +179,11 @@ def choose(
             tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
         best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
         every = {p: {arm: [row[2] for row in rows] for arm, rows in arms.items()} for p, arms in tried.items()}
-        _write(target, {"chosen": before["chosen"] | best, "tried": before["tried"] | every})
+
+        def with_others(name: str, found: dict[str, dict]) -> dict[str, dict]:
+            return before[name] | {p: before[name].get(p, {}) | arms for p, arms in found.items()}
+
+        _write(target, {"chosen": with_others("chosen", best), "tried": with_others("tried", every)})
 
 
 @app.command()

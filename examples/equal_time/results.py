@@ -176,27 +176,30 @@ def rows(results: dict[str, Result], base: str = "dense") -> list[dict]:
 
 
 def plot(results: dict[str, Result], target: Path) -> Path:
-    """Held-out loss against seconds of training steps, and against the position in the sequence."""
+    """Held-out loss against seconds of training steps, and against the position in the sequence. Of runs that all continue from a
+    checkpoint: against the tokens after the switch."""
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     losses = [result.loss for result in results.values()]
+    continued = all(run["start"] for result in results.values() for run in result.runs)
+    what, scale = ("tokens", 1e-6) if continued else ("seconds", 1.0)
     # Arms that are far behind most would squeeze the others into a line: their loss is in the legend.
     lowest, top = math.inf, min(losses) + 3 * (float(np.median(losses)) - min(losses)) + 0.4
     for number, (name, result) in enumerate(sorted(results.items(), key=lambda item: item[1].loss)):
         color, said = f"C{number}", f"{name}: {result.loss:.3f}"
         for index, run in enumerate(result.runs):
-            seconds, nats = ([point[what] for point in run["curve"]] for what in ("seconds", "nats"))
-            left.plot(seconds, nats, "-", color=color, linewidth=1.2, label=said if index == 0 else None)
+            along, nats = [scale * point[what] for point in run["curve"]], [point["nats"] for point in run["curve"]]
+            left.plot(along, nats, "-", color=color, linewidth=1.2, label=said if index == 0 else None)
         borders = result.best[0]["borders"]
         by_position = result.nats.mean(1) / np.array(result.best[0]["tokens"])
         lowest = min(lowest, by_position.min(), *(run["curve"][-1]["nats"] for run in result.runs))
         for of_run in by_position:  # thin beside their mean
             right.plot(range(len(of_run)), of_run, "-", color=color, linewidth=0.5)
         right.plot(range(len(borders) - 1), by_position.mean(0), "o-", color=color, markersize=4, linewidth=1.6, label=name)
-    left.set_ylim(lowest - 0.05, top + 0.6)
+    left.set_ylim(lowest - 0.05, top + 0.6 * (not continued))
     right.set_ylim(lowest - 0.05, top + 0.1)
-    left.set_xlabel("seconds of training steps")
+    left.set_xlabel("million tokens after the switch" if continued else "seconds of training steps")
     left.set_ylabel("held-out loss, nats a token")
     right.set_xlabel("position in the sequence, tokens")
     right.set_xticks(range(len(borders) - 1), [f"{_thousands(a)}-{_thousands(b)}" for a, b in pairwise(borders)])

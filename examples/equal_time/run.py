@@ -43,10 +43,12 @@ def settings_of(arm: Arm, shape: Shape, how: Chosen, seed: int, step_tokens: int
 
 
 def planned(settings: Settings, arm: Arm, seconds: float, seconds_of: dict[int, float]) -> Settings:
-    """The settings with as many steps as fit in ``seconds``. seconds_of: a step's, by length."""
+    """The settings with as many steps as fit in ``seconds``. seconds_of: a step's, by length. Raises ValueError where none fits."""
     first = int(arm.extend_after * seconds / seconds_of[arm.length])
     rest = int((1 - arm.extend_after) * seconds / seconds_of[arm.last_length])
     steps = first + rest
+    if not steps:
+        raise ValueError(f"a step takes {min(seconds_of.values()):.2g} s; pass more --seconds; got {seconds:g}")
     longer = {"extend_to": arm.last_length, "extend_at": first} if rest else {}
     return replace(settings, steps=steps, warmup=max(1, steps // 20), **longer)
 

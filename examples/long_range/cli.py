@@ -28,6 +28,8 @@ from .report import console
 from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, default_micro_batch, density, tokens_of
 from .train import Run, evaluated
 
+_HELD_OUT_TOKENS = 1 << 26  # so that evaluating takes less time than training
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
 TaskName = Annotated[str, typer.Option("--task", help=f"{' or '.join(TASKS)}.")]
@@ -50,7 +52,7 @@ def prepare(
     size: Size = 32,
     dashes: Dashes = 14,
     train: Annotated[int, typer.Option(help="Training examples.")] = 200_000,
-    held_out: Annotated[int, typer.Option(help="Held-out examples.")] = 10_000,
+    held_out: Annotated[int | None, typer.Option(help="Held-out examples. [10,000, or as many as have 67,108,864 tokens]")] = None,
     depth: Annotated[int, typer.Option(help="Of ListOps: expressions in each other, at most, digits included.")] = 10,
     arguments: Annotated[int, typer.Option(help="Of ListOps: arguments of an operator, at most.")] = 10,
     shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
@@ -63,6 +65,7 @@ def prepare(
     with user_errors():
         folder = folder or _folder(task, size, dashes)
         wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps(depth, arguments, shortest, longest)
+        held_out = min(10_000, _HELD_OUT_TOKENS // tokens_of(wanted)) if held_out is None else held_out
         manifest = data.prepare(folder, wanted, train, held_out, seed, workers)
         counts = ", ".join(f"{manifest[split]:,} of {split}" for split in data.SPLITS)
         console.print(f"{folder}: {counts}; {_commonest(manifest)}", soft_wrap=True, markup=False)

@@ -16,7 +16,7 @@ _NARROW, _WIDE = 6, 4  # directions that a path tries at each step: with the dra
 _FEELERS, _AHEAD = 2, 1.5  # points ahead, which should find room too, up to so many steps away
 _BACK = 12  # a scene without room undoes up to so many steps
 _PATIENCE = 8  # it starts again after so many times its number of steps
-_TRIES = 3  # for each short path
+_TRIES = 8  # for each short path
 _NOWHERE = 1e5  # the place of steps that are not there
 
 # Turns have the density cos(bend * turn)^2, as in arXiv:1805.08315.

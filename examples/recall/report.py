@@ -32,15 +32,16 @@ def read(paths: list[Path]) -> dict[str, list[dict]]:
 
 
 def plot(found: dict[str, list[dict]], target: Path) -> Path:
-    """Right answers against distance: for each arm the mean of its seeds, in a band from the least to the most. Dotted: the share
-    of questions whose answer is within reach. Dashed: guessing."""
+    """Right answers against distance: for each arm the mean of its seeds, and a thin line for each, since a seed learns to match
+    keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for number, (arm, results) in enumerate(found.items()):
         octaves = [row["first"] for row in results[0]["by_distance"]]
         at = [1.5 * first for first in octaves]
         right = [[row["right"] for row in by_octave(results, first)] for first in octaves]
         axis.plot(at, [mean(shares) for shares in right], "o-", color=f"C{number}", markersize=4, label=arm)
-        axis.fill_between(at, [min(shares) for shares in right], [max(shares) for shares in right], color=f"C{number}", alpha=0.2)
+        if len(results) > 1:
+            axis.plot(at, right, "-", color=f"C{number}", linewidth=0.5)
         axis.plot(at, [by_octave(results, first)[0]["within_reach"] for first in octaves], ":", color=f"C{number}", linewidth=1)
     first = next(iter(found.values()))[0]
     axis.axhline(first["chance"], color="gray", linestyle="--", linewidth=1, label="guessing")

@@ -11,7 +11,10 @@ from examples.train_lm.settings import Shape
 from .arms import Arm, arms
 from .task import SLOT, Task
 
-_LAST_STAGE = 0.5  # of the budget; the shorter stages share the rest
+# The first stage ends when answers are this good, in nats, or at this share of the budget. Matching keys is learned all at once,
+# after many more steps with one seed than with another; in longer sequences it is learned later, or never.
+_MATCHED, _FIRST_STAGE = 0.5, 0.5
+_LAST_STAGE = 0.5  # of what is left of the budget; the stages between share the rest
 _SHORTER = 4
 _TOKENS_A_PAIR = 8  # at least, in short sequences
 
@@ -54,12 +57,24 @@ class Trial:
             shorter.append(shorter[-1] // _SHORTER)
         return shorter[::-1]
 
-    def curriculum(self) -> list[tuple[float, Task]]:
-        """(share of the budget at which a stage ends, its task). In a long sequence, attention that does not match keys yet gives
-        each value next to no weight: too weak a gradient to learn from."""
-        tasks = [replace(self.task, length=n, pairs=min(self.task.pairs, n // _TOKENS_A_PAIR)) for n in self.lengths]
-        early = (1 - _LAST_STAGE) / max(1, len(tasks) - 1)
-        return [((number + 1) * early, task) for number, task in enumerate(tasks[:-1])] + [(1.0, tasks[-1])]
+    @property
+    def stages(self) -> list[Task]:
+        """The curriculum's tasks. In a long sequence, attention that does not match keys yet gives each value next to no weight:
+        too weak a gradient to learn from."""
+        return [replace(self.task, length=n, pairs=min(self.task.pairs, n // _TOKENS_A_PAIR)) for n in self.lengths]
+
+    def first_stage_ends(self, done: float, losses: list[float]) -> bool:
+        """done: share of the budget. losses: of the last steps, nats an answer."""
+        return done >= _FIRST_STAGE or (bool(losses) and max(losses) < _MATCHED)
+
+    def stage(self, done: float, first: float | None) -> Task:
+        """The task at a share of the budget. first: the share at which the first stage ended; None if it has not."""
+        stages = self.stages
+        if first is None:
+            return stages[0]
+        *between, last = stages[1:] or stages
+        passed = int((done - first) / (1 - first) / (1 - _LAST_STAGE) * len(between))
+        return between[passed] if passed < len(between) else last
 
     def of_train_lm(self) -> lm.Settings:
         """As train_lm's decoder and optimizer take it."""

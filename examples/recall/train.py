@@ -71,16 +71,18 @@ def final_loss(curve: list[dict]) -> float:
 def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
     """Trains to the end of the budget. Returns the curve, a row for ten steps: the last one's number, the seconds of all steps so
     far, the sequences' length, and the mean loss in nats an answer. Raises NotFinite where a loss is not finite."""
-    stages, descent = trial.curriculum(), optimizer(model, trial.of_train_lm())
-    for _, task in stages:  # compiles what each stage needs before the clock starts
+    descent = optimizer(model, trial.of_train_lm())
+    for task in trial.stages:  # compiles what each needs before the clock starts
         loss_of(model, trial, task, 0, world).backward()
     descent.zero_grad(set_to_none=True)
-    rows, step, seconds = [], 0, 0.0
+    rows, step, seconds, first = [], 0, 0.0, None
     columns = TextColumn(trial.arm), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(trial.arm, total=1.0, said="")
         while (done := trial.done(step, seconds)) < 1:
-            task = next(task for end, task in stages if done < end)
+            if first is None and trial.first_stage_ends(done, [row["loss"] for row in rows[-_TOGETHER:]]):
+                first = done
+            task = trial.stage(done, first)
             begin = time.perf_counter()
             for group in descent.param_groups:
                 group["lr"] = trial.learning_rate * schedule(done)

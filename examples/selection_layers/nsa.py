@@ -62,10 +62,8 @@ class NSA(ChoosingAttention):
         self.gates = nn.Linear(shape.dim, BRANCHES * shape.heads, bias=False)
 
     def attended(self, x, q, k, v, positions: Positions):
-        block = self.sizes.block
         more = self.more_kv(x).unflatten(2, (4, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
-        compressed, scores = self.compressed(q, self.compress_k(more[0]), self.compress_v(more[1]), positions)
-        selection = sf.topk_blocks(scores=scores, keep=self.sizes.keep, block_size=block)
+        compressed, selection = self.compressed(q, self.compress_k(more[0]), self.compress_v(more[1]), positions)
         near_k = by_head_rotated(more[2], positions)
         near = sf.attention(q, near_k.to(q.dtype), more[3], f"causal & local({self.sizes.window})")
         branches = torch.stack([compressed, sf.attention(q, k, v, selection), near])
@@ -73,20 +71,13 @@ class NSA(ChoosingAttention):
         return (gates.sigmoid()[..., None] * branches).sum(0)
 
     def compressed(self, q, k, v, positions: Positions):
-        """(what queries read from compressed blocks, the scores of blocks). k, v: compressed. Scores: the weights of that reading,
-        summed over the query heads that share keys, (batch, kv_heads, tokens, blocks) float32."""
-        block, tokens, blocks = self.sizes.block, q.shape[2], k.shape[2]
+        """(what queries read from compressed blocks, the blocks that they choose by it). k, v: compressed."""
+        block = self.sizes.block
         # A compressed key has the position of its block's last token.
         k = by_head_rotated(k, Positions(*(t[block - 1 :: block] for t in (positions.cos, positions.sin)))).to(q.dtype)
-        before = BlocksBefore(block, tokens - blocks)
-        out, lse = sf.attention(q, k, v, before, return_lse=True)
-        with torch.no_grad():
-            grouped = q.unflatten(1, (k.shape[1], -1))
-            weights = (
-                (grouped @ k[:, :, None].mT * self.head_dim**-0.5 - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp().sum(2)
-            )
-            # A last block that is not whole is never chosen before it ends, but topk_blocks wants a score of it.
-            return out, F.pad(weights, (0, -(-tokens // block) - blocks))
+        out, lse = sf.attention(q, k, v, BlocksBefore(block, q.shape[2] - k.shape[2]), return_lse=True)
+        options = {"every": 1, "block_size": block, "share_group": True}
+        return out, sf.topk_blocks(q, k, self.sizes.keep, score="softmax", lse=lse, **options)
 
     @staticmethod
     def pairs(sizes: Sizes, tokens: int) -> int:

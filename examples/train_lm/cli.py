@@ -47,7 +47,8 @@ def user_errors() -> Iterator[None]:
 def train(
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
     mask: Annotated[
-        list[str] | None, typer.Option(help="Spec text; several are given to the layers in turn. sdpa: PyTorch's.")
+        list[str] | None,
+        typer.Option(help="Spec text, or topk_blocks(16, block=128); several are given to the layers in turn. sdpa: PyTorch's."),
     ] = None,
     dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 65_536,
@@ -283,6 +284,7 @@ def picks(
     block_size: Annotated[int, typer.Option(help="Keys of a block.")] = 128,
     start: Annotated[int, typer.Option(help="Where in the held-out text the sequence starts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A file for the picks, which benchmarks.selection --trained reads.")] = None,
     folder: Data = Path("runs/train_lm/data"),
     device: Device = "auto",
 ) -> None:
@@ -295,10 +297,9 @@ def picks(
         text, tokens = data.Tokens(folder, "held_out", settings.shape.vocabulary), length or settings.length
         if not 0 <= start <= len(text) - tokens:
             raise ValueError(f"--start must leave {tokens:,} of the {len(text):,} held-out tokens; got {start:,}")
-        found = []
         layers = picks_of.queries_and_keys(model, text.window(start, tokens)[None].to(world.device), world)
-        for layer, (q, k) in enumerate(layers):
-            found += picks_of.summary(picks_of.picks_of(q, k, keep, block_size), block_size, layer)
+        picked = [picks_of.picks_of(q, k, keep, block_size) for q, k in layers]
+        found = [row for layer, of_layer in enumerate(picked) for row in picks_of.summary(of_layer, block_size, layer)]
         table = Table(title=f"{keep} blocks of {block_size} a query, {tokens:,} tokens")
         headings = ["layer", "key head", "picked by the query before", *(f"blocks of {tile}" for tile in picks_of.TILES)]
         for heading in headings:
@@ -309,6 +310,9 @@ def picks(
         if out:
             about = {"run": str(run), "tokens": tokens, "start": start, "keep": keep, "block_size": block_size}
             out.write_text(json.dumps(about | {"heads": [asdict(row) for row in found]}, indent=1))
+        if save:
+            # (layers, kv_heads, tokens, keep) int32
+            torch.save({"picks": torch.stack(picked).cpu(), "block_size": block_size}, save)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import torch
 from .data import END
 from .hf_model import SparseLMConfig, SparseLMForCausalLM
 from .model import Decoder
-from .settings import SDPA, Settings
+from .settings import SDPA, Choice, Settings
 
 _LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -53,6 +53,8 @@ def export(model: Decoder, settings: Settings, tokenizer: Path, target: Path):
         raise FileExistsError(f"{target} is not empty; pass another folder")
     if settings.log_length:
         raise ValueError("a model with log-length scaling cannot be exported: Hugging Face's layers have nothing like it")
+    if chosen := next(filter(Choice.of, settings.masks), None):
+        raise ValueError(f"a model with mask {chosen!r} cannot be exported: the exported file has masks alone")
     shape = settings.shape
     masks = ["causal" if (mask := settings.mask_of(layer)) == SDPA else mask for layer in range(shape.layers)]
     config = config_of(settings, masks)

@@ -40,7 +40,10 @@ def step(model: Decoder, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         keys, values = cache.keys[layer], cache.values[layer]
         keys[:, :, first:stop], values[:, :, first:stop] = k, v
         mask = "causal" if attention.mask == SDPA else attention.mask
-        if count <= 64:
+        if attention.choice is not None:
+            keys, values = keys[:, :, :stop], values[:, :, :stop]
+            out = sf.attention(q, keys, values, attention.choice(q, keys))
+        elif count <= 64:
             out = sf.attention_decode(q, keys, values, mask, kv_lens=lengths)
         else:
             out = sf.attention(q, keys[:, :, :stop], values[:, :, :stop], mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import torch
 
@@ -10,7 +11,7 @@ import sparse_flash as sf
 
 from .model import LOGITS_TOGETHER
 from .parallel import World
-from .settings import SDPA, Parallel, Settings
+from .settings import SDPA, Choice, Parallel, Settings
 
 GIB = 1 << 30
 # Dense bfloat16 products, FLOP/s, by the first of these names that is in the GPU's. NVIDIA's data sheets.
@@ -69,7 +70,11 @@ def kept_pairs(settings: Settings, length: int) -> float:
     return sum(count * _pairs(mask, length) for mask, count in layers.items()) / layers.total()
 
 
+@cache
 def _pairs(mask: str, length: int) -> float:
+    if choice := Choice.of(mask):
+        # Of any queries and keys: another choice differs by the picked blocks that are always kept too.
+        return choice(*torch.randn(2, 1, 1, length, 8, generator=torch.Generator().manual_seed(0))).density * length**2
     return length * (length + 1) / 2 if mask == SDPA else sf.compile_mask(mask, q_len=length).density * length**2
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sparse_flash as sf
 from sparse_flash.api.shared import SharedSequence
 
-from .settings import SDPA, Recompute, Settings, Shape
+from .settings import SDPA, Choice, Recompute, Settings, Shape
 
 IGNORED = -100  # a label that counts for nothing
 _EPSILON = 1e-6
@@ -57,6 +57,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, mask: str):
         super().__init__()
         self.mask, self.head_dim = mask, shape.head_dim
+        self.choice = Choice.of(mask)
         self.q_proj = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.mask == SDPA:
             return dense(q, k, v).transpose(1, 2)
-        return sf.attention(q, k, v, self.mask).transpose(1, 2)
+        return sf.attention(q, k, v, self.mask if self.choice is None else self.choice(q, k)).transpose(1, 2)
 
 
 def dense(q, k, v):
@@ -123,7 +124,11 @@ class Block(nn.Module):
     def forward(self, x, positions: Positions, documents: Documents | None = None, plan: SharedSequence | None = None):
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.computed(x, positions, documents, plan)
-        options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if self.recompute == "selective" else {}
+        options = {}
+        if self.recompute == "selective":
+            options = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)}
+        elif self.attention.choice is not None:
+            options = {"context_fn": sf.keep_picks}
         return checkpoint(self.computed, x, positions, documents, plan, use_reentrant=False, **options)
 
     def computed(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
@@ -136,7 +141,8 @@ class Block(nn.Module):
 
 def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
     """Selective recomputation keeps what takes long: the results of matrix products and of attention."""
-    names = ("aten.mm", "aten.addmm", "sparse_flash.attention", "sparse_flash.context", "sparse_flash.pack", "scaled_dot_product")
+    ours = ("attention", "context", "pack", "choose_blocks", "selected_attention")
+    names = ("aten.mm", "aten.addmm", "scaled_dot_product", *(f"sparse_flash.{name}" for name in ours))
     return CheckpointPolicy.MUST_SAVE if any(name in str(operator) for name in names) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -177,6 +183,7 @@ class Decoder(nn.Module):
         self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
 
     def forward(self, tokens, labels=None, documents: Documents | None = None, plans: Sequence[SharedSequence] | None = None):
+        """documents: under plans, those that their masks keep apart: they give positions."""
         x = self.hidden(tokens, documents, plans)
         if labels is None:
             return self.head(x)
@@ -189,7 +196,7 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for number, block in enumerate(self.blocks):
-            x = block(x, positions, documents, None if plans is None else plans[number])
+            x = block(x, positions, documents) if plans is None else block(x, positions, plan=plans[number])
         return self.norm(x)
 
     def positions(self, tokens: int, device, documents: Documents | None = None, plan: SharedSequence | None = None) -> Positions:

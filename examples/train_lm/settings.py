@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
+import torch
+
 import sparse_flash as sf
+from sparse_flash.masks.compiler import alike_on_diagonals
 
 Recompute = Literal["none", "selective", "full"]
 Parallel = Literal["ddp", "fsdp"]
 SDPA = "sdpa"  # in place of a mask: PyTorch's own dense causal attention
+_CHOICE = re.compile(r"topk_blocks\((?P<keep>\d+), block=(?P<block_size>\d+)\)(?: \| (?P<always>.+))?")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """In place of a mask, written "topk_blocks(12, block=128) | local(208)": each query keeps its own block of keys and those
+    before that score highest by mean keys, ``keep`` in all, and what the spec text ``always`` keeps. Heads with the same keys share
+    choices."""
+
+    keep: int
+    block_size: int
+    always: str | None
+
+    @classmethod
+    def of(cls, mask: str) -> Choice | None:
+        """None for text of another kind."""
+        found = _CHOICE.fullmatch(mask)
+        return found and cls(int(found["keep"]), int(found["block_size"]), found["always"])
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> sf.BlockSelection:
+        """q: (batch, heads, tokens, head_dim), k: (batch, kv_heads, tokens, head_dim). Raises ValueError for numbers and spec text
+        that cannot be."""
+        return sf.topk_blocks(q, k, self.keep, every=1, block_size=self.block_size, always=self.always, share_group=True)
 
 
 @dataclass(frozen=True)
@@ -51,7 +78,8 @@ PRESETS = {
 class Settings:
     """All that a run's result depends on, and how it is computed.
 
-    shape: the model. masks: spec texts for the layers in turn, repeated to the last layer; "sdpa" is PyTorch's dense attention.
+    shape: the model. masks: spec texts for the layers in turn, repeated to the last layer; "sdpa" is PyTorch's dense attention, and
+    see ``Choice``.
     length: tokens of a sequence. step_tokens: tokens of an optimizer step over all GPUs, whole sequences. context: GPUs that share
     a sequence. micro_tokens: tokens that they, or one GPU, compute at a time; the rest of a step is accumulated. chunk: the
     training text is shuffled in pieces of so many tokens, whatever the length, so that runs of different lengths read the same text
@@ -167,10 +195,17 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
     if settings.recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
     if settings.context > 1:
-        alone = {"--packed": settings.packed, "--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks}
+        chosen = next(filter(Choice.of, settings.masks), "")
+        alone = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
         for name, used in alone.items():
             if used:
                 raise ValueError(f"{name} is not supported where GPUs share a sequence; leave it out, or pass --context 1")
+        positional = [mask for mask in settings.masks if settings.packed and not alike_on_diagonals(sf.parse(mask), 1)]
+        if positional:
+            raise ValueError(
+                f"mask {positional[0]!r} counts positions from the start of each document, which GPUs that share packed sequences "
+                "cannot; use masks of distances, as 'causal' and 'causal & local(1024)', leave --packed out, or pass --context 1"
+            )
     if not settings.masks:
         raise ValueError("masks must name at least one mask; 'causal' is dense attention")
     return replace(settings, masks=tuple(_checked_mask(mask, settings) for mask in settings.masks))
@@ -180,6 +215,11 @@ def _checked_mask(text: str, settings: Settings) -> str:
     if text == SDPA:
         if settings.packed:
             raise ValueError(f"mask {SDPA!r} cannot keep packed documents apart; use 'causal', which is dense too")
+        return text
+    if choice := Choice.of(text):
+        if settings.packed:
+            raise ValueError(f"mask {text!r} does not keep packed documents apart here; leave --packed out, or use another mask")
+        choice(*torch.zeros(2, 1, 1, 1, 1))  # says what is wrong with it
         return text
     pattern = sf.parse(text)  # says what is wrong with a text, and where
     # The part above the diagonal of a mask of another length would be another; compiled at this one, it costs what training costs.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import sparse_flash as sf
+from sparse_flash.parallel import PendingPlan
 
 from . import checkpoint, memory
 from .checkpoint import Progress
@@ -56,10 +57,12 @@ class Run:
         with world.device:
             model = Decoder(settings)
         if settings.compiled:
-            model.compile(settings.packed)
+            model.compile(settings.packed and not world.context)
         self.model = distributed(model, world, parallel)
         self.optimizer = optimizer(self.model, settings)
         self.plans: dict[int, sf.ContextPlans] = {}
+        self.planners: dict[int, sf.ContextParallel] = {}
+        self.coming: dict[bytes, PendingPlan] = {}
         self.progress = Progress(steps=settings.steps)
         last = None if fresh else checkpoint.latest(folder)
         if start and not last:
@@ -95,6 +98,7 @@ class Run:
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
+            self.close()
             if log:
                 log.close()
                 plot({", ".join(self.settings.masks): self.folder}, self.folder / "loss.png")
@@ -122,9 +126,13 @@ class Run:
         passes = settings.accumulated(world.replicas)
         loss = torch.zeros((), device=world.device)
         for number in range(passes):
+            batch = self._batch(number)
+            if self._plans_documents and (number + 1 < passes or progress.step + 1 < progress.steps):
+                self._plan(batch)  # before the next
+                self._plan(self._batch(number + 1))  # in the next step, if this has no more
             with gradients_summed(self.model, number == passes - 1):
                 # Ranks' gradients are averaged, so that a sum over a step's tokens is multiplied with the number of ranks.
-                part = self._pass(self._batch(number)) * (world.size / settings.step_tokens)
+                part = self._pass(batch) * (world.size / settings.step_tokens)
                 part.backward()
             loss += part.detach()
         (loss,) = world.sum(loss / world.size)
@@ -167,19 +175,47 @@ class Run:
     def _pass(self, batch: Batch) -> torch.Tensor:
         """The sum of a batch's losses, of this rank's tokens where ranks share the sequences."""
         tokens, labels, documents = batch.on(self.world.device, self.settings.packed)
-        plans = self._plans(tokens.shape[1]) if self.world.context else None
+        plans = self._plans(batch) if self.world.context else None
         if plans:
             tokens, labels = plans.shard(tokens, 1), plans.shard(labels, 1, fill=IGNORED)
         with precision(self.model, self.world):
             return self.model(tokens, labels, documents, plans)
 
-    def _plans(self, length: int) -> sf.ContextPlans:
-        """How the ranks share sequences of a length; made once, by all of them."""
+    @property
+    def _plans_documents(self) -> bool:
+        return self.settings.packed and self.world.context is not None
+
+    def _plans(self, batch: Batch) -> sf.ContextPlans:
+        """How the ranks share the tokens of a batch. Plans of whole sequences are made once for a length, by all ranks; those of
+        packed documents for each batch, by a process beside each."""
+        if self._plans_documents:
+            self._plan(batch)
+            return self.coming.pop(batch.boundaries.tobytes()).result()
+        length = batch.tokens.shape[1]
         if length not in self.plans:
-            shape = self.settings.shape
-            masks = [self.settings.mask_of(layer) for layer in range(shape.layers)]
-            self.plans[length] = sf.context_parallel(masks, length, self.world.context, heads=shape.heads, kv_heads=shape.kv_heads)
+            masks, options = self._shared_by_layer()
+            self.plans[length] = sf.context_parallel(masks, length, self.world.context, **options)
         return self.plans[length]
+
+    def _plan(self, batch: Batch) -> None:
+        """Begins to plan the documents of a batch, where that has not begun."""
+        tokens, bounds = batch.tokens.numel(), batch.boundaries.tobytes()
+        if tokens not in self.planners:
+            masks, options = self._shared_by_layer()
+            self.planners[tokens] = sf.ContextParallel(self.world.context, masks, tokens, **options)
+        if bounds not in self.coming:
+            self.coming[bounds] = self.planners[tokens].submit(batch.boundaries)
+
+    def _shared_by_layer(self) -> tuple[list[str], dict[str, int]]:
+        """(the layers' masks, their heads)"""
+        shape = self.settings.shape
+        return [self.settings.mask_of(layer) for layer in range(shape.layers)], {"heads": shape.heads, "kv_heads": shape.kv_heads}
+
+    def close(self) -> None:
+        """Ends the processes that plan documents."""
+        for planner in self.planners.values():
+            planner.close()
+        self.planners, self.coming = {}, {}
 
     def _check(self) -> None:
         """Forward and backward through ``sf.check``, uncompiled, as it does not look into compiled code; gradients are dropped."""

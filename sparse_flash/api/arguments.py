@@ -15,12 +15,12 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection, check_selection_block, check_sharing
-from ..masks.cache import compiled_once, of_another_library
+from ..masks.cache import compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
-from ..selection.choice import SCORES
-from ..variant.variant import ScoreFunction, check_number, check_same_device, checked_variant, int32_lengths
+from ..selection.choice import COMPRESSED, SCORES
+from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
@@ -178,9 +178,10 @@ def check_types(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "a nested tensor" if value.is_nested else value.layout
             raise ValueError(
-                f"{name} must be a tensor of layout torch.strided; got {value.layout}; sequences of many lengths, the values and "
+                f"{name} must be a tensor of layout torch.strided; got {layout}; sequences of many lengths, the values and "
                 "offsets of a nested tensor, go to sparse_flash.attention_varlen"
             )
 
@@ -215,6 +216,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     _check_groups(q.shape[1], k.shape[1])
+
+
+def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors; or where all are of a batch of 0, stand-ins of a batch of 1, whose other sizes ``check_tensors`` then checks."""
+    if any(tensor.shape[:1] != (0,) for tensor in (q, k, v)):
+        return q, k, v
+    one, other, last = (tensor.new_empty(1).expand(1, *tensor.shape[1:]) for tensor in (q, k, v))
+    return one, other, last
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:
@@ -262,11 +271,14 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:
-    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache."""
+    """Like ``check_tensors``, for ``attention_decode``, whose k and v are a cache. Sizes other than head_dim and those of pages may
+    be 0."""
     order = "(batch, kv_heads, capacity, head_dim)" if block_table is None else "(pages, kv_heads, page_size, head_dim)"
     for name, tensor, shape in (("q", q, "(batch, heads, q_len, head_dim)"), ("k", k, order), ("v", v, order)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(f"{name} must have shape {shape}, none of it 0; got {tuple(tensor.shape)}")
+        if tensor.dim() != 4 or tensor.shape[3] == 0:
+            raise ValueError(f"{name} must have shape {shape}, head_dim not 0; got {tuple(tensor.shape)}")
+    if block_table is not None and 0 in k.shape[::2]:
+        raise ValueError(f"k must have at least one page of one token, {order}; got {tuple(k.shape)}")
     check_alike(q, k, v, cast="cast q with .to({1})")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
@@ -275,11 +287,9 @@ def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in all but head_dim; got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            "q and k must agree in head_dim, and the number of key heads divide that of query heads; got shapes "
-            f"{tuple(q.shape)} and {tuple(k.shape)}, k of {order}"
-        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must agree in head_dim; got {tuple(q.shape)} and {tuple(k.shape)}, k of {order}")
+    _check_groups(q.shape[1], k.shape[1])
     if block_table is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must agree in batch; got {tuple(q.shape)} and {tuple(k.shape)}; pages need a block_table")
     if q.shape[2] > MAX_QUERIES:
@@ -328,12 +338,13 @@ def check_decoding_mask(mask: BlockMask, capacity: int, q: torch.Tensor) -> None
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension."""
+    """Like ``check_tensors``, for ``attention_varlen``, whose tensors have no batch dimension. Sizes other than head_dim may be
+    0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape (tokens of all documents, heads, head_dim); got {tuple(tensor.shape)}")
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
+        if tensor.shape[2] == 0:
+            raise ValueError(f"{name} must have a head_dim of at least 1; got shape {tuple(tensor.shape)}")
     check_alike(q, k, v)
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k and v must agree in tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -365,7 +376,7 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
         raise ValueError(f"cu_seqlens_{name} is on {cu_seqlens.device} and {name} on {x.device}; use .to({str(x.device)!r})")
     tokens = len(x)
     longest = tokens if longest is None else min(_count(f"max_seqlen_{name}", longest), tokens)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type == "cpu" and not is_recorded(x.device):
         _check_bounds(name, cu_seqlens.tolist(), tokens, longest)
     return longest
 
@@ -390,13 +401,6 @@ def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> No
         raise ValueError(f"a document of {name} has {max(lengths)} tokens, more than max_seqlen_{name}={longest}")
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError for a size below 1, by its name."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be positive; got {size}")
-
-
 def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises ValueError where a selection is of another device, batch or number of heads than these queries and keys."""
     if selection.device != q.device:
@@ -415,8 +419,40 @@ def check_choice(keep: object, every: object, block_size: object, score: str) ->
     check_selection_block(block_size)
     if isinstance(keep, float):
         raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}; got {score!r}; pass scores= for others")
+    if score not in (*SCORES, COMPRESSED):
+        names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
+        raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
+
+
+def checked_compression(
+    compression: object, k: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, block_size: int, kv_len: int
+) -> tuple[int, int]:
+    """(length, stride) of compressed keys. Raises TypeError or ValueError for what does not fit k or the block size."""
+    if compression is None:
+        compression = block_size, block_size
+    if not (isinstance(compression, tuple) and len(compression) == 2 and all(type(number) is int for number in compression)):
+        raise TypeError(
+            "compression must be two ints, tokens of a compressed key and tokens from one to the next; got "
+            f"{compression!r}; pass compression=(32, 16) for NSA's"
+        )
+    length, stride = compression
+    if not (stride > 0 and length > 0 and length % stride == 0 and block_size % stride == 0):
+        raise ValueError(
+            f"of compression=(length, stride), stride must divide length and the block size of {block_size}; got {compression}"
+        )
+    check_counts(kv_len=kv_len)
+    count = max(0, (kv_len - length) // stride + 1)
+    if k.shape[2] != count:
+        raise ValueError(
+            f"{kv_len} tokens have {count} compressed keys of {length} tokens, {stride} from one to the next; got k of "
+            f"{k.shape[2]}, shape {tuple(k.shape)}; pass kv_len= and compression= that fit"
+        )
+    if lse is not None and not (isinstance(lse, torch.Tensor) and lse.is_floating_point() and lse.device == q.device):
+        found = f"{lse.dtype} on {lse.device}" if isinstance(lse, torch.Tensor) else type(lse).__name__
+        raise TypeError(f"lse must be a floating-point tensor on {q.device}; got {found}")
+    if lse is not None and lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have shape {tuple(q.shape[:3])}, (batch, heads, q_len); got {tuple(lse.shape)}")
+    return length, stride
 
 
 def check_keep(keep: object) -> None:

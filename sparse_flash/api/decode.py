@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from .. import backends
@@ -10,9 +12,9 @@ from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from ..masks.cache import as_block_mask, keep_if_captured, of_another_library
+from ..masks.cache import as_block_mask, as_operations_take_it, keep_if_captured, made_apart, of_another_library
 from ..masks.memory import remembered
-from ..masks.pattern import Pattern, parse
+from ..masks.pattern import Pattern, parse, text_of
 from ..patterns import causal, full, local
 from ..selection.decode import decode, supports
 from .arguments import (
@@ -21,6 +23,7 @@ from .arguments import (
     check_decoding_mask,
     check_decoding_tensors,
     check_selected_heads,
+    check_types,
     checked_cache_lengths,
     checked_scale,
 )
@@ -59,12 +62,12 @@ def attention_decode(
     ``BlockMeans.choose`` or otherwise, without ``always``. Query i has position ``kv_lens[b] - q_len + i``; a key's position is its
     index in the sequence. A query at a negative position keeps nothing.
     scale: positive; 1 / sqrt(head_dim) by default. return_lse: also return lse, as in ``attention``.
-    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection "torch" alone runs: PyTorch
-    operations of fixed shapes, on any device, which read the picked blocks and no others.
+    backend: as for ``attention``; "hopper" and "triton" share one kernel here. Of a BlockSelection they and "torch" read the picked
+    blocks and no others, so a step's cost does not grow with the cache.
 
-    Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. Raises ValueError
-    for arguments that do not fit together and for tensors that require a gradient, TypeError for wrong types. There is no autocast:
-    the caller casts q to the cache's dtype.
+    Returns out, like q but with v's head_dim, or (out, lse). A query that keeps nothing has out 0 and lse -inf. The batch, the
+    queries and the cache may be empty. Raises ValueError for arguments that do not fit together and for tensors that require a
+    gradient, TypeError for wrong types. There is no autocast: the caller casts q to the cache's dtype.
 
     A pattern is compiled once, to the square table of the capacity rounded up by at most an eighth; each call walks the rows of its
     queries, so a cache that grows within its capacity compiles nothing. No call synchronizes with the device, and a CUDA graph may
@@ -75,17 +78,32 @@ def attention_decode(
     """
     if foreign:
         raise unexpected(attention_decode, foreign)
+    check_types(q, k, v)
     check_decoding_tensors(q, k, v, block_table)
     kv_lens, block_table = checked_cache_lengths(q, k.shape[2], kv_lens, block_table)
     scale = checked_scale(scale, q.shape[3])
     capacity = backends.cache_capacity(k, block_table)
-    if isinstance(mask, BlockSelection):
+    if 0 in q.shape or capacity == 0:
+        _check_beside_nothing(mask, capacity, q, backend)
+        out, lse = operators.of_nothing(q, k, v, None)
+    elif isinstance(mask, BlockSelection):
         out, lse = _over_picks(q, k, v, mask, capacity, kv_lens, block_table, scale, backend)
-        return (out, lse) if return_lse else out
-    mask, is_causal = _resolved(mask, capacity, q)
-    name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
-    out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
+    else:
+        mask, is_causal = _resolved(mask, capacity, q)
+        name = backends.choose(backend, backends.Call.of(q, k, v, None if mask is None else mask.block_size))
+        out, lse = operators.attention_decode(q, k, v, mask, kv_lens, block_table, is_causal, scale, name)
     return (out, lse) if return_lse else out
+
+
+def _check_beside_nothing(mask: object, capacity: int, q: torch.Tensor, backend: str) -> None:
+    """Raises as a call with queries and keys does for a mask of another type, text that cannot be read, and unknown back ends."""
+    if isinstance(mask, str):
+        text_of(mask)
+    elif isinstance(mask, BlockMask):
+        check_decoding_mask(mask, capacity, q)
+    elif not (mask is None or isinstance(mask, (BlockSelection, Pattern))):
+        of_another_library(mask)
+    backends.check_name(backend)
 
 
 def _over_picks(
@@ -110,12 +128,9 @@ def _over_picks(
             f"the selection is of q_len={selection.q_len} and a cache of {selection.kv_len} tokens; got {q.shape[2]} queries and a "
             f"cache of {capacity}{', without kv_lens' * (kv_lens is None)}; choose again for these, or pass kv_lens"
         )
-    backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
-    picks = selection.picks
-    if selection.every > 1:
-        picks = picks.repeat_interleave(selection.every, 2)[:, :, : selection.q_len]
+    name = backends.choose(backend, backends.Call.of(q, k, v, selection.block_size), supports)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return decode(q, k, v, picks, selection.block_size, kv_lens, block_table, scale)
+    return decode(q, k, v, selection, kv_lens, block_table, scale, name)
 
 
 def decodes(q: torch.Tensor, k: torch.Tensor, mask: object) -> bool:
@@ -140,13 +155,14 @@ def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Te
     if isinstance(mask, BlockMask):
         check_decoding_mask(mask, capacity, q)
         return (None if mask.keeps_all else mask), False
-    length = _rounded(capacity)
+    # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
+    length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
         is_causal, tensors = _constant_tables(mask, length, q.device)
         return (BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None), is_causal
     table, is_causal = _compiled(mask, length, q.device)
     keep_if_captured(table, q.device)
-    return table, is_causal
+    return table and as_operations_take_it(table), is_causal
 
 
 def _rounded(capacity: int) -> int:
@@ -163,7 +179,8 @@ def _compiled(pattern: Pattern | str, length: int, device: torch.device) -> tupl
         return None, pattern == causal()
     # No key is later than the last query, and blocks of later keys would only cost programs time.
     pattern = pattern & (causal() | local(MAX_QUERIES))
-    return as_block_mask(pattern, q_len=length, kv_len=length, block_size=DEFAULT_BLOCK_SIZE, device=device), False
+    sizes = {"q_len": length, "kv_len": length, "block_size": DEFAULT_BLOCK_SIZE}
+    return made_apart(as_block_mask, pattern, **sizes, device=device), False
 
 
 @constant_in_graphs

@@ -14,8 +14,8 @@ from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
 from ..masks.pattern import Pattern, parse
-from ..variant.variant import check_dropout
-from .arguments import check_deterministic, check_positive
+from ..variant.variant import check_counts, check_dropout
+from .arguments import check_deterministic
 from .attention import attention
 from .decode import attention_decode, takes
 from .means import BlockMeans
@@ -47,7 +47,7 @@ class KeyValueCache:
         device: torch.device | str | None = None,
     ) -> None:
         widths = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
-        check_positive(batch=batch, kv_heads=kv_heads, length=length, **widths)
+        check_counts(batch=batch, kv_heads=kv_heads, length=length, **widths)
         self.room = tuple(torch.zeros(batch, kv_heads, length, width, dtype=dtype, device=device) for width in widths.values())
         self.tokens = 0
         sizes = batch, kv_heads, length, head_dim
@@ -102,7 +102,8 @@ class SparseAttention(nn.Module):
     ``{"keep": 16, "block_size": 64, "share_group": True}``; every is 1 by default. Or a function of (q, k), queries and keys by
     head, after rotation, that returns a BlockSelection. With a cache, new queries choose among all keys, each for itself (every=1):
     then tokens see the same blocks whether they come one by one or all at once. Where choices are by mean keys without ``always``,
-    ``new_cache`` keeps these means, and a step reads the picked blocks alone.
+    ``new_cache`` keeps these means, and a step reads the picked blocks alone. With a ``ContextPlan`` as mask, of strategy "heads",
+    each rank chooses in its heads.
     rotary_base: the base of rotary position embedding, which pairs elements half of head_dim apart; None for no positions.
     bias: of the four projections. dropout_p: as for ``attention``, in training mode only; not with select or a cache. backend,
     deterministic: as for ``attention``.
@@ -131,8 +132,7 @@ class SparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if min(dim, heads, kv_heads) < 1:
-            raise ValueError(f"dim, heads and kv_heads must be positive; got {dim}, {heads} and {kv_heads}")
+        check_counts(dim=dim, heads=heads, kv_heads=kv_heads)
         if heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {heads}")
         if head_dim is None and dim % heads:
@@ -145,15 +145,14 @@ class SparseAttention(nn.Module):
                 "select must be a dict of topk_blocks' arguments, or a function of (q, k) that returns a BlockSelection; got "
                 f"{type(select).__name__}"
             )
-        if select is not None and not (isinstance(mask, str) and mask == "causal"):
+        if select is not None and not isinstance(mask, SharedSequence) and not (isinstance(mask, str) and mask == "causal"):
             raise ValueError("select takes the place of mask; leave mask out: a selection is causal, and topk_blocks takes always=")
         check_dropout(dropout_p)
         if select is not None and dropout_p:
             raise ValueError(f"select takes no dropout; got dropout_p={dropout_p}; leave it out, or use a mask")
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        if min(head_dim, v_head_dim) < 1:
-            raise ValueError(f"head_dim and v_head_dim must be positive; got {head_dim} and {v_head_dim}")
+        check_counts(head_dim=head_dim, v_head_dim=v_head_dim)
         if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
             raise ValueError(
                 f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "
@@ -211,7 +210,8 @@ class SparseAttention(nn.Module):
             rotation = _rotation(positions, self.head_dim, self.rotary_base)
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         if plan is not None:
-            out = plan.attention(q, k, v, dropout_p=dropout_p, deterministic=self.deterministic, backend=self.backend)
+            options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
+            out = plan.attention(q, k, v, select=self.select, **options)
             return self.out_proj(out.transpose(1, 2).flatten(2))
         if self.select is not None:
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))

@@ -8,7 +8,8 @@ from ..backends import cache_capacity
 from ..masks.block_selection import BlockSelection, check_selection_block
 from ..selection.choice import choose_by_means
 from ..selection.decode import positions, update_means
-from .arguments import MAX_QUERIES, check_keep, check_positive, checked_cache_lengths
+from ..variant.variant import check_counts
+from .arguments import MAX_QUERIES, check_keep, checked_cache_lengths
 
 
 class BlockMeans:
@@ -34,7 +35,7 @@ class BlockMeans:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_positive(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
+        check_counts(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
         check_selection_block(block_size)
         self.length, self.block_size = length, block_size
         exact = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
@@ -53,6 +54,7 @@ class BlockMeans:
         k, kv_lens, block_table: the cache and the lengths with these tokens, as for ``attention_decode``. Does not synchronize.
         Raises ValueError for a cache of other sizes, TypeError for wrong types.
         """
+        self._check_tensor("k", k)
         batch, kv_heads, _, head_dim = self._room.shape
         paged = block_table is not None
         if k.dim() != 4 or (k.shape[1], k.shape[3]) != (kv_heads, head_dim) or not (paged or k.shape[0] == batch):
@@ -60,7 +62,6 @@ class BlockMeans:
             raise ValueError(
                 f"k must have shape ({', '.join(map(str, wanted[paged]))}), as these means were made for; got {tuple(k.shape)}"
             )
-        self._check_device("k", k)
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens must be how many were appended, at least 1; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
@@ -83,6 +84,7 @@ class BlockMeans:
         Returns a BlockSelection for ``attention_decode`` with these kv_lens, which tell the queries' positions there. Does not
         synchronize. Raises ValueError for arguments that do not fit together, TypeError for wrong types.
         """
+        self._check_tensor("q", q)
         batch, kv_heads, _, head_dim = self._room.shape
         if q.dim() != 4 or (q.shape[0], q.shape[3]) != (batch, head_dim) or q.shape[1] % kv_heads or not q.shape[1]:
             raise ValueError(
@@ -93,7 +95,6 @@ class BlockMeans:
             raise ValueError(
                 f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
             )
-        self._check_device("q", q)
         check_keep(keep)
         if isinstance(keep, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
@@ -103,7 +104,9 @@ class BlockMeans:
         picks = choose_by_means(q, self.means, position, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)
 
-    def _check_device(self, name: str, x: torch.Tensor) -> None:
+    def _check_tensor(self, name: str, x: torch.Tensor) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
         if x.device != self._room.device:
             here = str(x.device)
             raise ValueError(f"{name} is on {here} and the means on {self._room.device}; make the means with device={here!r}")

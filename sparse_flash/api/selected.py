@@ -7,7 +7,16 @@ import torch
 from ..masks.block_selection import BlockSelection
 from ..selection import operators
 from ..variant.definition import with_sinks
-from .arguments import autocast, check_deterministic, check_selected_heads, check_sinks, check_tensors, check_types, checked_scale
+from .arguments import (
+    autocast,
+    check_deterministic,
+    check_selected_heads,
+    check_sinks,
+    check_tensors,
+    check_types,
+    checked_scale,
+    of_some_batch,
+)
 
 
 def attention_over_picks(
@@ -31,7 +40,7 @@ def attention_over_picks(
     check_types(q, k, v)
     check_deterministic(deterministic)
     q, k, v = autocast(q, k, v)
-    check_tensors(q, k, v)
+    check_tensors(*of_some_batch(q, k, v))
     check_selection(selection, q, k)
     if sinks is not None:
         check_sinks(sinks, q)

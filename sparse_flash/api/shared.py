@@ -23,6 +23,7 @@ class SharedSequence(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        select: Any = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -18,11 +18,20 @@ from ..masks.memory import remembered
 from ..masks.pattern import Pattern, parse
 from ..packed.picks import PackedSelection
 from ..selection import choice
-from ..selection.choice import block_means
-from .arguments import DEFAULT_BLOCK_SIZE, check_choice, check_keep, check_tensors, check_types
+from ..selection.choice import COMPRESSED, block_means
+from .arguments import (
+    DEFAULT_BLOCK_SIZE,
+    check_choice,
+    check_keep,
+    check_tensors,
+    check_types,
+    checked_compression,
+    of_some_batch,
+)
 from .topk_packed import by_query, by_scores
 
 _EITHER = "scores take the place of q, k, score= and share_group=; pass either"
+_OF_COMPRESSED = "compression and lse are of compressed keys; pass score='softmax' as well, or leave them out"
 _ROUNDING = 1e-6  # 0.07 * 100 is 7.000000000000001, and must not become 8
 
 
@@ -51,6 +60,23 @@ def topk_blocks(
     always: Pattern | str | BlockMask | None = None,
     share_group: bool = False,
     score: str = "mean",
+) -> BlockSelection: ...
+
+
+@overload
+def topk_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    *,
+    every: int,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    always: Pattern | str | BlockMask | None = None,
+    share_group: bool = False,
+    score: Literal["softmax"],
+    kv_len: int | None = None,
+    compression: tuple[int, int] | None = None,
+    lse: torch.Tensor | None = None,
 ) -> BlockSelection: ...
 
 
@@ -113,6 +139,8 @@ def topk_blocks(
     kv_len: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    compression: tuple[int, int] | None = None,
+    lse: torch.Tensor | None = None,
 ) -> BlockMask | BlockSelection | PackedSelection:
     """The blocks of keys that matter most, chosen by scores: a mask for blocks of queries, or a selection for each query.
 
@@ -140,7 +168,14 @@ def topk_blocks(
     one mask, with these lengths and this block size.
     always: what is always kept, e.g. "sinks(4) | local(256)"; same types as ``within``.
     share_group: choose once for the query heads that share keys, by the mean of their scores.
-    score: of a selection, "mean", products of queries with mean keys, or "max", a query's largest product with a key of the block.
+    score: of a selection, "mean", products of queries with mean keys; "max", a query's largest product with a key of the block; or
+    "softmax", the weight that attention to compressed keys gives to the block's tokens, at scale 1 / sqrt(head_dim), summed over
+    the query heads that share a choice. k is then (batch, kv_heads, n, head_dim), the compressed keys, and kv_len the tokens that
+    they are of, q_len by default.
+    compression: of compressed keys, (length, stride), the block size for both by default; stride divides length and block_size.
+    Key i is of the tokens from i * stride to i * stride + length - 1; keys are those whose tokens all exist. A query reads the ones
+    with no token after it. One that has tokens in several blocks counts for each by its strides there.
+    lse: (batch, heads, q_len), natural, of q's attention to these compressed keys, where it is known; else it is computed.
     scores: in place of q and k, those of an indexer: (batch, kv_heads | heads, ceil(q_len / every), blocks of keys),
     floating-point; -inf and NaN are never chosen. every is then 1 by default. q_len, kv_len: of such a selection, in tokens: groups
     x every and q_len by default.
@@ -169,6 +204,10 @@ def topk_blocks(
     if cu_seqlens_q is not None:
         if not (isinstance(within, str) and within == "causal" and q_len is None and kv_len is None):
             raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
+        if score == COMPRESSED or compression is not None or lse is not None:
+            raise ValueError(
+                "compressed keys are of one sequence; packed documents choose by score='mean', 'max' or by scores= of your own"
+            )
         check_choice(keep, 1 if every is None else every, block_size, score)
         if every not in (None, 1):
             raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
@@ -180,6 +219,8 @@ def topk_blocks(
         return by_scores(scores, keep, block_size, always, cu_seqlens_q, max_seqlen_q)
     if max_seqlen_q is not None:
         raise ValueError("max_seqlen_q is of packed documents; pass cu_seqlens_q as well")
+    if score != COMPRESSED and (compression is not None or lse is not None):
+        raise ValueError(_OF_COMPRESSED)
     if scores is None and every is None:
         given = {"score": score != "mean", "q_len": q_len is not None, "kv_len": kv_len is not None}
         if any(given.values()):
@@ -192,7 +233,12 @@ def topk_blocks(
             "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
         )
     if scores is None:
-        return _by_query(*_both(q, k), keep, shared, block_size, always, share_group, score, q_len, kv_len)
+        q, k = _both(q, k)
+        if q_len is not None or (kv_len is not None and score != COMPRESSED):
+            raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
+        if score == COMPRESSED:
+            return _by_compressed(q, k, keep, shared, block_size, always, share_group, kv_len, compression, lse)
+        return _by_query(q, k, keep, shared, block_size, always, share_group, score)
     if q is not None or k is not None or share_group or score != "mean":
         raise ValueError(_EITHER)
     return _by_scores(scores, keep, shared, block_size, always, q_len, kv_len)
@@ -222,6 +268,10 @@ class QueryChoice:
             raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
         choice = cls(**arguments)
         check_choice(choice.keep, choice.every, choice.block_size, choice.score)
+        if choice.score == COMPRESSED:
+            raise ValueError(
+                "score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that makes them"
+            )
         if isinstance(choice.always, str):
             parse(choice.always)
         elif not (choice.always is None or isinstance(choice.always, (Pattern, BlockMask))):
@@ -254,15 +304,34 @@ def _by_query(
     always: Pattern | str | BlockMask | None,
     share_group: bool,
     score: str,
-    q_len: int | None,
-    kv_len: int | None,
 ) -> BlockSelection:
-    check_tensors(q, k, k)
-    if q_len is not None or kv_len is not None:
-        raise ValueError("q_len and kv_len are those of q and k; pass them with scores= alone")
+    check_tensors(*of_some_batch(q, k, k))
     keep = min(keep, -(-k.shape[2] // block_size))
     picks = choice.choose_blocks(q, k, keep, every, block_size, share_group, score)
     return _selection(picks, q.shape[2], k.shape[2], block_size, every, always)
+
+
+def _by_compressed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    always: Pattern | str | BlockMask | None,
+    share_group: bool,
+    kv_len: int | None,
+    compression: tuple[int, int] | None,
+    lse: torch.Tensor | None,
+) -> BlockSelection:
+    # Of a sequence shorter than a compressed key's tokens there is none.
+    keys = k.new_empty(1).expand(*k.shape[:2], 1, k.shape[3]) if k.dim() == 4 and not k.shape[2] else k
+    check_tensors(*of_some_batch(q, keys, keys))
+    kv_len = q.shape[2] if kv_len is None else kv_len
+    length, stride = checked_compression(compression, k, lse, q, block_size, kv_len)
+    keep = min(keep, -(-kv_len // block_size))
+    logs = None if lse is None else lse[:, :, ::every]
+    picks = choice.choose_by_compressed(q, k, keep, every, block_size, share_group, kv_len, length, stride, logs)
+    return _selection(picks, q.shape[2], kv_len, block_size, every, always)
 
 
 def _by_scores(
@@ -276,10 +345,10 @@ def _by_scores(
 ) -> BlockSelection:
     if not isinstance(scores, torch.Tensor):
         raise TypeError(f"scores must be a tensor; got {type(scores).__name__}")
-    if scores.dim() != 4 or 0 in scores.shape or not scores.is_floating_point():
+    if scores.dim() != 4 or 0 in scores.shape[1:] or not scores.is_floating_point():
         raise ValueError(
             "scores must be of a floating-point type and shape (batch, kv_heads or heads, groups of queries, blocks of keys), none "
-            f"of it 0; got {scores.dtype} of shape {tuple(scores.shape)}"
+            f"of it 0 but the batch; got {scores.dtype} of shape {tuple(scores.shape)}"
         )
     q_len = scores.shape[2] * every if q_len is None else q_len
     kv_len = q_len if kv_len is None else kv_len

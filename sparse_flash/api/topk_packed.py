@@ -26,6 +26,9 @@ def by_query(
 ) -> PackedSelection:
     """By queries and keys, see ``topk_blocks``."""
     check_packed(q, k, k)
+    for name, tensor in (("q", q), ("k", k)):
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty where queries choose; got shape {tuple(tensor.shape)}")
     if len(q) != len(k):
         raise ValueError(f"packed queries choose among the keys of their own tokens; got {len(q)} queries and {len(k)} keys")
     side = documents_of("q", q, cu_seqlens, longest)

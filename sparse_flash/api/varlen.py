@@ -52,7 +52,8 @@ def attention_varlen(
     (heads, tokens, picks), in the order of its picks.
 
     Returns out, (tokens, heads, v_head_dim), or (out, lse) with lse (heads, tokens), as in ``attention``. Both are differentiable
-    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient.
+    in q, k and v. A query that keeps nothing, and a token of no document, has out 0, lse -inf and no gradient. There may be no
+    tokens.
 
     On a GPU, new lengths need no synchronization and no compilation of kernels or masks, and may change under a CUDA graph (call it
     once before capturing, as the first call compiles). Hence lengths cannot be checked there: where cu_seqlens decrease or exceed
@@ -101,7 +102,8 @@ def attention_varlen(
     if same and keys.longest < queries.longest:
         queries = keys
 
-    in_place = mask_in_place(mask, queries, None if same else keys)
+    nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none
+    in_place = mask if nothing else mask_in_place(mask, queries, None if same else keys)
     if in_place is not None:
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         out, lse = attention(q, k, v, in_place, **options)

@@ -39,6 +39,12 @@ AUTOMATIC = ("hopper", "triton", "torch")
 NAMES = (*AUTOMATIC, "reference")
 
 
+def of_queries_with_keys(x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """x, (batch, heads, q_len, ...), what results of queries receive, with zeros where a query keeps nothing: no input has part in
+    its result, what a formula makes of that is often NaN, and 0 * NaN is no 0."""
+    return x.masked_fill(lse.isneginf().view(*lse.shape, *[1] * (x.dim() - lse.dim())), 0.0)
+
+
 @dataclass(frozen=True)
 class Call:
     """What a back end may ask about a call before accepting it. Lengths are in tokens."""

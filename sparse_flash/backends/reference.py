@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.common.layout import empty_out
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
-from . import check_pages
+from . import check_pages, of_queries_with_keys
 
 
 def supports(call) -> str | None:
@@ -35,6 +35,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     if variant is not None:
         dout = cleared(dout, variant.q_starts, variant.q_lens)
         dlse = dlse if dlse is None else cleared(dlse, variant.q_starts, variant.q_lens)
+    dout = of_queries_with_keys(dout, matrix.lse)
     dprobabilities = dout @ matrix.values.mT * matrix.dropout
     delta = (matrix.probabilities * dprobabilities).sum(-1, keepdim=True)
     if dlse is not None:

@@ -21,7 +21,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.memory import cleared_by
 from ..masks.tiles import pack_runs
 from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
-from . import aten_cpu, cache_capacity, check_pages
+from . import aten_cpu, cache_capacity, check_pages, of_queries_with_keys
 
 # Scores computed at a time. On a CPU this is per thread and should fit its cache: each score is touched about five times. Half as
 # many take a fifth longer on two cores, as every operation waits for its slowest thread.
@@ -80,6 +80,7 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         q, dout = (cleared(t, variant.q_starts, variant.q_lens) for t in (q, dout))
         k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
         drel_bias = torch.zeros_like(variant.rel_bias) if variant.learned else None
+    dout = of_queries_with_keys(dout, lse)
     # A query that keeps nothing has lse -inf; with +inf its probabilities are 0 instead of NaN.
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
     by_pytorchs = dlse is None and _by_pytorchs(q, v, variant)

@@ -48,7 +48,7 @@ def bench(
     from sparse_flash.benchmarks.report.rows import TEXT_COLUMNS
     from sparse_flash.benchmarks.report.tables import tables
     from sparse_flash.benchmarks.results import Results
-    from sparse_flash.benchmarks.run import Options, run, selected
+    from sparse_flash.benchmarks.run import Options, device_type, run, selected
     from sparse_flash.benchmarks.workload import suites
 
     console = output()
@@ -62,11 +62,9 @@ def bench(
                 sparse_flash.parse(spec)
             canonical = tuple(str(sparse_flash.parse(spec)) for spec in specs or ())
             if list_cases:
-                kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-                for name, cases in suites.choose(asked, kind, quick, canonical, backend).items():
-                    for case in cases:
-                        if selected(case.key, only):
-                            console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
+                kind = device_type(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+                for name, case in selected(suites.choose(asked, kind, quick, canonical, backend), only or ()):
+                    console.print(f"{name}: {case.key}", markup=False, soft_wrap=True)
                 return
             chosen = Options(canonical, asked, out, device, backend, quick, resume, any_source, retry, tuple(only or ()), limit)
     if not report_only:

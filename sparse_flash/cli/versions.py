@@ -27,11 +27,14 @@ class Tested:
         return f"torch {self.torch} with triton {self.triton} on Python {self.python}, {self.device} ({self.what})"
 
 
-# The CPU rows are those of constraints-oldest.txt, constraints.txt (CI) and constraints-newest.txt, which `make matrix` and
-# `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range in pyproject.toml.
+# The CPU rows are those of constraints-oldest.txt, constraints.txt (CI), constraints-newest.txt and, between them, the Makefile's
+# BETWEEN, which `make matrix` and `.ci/run` repeat; docs/versions.md has the same rows. Tests compare all of them, and the range in
+# pyproject.toml.
 TESTED = (
     Tested("3.11", "2.11.0", "3.6.0", "CPU", "all tests, with the lower bound of every dependency"),
+    Tested("3.13", "2.12.1", "3.7.1", "CPU", "all tests"),
     Tested("3.11", "2.13.0", "3.9.0", "CPU", "all tests"),
+    Tested("3.13", "2.14.1", "3.8.0", "CPU", "all tests"),
     Tested("3.13", "2.15.0", "3.9.0", "CPU", "all tests, with the newest version of every dependency"),
     Tested("3.12", "2.11.0", "3.6.0", "NVIDIA H200", "GPU tests, 19,398 random calls of the back end hopper, benchmarks"),
     Tested("3.12", "2.11.0", "3.9.0", "NVIDIA H200", "1,027 random calls of the back end hopper, speed"),

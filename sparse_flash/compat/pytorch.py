@@ -29,6 +29,9 @@ WeakIdKeyDictionary = private("utils.weak:WeakIdKeyDictionary")
 # () -> int: how many dispatch modes (of exporters, fake tensors, profilers of operators) are active in this thread.
 active_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 
+# Raised for a shape that depends on data, under a FakeTensorMode that has no symbols for such shapes.
+DynamicShapeError = private("_subclasses.fake_tensor:DynamicOutputShapeException")
+
 # A context in which ``__torch_function__`` of tensor subclasses is not called.
 without_subclasses = private("_C.DisableTorchFunctionSubclass")
 

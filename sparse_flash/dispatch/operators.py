@@ -33,7 +33,7 @@ def attention(call: AttentionCall, backend: str):
     Where ``is_seen``, the mask may be spec text, scale None for 1 / sqrt(head_dim) and backend "auto".
     """
     if backend == NOTHING:
-        return _of_nothing(call.q, call.k, call.v, call.variant)
+        return of_nothing(call.q, call.k, call.v, call.variant)
     if not observers.looked_at():
         return _computed(call, backend)
     call = call._replace(q=call.q.view_as(call.q), k=call.k.view_as(call.k), v=call.v.view_as(call.v))
@@ -42,7 +42,7 @@ def attention(call: AttentionCall, backend: str):
     return out, lse
 
 
-def _of_nothing(q, k, v, variant: Variant | None):
+def of_nothing(q, k, v, variant: Variant | None):
     """The results without queries or keys; no kernel runs, and gradients are 0."""
     learned = [variant.rel_bias] if variant is not None and variant.learned else []
     zero = sum(t.flatten()[:0].sum() for t in (q, k, v, *learned))
@@ -120,7 +120,7 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(more))
         variant = None if ctx.packed is None else Variant.unpacked(more, *ctx.packed)
-        dout = given_or_zeros(dout, out)
+        dout, dlse = upstream(dout, dlse, out, lse)
         grads = backends.backend(backend).backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
         of_variant = [] if variant is None else variant.gradients(*grads[3:])
         return (*grads[:3], None, None, *of_variant)
@@ -158,9 +158,13 @@ def refuse_second_derivatives(*_) -> None:
     )
 
 
-def given_or_zeros(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out: zeros if only lse is differentiated."""
-    return torch.zeros_like(out) if dout is None else dout
+def upstream(
+    dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
+    that keep nothing."""
+    dlse = None if dlse is None else backends.of_queries_with_keys(dlse, lse)
+    return torch.zeros_like(out) if dout is None else dout, dlse
 
 
 def _prepared(
@@ -275,7 +279,7 @@ def _gradients(ctx, dout, dlse):
     variant = Variant.unpacked(variant_tensors, *ctx.packed)
     grads = [None, None, None]
     if dout is not None or dlse is not None:
-        dout = given_or_zeros(dout, out)
+        dout, dlse = upstream(dout, dlse, out, lse)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
     of_variant = [] if variant is None else variant.gradients(*grads[3:])
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)

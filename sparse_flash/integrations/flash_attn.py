@@ -297,11 +297,11 @@ def flash_attn_with_kvcache(
         count = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
     new = 0 if k is None else k.shape[1]
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and int(cache_seqlens.max()) + new > capacity:
-        room = "block_table names pages for" if paged else "the cache has room for"
-        raise ValueError(
-            f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {int(cache_seqlens.max())} and {new} new tokens"
-        )
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        longest = max(cache_seqlens.tolist(), default=0)  # there may be no sequence
+        if longest + new > capacity:
+            room = "block_table names pages for" if paged else "the cache has room for"
+            raise ValueError(f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {longest} and {new} new tokens")
     where = _places(k_cache, cache_batch_idx, block_table, batch)
     if k is not None and v is not None:
         place = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)

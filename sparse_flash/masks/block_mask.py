@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -171,6 +171,14 @@ class BlockMask:
         """The mask of one head of one batch entry, as a separate mask, on its device."""
         return build.select(self, head, batch)
 
+    def _does_not_combine(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "compiled masks do not combine; combine patterns with & | ~ and compile the result, or make a mask of to_dense() "
+            "tensors by BlockMask.from_dense"
+        )
+
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = _does_not_combine
+
     def transpose(self) -> BlockMask:
         """The mask with queries and keys exchanged, and the same map of heads."""
         return build.transpose(self)
@@ -213,10 +221,12 @@ class BlockMask:
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal masks on the CPU, as compiled tables are canonical."""
+        """Equal for equal masks on the CPU, as compiled tables are canonical. The table by query says what all others follow
+        from."""
         digest = hashlib.sha256(repr(self.sizes).encode())
-        for tensor in self.tensors():
-            digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+        for tensor in (self.mask_index, *self.by_query[:5], *self.tiles):
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(np.ascontiguousarray(tensor.numpy()).data)
         return digest.digest()
 
     @property

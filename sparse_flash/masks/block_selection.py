@@ -85,9 +85,9 @@ class BlockSelection:
             raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
         if picks.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"picks must be int32 or int64, numbers of blocks; got {picks.dtype}; use .to(torch.int32)")
-        if picks.dim() != 4 or 0 in picks.shape[:3] or not (picks.shape[3] or own):
+        if picks.dim() != 4 or 0 in picks.shape[1:3] or not (picks.shape[3] or own):
             raise ValueError(
-                f"picks must have shape (batch, kv_heads or heads, groups of queries, picks of a group), none of it 0; got "
+                "picks must have shape (batch, kv_heads or heads, groups of queries, picks of a group), none but the batch 0; got "
                 f"{tuple(picks.shape)}"
             )
         q_len = picks.shape[2] * every if q_len is None else q_len
@@ -155,9 +155,9 @@ class BlockSelection:
 
     @property
     def density(self) -> float:
-        """Kept pairs / all pairs, averaged over batch and heads."""
+        """Kept pairs / all pairs, averaged over batch and heads; 0 of no sequence."""
         kept = sum(int(self.kept_pairs(head, batch).sum()) for batch in range(self.batch) for head in range(self.heads))
-        return kept / (self.batch * self.heads * self.q_len * self.kv_len)
+        return kept / (max(1, self.batch) * self.heads * self.q_len * self.kv_len)
 
     def to(self, device: Device) -> BlockSelection:
         """The same selection on another device (itself if already there)."""

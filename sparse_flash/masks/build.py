@@ -16,11 +16,11 @@ from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
 from .document_blocks import DocumentBlocks, document_blocks
 from .from_flex import FlexMask, MaskFunction
-from .grid import BlockGrid
+from .grid import BlockGrid, ranges
 from .memory import remembered
-from .pattern import Pattern
+from .pattern import Pattern, check_parameters
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
-from .table import Entries, at_least_two, in_table_order, table_of, transposed_table_of, with_work
+from .table import Entries, FullBlocks, PartialBlocks, at_least_two, in_table_order, table_of, with_work
 from .tall import TallRows, tall_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool
 
@@ -29,19 +29,19 @@ DERIVED = TypeVar("DERIVED")
 _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes each
 
 
-def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool) -> BlockMask:
-    """One mask, the same for every batch and head, from kept blocks and their tiles."""
-    check_blocks(len(entries.rows))
-    rows, cols, segment, index, stacks = in_table_order(entries, grid.kv_blocks, pool)
-    keeps_all = len(rows) == grid.q_blocks * grid.kv_blocks and _keeps_all(grid, entries, pool)
+def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
+    """One mask, the same for every batch and head, from kept blocks and their tiles. full: the full blocks, if there are none among
+    the entries."""
+    check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
+    full, partial, stacks = in_table_order(entries, grid.shape, pool, full)
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
-        keeps_all=bool(keeps_all),
+        keeps_all=_keeps_all(grid, full, entries, pool),
         mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
-        by_query=table_of(rows, cols, segment, index, grid.q_blocks),
-        by_key=transposed_table_of(rows, cols, segment, index, grid.kv_blocks),
+        by_query=table_of(full, partial),
+        by_key=table_of(full.transposed(), partial.transposed()),
         tile_runs=stacks[0],
         tile_bits=stacks[1],
         from_host=True,
@@ -54,10 +54,12 @@ def check_blocks(count: int) -> None:
         raise ValueError(f"the mask keeps {count:,} blocks, more than 2^31 - 1; use a larger block_size")
 
 
-def _keeps_all(grid: BlockGrid, entries: Entries, pool: TilePool) -> bool:
-    rows, cols, tiles = entries
-    kept = np.append(pool.kept, grid.block_size**2)
-    return np.array_equal(kept[np.maximum(tiles, -1)], grid.heights(rows) * grid.widths(cols))
+def _keeps_all(grid: BlockGrid, full: FullBlocks, entries: Entries, pool: TilePool) -> bool:
+    partial = np.flatnonzero(entries.tiles != FULL_TILE)
+    if full.blocks + len(partial) != grid.q_blocks * grid.kv_blocks:
+        return False
+    rows, cols, tiles = (axis[partial] for axis in entries)
+    return np.array_equal(np.array(pool.kept, np.int64)[tiles], grid.heights(rows) * grid.widths(cols))
 
 
 def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within: MaskLike | None) -> BlockMask:
@@ -190,6 +192,7 @@ def from_mask_mod(
     """See ``BlockMask.from_mask_mod``."""
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of (b, h, q_idx, kv_idx); got {type(mask_mod).__name__}")
+    check_parameters(mask_mod, "from_mask_mod", ("b", "h", "q_idx", "kv_idx"), "from_mask_fn takes one of (q, kv)")
     for name, count in (("batch", batch), ("heads", heads)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"{name} must be a positive integer, or None for one mask of all; got {count!r}")
@@ -363,8 +366,8 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
     single, keeps_all = [], True
     for number in range(mask.masks):
         ptr, split = (t[number].numpy().astype(np.int64) for t in (mask.by_query.row_ptr, mask.by_query.row_split))
-        begin, counts = ptr[rows[present]], np.diff(ptr)[rows[present]]
-        entry = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        counts = np.diff(ptr)[rows[present]]
+        entry = ranges(ptr[rows[present]], counts)
         row, whole_row = np.repeat(present, counts), np.repeat(rows[present], counts)
         kind = (entry >= split[whole_row, 0]).astype(np.int64) + (entry >= split[whole_row, 1])
         tile = mask.by_query.tile_idx.numpy()[entry].astype(np.int64)
@@ -374,7 +377,9 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
         order = np.argsort(key, kind="stable")
         order = order[col[order] >= 0]
         row, col, kind, tile = (axis[order].astype(np.int32) for axis in (row, col, kind, tile))
-        keeps_all &= len(order) == len(rows) * len(cols) and not kind.any()
+        full = FullBlocks.of((len(rows), len(cols)), row[kind == 0], col[kind == 0])
+        partial = PartialBlocks(*(axis[kind > 0] for axis in (row, col, kind, tile)))
+        keeps_all &= full.blocks == len(rows) * len(cols)
         single.append(
             BlockMask(
                 q_len=len(rows) * size,
@@ -382,8 +387,8 @@ def part_of(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> BlockMask:
                 block_size=size,
                 keeps_all=bool(keeps_all),
                 mask_index=mask.mask_index,
-                by_query=table_of(row, col, kind, tile, len(rows)),
-                by_key=transposed_table_of(row, col, kind, tile, len(cols)),
+                by_query=table_of(full, partial),
+                by_key=table_of(full.transposed(), partial.transposed()),
                 tile_runs=tile_runs,
                 tile_bits=tile_bits,
             )

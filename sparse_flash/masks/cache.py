@@ -98,15 +98,25 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
     if not torch.compiler.is_compiling():
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
-        fake = fake_mode()
-        if fake is None:
-            return mask
-        tensors = [fake.from_tensor(t) for t in mask.tensors()]
-        return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, mask.keeps_all)
+        return as_operations_take_it(mask)
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
     return BlockMask.from_tensors(q_len, kv_len, block_size, tensors, keeps_all)
+
+
+def as_operations_take_it(mask: BlockMask) -> BlockMask:
+    """A remembered mask; under a FakeTensorMode one of fake tensors."""
+    if fake_mode() is None:
+        return mask
+    return BlockMask.from_tensors(*mask.sizes, as_operations_take_them(mask.tensors()), mask.keeps_all)
+
+
+def as_operations_take_them(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Remembered tensors; under a FakeTensorMode, whose operations refuse real ones, fake tensors of the same shapes."""
+    if torch.compiler.is_compiling() or (fake := fake_mode()) is None:  # in graphs they are constants
+        return tensors
+    return [fake.from_tensor(t) for t in tensors]
 
 
 @constant_in_graphs

@@ -23,7 +23,7 @@ from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND, RunPattern
-from .table import Entries
+from .table import Entries, FullBlocks
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
@@ -53,7 +53,7 @@ def compile_mask(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
-    return with_coarse(from_entries(grid, *_Compilation(pattern, grid, progress).run())).to(device or "cpu")
+    return with_coarse(_Compilation(pattern, grid, progress).run()).to(device or "cpu")
 
 
 @as_block_mask.register(Pattern)
@@ -76,13 +76,18 @@ class _Compilation:
         self.leaves: dict[Pattern, BlockRuns] = {}
         self.pool = TilePool(grid.block_size)
 
-    def run(self) -> tuple[Entries, TilePool]:
+    def run(self) -> BlockMask:
         states = self.states(self.pattern)
         check_blocks(states.count(FULL))  # before they take memory
-        pieces = [self.full_blocks(*block) for block in states.blocks(FULL)]
-        pieces += self.decided_blocks(states)
+        whole, cut = self.divided(states)
+        pieces = [*cut, *self.decided_blocks(states)]
         rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
-        return Entries(rows, cols, tiles), self.pool
+        promoted = tiles == FULL_TILE
+        if promoted.any():
+            found = rows[promoted], cols[promoted], cols[promoted] + 1
+            whole |= BlockRuns.from_row_runs(self.grid.shape, *found, np.array(FULL))
+            rows, cols, tiles = (axis[~promoted] for axis in (rows, cols, tiles))
+        return from_entries(self.grid, Entries(rows, cols, tiles), self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def states(self, pattern: Pattern) -> BlockRuns:
         if isinstance(pattern, (And, Or)):
@@ -94,15 +99,21 @@ class _Compilation:
             self.leaves[pattern] = _leaf_states(pattern, self.grid)
         return self.leaves[pattern]
 
-    def full_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Full blocks; those cut off by the end of the queries or keys need a tile that says where they end."""
-        tiles = np.full(len(rows), FULL_TILE, np.int64)
-        if self.grid.q_len % self.grid.block_size == 0 == self.grid.kv_len % self.grid.block_size:
-            return rows, cols, tiles
-        cut = (self.grid.heights(rows) < self.grid.block_size) | (self.grid.widths(cols) < self.grid.block_size)
-        if cut.any():
-            zero = np.zeros((int(cut.sum()), 1, self.grid.block_size), np.int64)
-            tiles[cut] = self.pool.add_runs(self.clipped(rows[cut], cols[cut], zero, zero + self.grid.block_size)[:, 0])
+    def divided(self, states: BlockRuns) -> tuple[BlockRuns, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """(the states of blocks that are not cut off by the end of the queries or keys, the full ones that are)"""
+        (q_blocks, kv_blocks), size = self.grid.shape, self.grid.block_size
+        cut_row, cut_col = self.grid.q_len % size > 0, self.grid.kv_len % size > 0
+        if not (cut_row or cut_col):
+            return states, []
+        first = np.full(q_blocks, kv_blocks - cut_col)
+        first[-1] *= not cut_row
+        cut = BlockRuns.from_row_runs(self.grid.shape, np.arange(q_blocks), first, np.array(kv_blocks), np.array(FULL))
+        return states & ~cut, [self.cut_blocks(*block) for block in (states & cut).blocks(FULL)]
+
+    def cut_blocks(self, rows: np.ndarray, cols: np.ndarray, _: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Full blocks that are cut off have a tile that says where they end."""
+        zero = np.zeros((len(rows), 1, self.grid.block_size), np.int64)
+        tiles = self.pool.add_runs(self.clipped(rows, cols, zero, zero + self.grid.block_size)[:, 0])
         return rows, cols, tiles
 
     def decided_blocks(self, states: BlockRuns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -127,7 +138,7 @@ class _Compilation:
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
         inverse: np.ndarray | slice = slice(None)
-        if _alike_on_diagonals(rule, self.grid.block_size):
+        if alike_on_diagonals(rule, self.grid.block_size):
             alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
             first, inverse = unique_rows(alike)
             rows, cols = rows[first], cols[first]
@@ -233,13 +244,12 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 
 def _leaf_states(pattern: Pattern, grid: BlockGrid) -> BlockRuns:
-    states = pattern.block_rule(grid)
-    if states is None:
+    given = pattern.block_rule(grid)
+    if given is None:
         return BlockRuns.constant(grid.shape, PARTIAL)
-    if scipy.sparse.issparse(states):
-        states = BlockRuns.from_sparse(states)
+    states = BlockRuns.from_sparse(given) if scipy.sparse.issparse(given) else given
     if not isinstance(states, BlockRuns) or states.shape != grid.shape:
-        got = f"shape {states.shape}" if hasattr(states, "shape") else type(states).__name__
+        got = type(given).__name__ + (f" of shape {given.shape}" if hasattr(given, "shape") else "")
         raise ValueError(f"the block rule of {pattern} must return a scipy.sparse matrix of shape {grid.shape}; got {got}")
     return states
 
@@ -272,11 +282,12 @@ def _simplify(pattern: Pattern, states: dict[Pattern, int]) -> Pattern | bool:
     return settled[states[pattern]]
 
 
-def _alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
+def alike_on_diagonals(pattern: Pattern, block_size: int) -> bool:
+    """Whether moving both tokens of a pair by ``block_size`` changes nothing; with 1, a mask is one of distances alone."""
     if isinstance(pattern, (And, Or)):
-        return all(_alike_on_diagonals(p, block_size) for p in pattern.operands)
+        return all(alike_on_diagonals(p, block_size) for p in pattern.operands)
     if isinstance(pattern, Not):
-        return _alike_on_diagonals(pattern.operand, block_size)
+        return alike_on_diagonals(pattern.operand, block_size)
     return pattern.shift_period is not None and block_size % pattern.shift_period == 0
 
 
@@ -300,7 +311,7 @@ def _row_runs(pattern: Pattern, q: np.ndarray, limit: int = _MOST_RUNS) -> Runs 
         inner = _row_runs(pattern.operand, q, 1)
         runs = inner and _complement(*inner)
     else:
-        runs = pattern.row_runs(q)
+        runs = pattern.row_runs(q.copy())  # a rule may change its argument in place, and others get the same
     return runs if runs and runs[0].shape[-1] <= limit else None
 
 

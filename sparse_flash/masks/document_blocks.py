@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from .block_mask import BlockMask
+from .grid import ranges
 from .single_runs import single_runs
-from .table import Entries, Table, in_table_order, table_of, transposed_table_of
+from .table import Entries, Table, in_table_order, table_of
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs
 
 BLOCK = 128
@@ -75,13 +76,13 @@ def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
         return None
     document = np.repeat(np.arange(len(tokens)), blocks)
     first_block = np.cumsum(blocks) - blocks
-    starts = np.append(first_token[document] + (np.arange(len(document)) - first_block[document]) * BLOCK, here.q_len)
+    starts = np.append(first_token[document] + ranges(np.zeros_like(blocks), blocks) * BLOCK, here.q_len)
     entries, pool = _entries(*runs, starts, first_token[document], first_block[document])
     _, _, kinds, _ = here.entries()
     if _LEAST_GAIN * _time(entries.tiles != FULL_TILE, len(document)) > _time(kinds > 0, here.grid.q_blocks):
         return None
-    row, col, segment, index, (run_tiles, bit_tiles) = in_table_order(entries, len(document), pool)
-    by_query, by_key = (make(row, col, segment, index, len(document)) for make in (table_of, transposed_table_of))
+    full, others, (run_tiles, bit_tiles) = in_table_order(entries, (len(document), len(document)), pool)
+    by_query, by_key = table_of(full, others), table_of(full.transposed(), others.transposed())
     if by_query.is_split or by_key.is_split:
         return None
     start = torch.from_numpy(starts.astype(np.int32))
@@ -130,7 +131,7 @@ def _entries(
     begin = np.where(keeps, low - first_token, 0) // BLOCK
     count = np.where(keeps, -(-(high - first_token) // BLOCK) - begin, 0)
     row = np.repeat(np.arange(rows), count)
-    local = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - begin, count)
+    local = ranges(begin, count)
     whole = np.all(some | ~exists, axis=1)
     key = first_token[row] + local * BLOCK
     is_full = whole[row] & (full_low[row] <= key) & (key + BLOCK <= full_high[row])

@@ -86,6 +86,19 @@ def union(ascending: Sequence[np.ndarray]) -> np.ndarray:
     return numbers[np.append(True, numbers[1:] != numbers[:-1])]
 
 
+def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first[0], first[0] + 1, ..., counts[0] numbers, then those from first[1] on, and so on."""
+    return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+
+
+def runs_of(rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Places, ordered by row and column, as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) each."""
+    begins = np.append(True, (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1] + 1))[: len(rows)]
+    begin = np.flatnonzero(begins)
+    last = np.append(begin[1:], len(rows))[: len(begin)] - 1
+    return rows[begin], cols[begin], cols[last] + 1
+
+
 @dataclass(frozen=True)
 class BlockRuns:
     """Block states, run-length encoded: block k of the row-major grid has state ``states[r]`` for the last r with
@@ -174,6 +187,27 @@ class BlockRuns:
         """How many blocks have this state."""
         lengths = np.diff(self.starts, append=self.shape[0] * self.shape[1])
         return int(lengths[self.states == state].sum())
+
+    def row_runs(self, state: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The blocks in this state as runs [first, stop) of columns in a row, in order: rows, first, stop, (runs,) int64 each."""
+        width, chosen = self.shape[1], self.states == state
+        begin, end = self.starts[chosen], np.append(self.starts[1:], self.shape[0] * width)[chosen]
+        # A run of the grid may go over several rows.
+        parts = (end - 1) // width - begin // width + 1
+        rows = ranges(begin // width, parts)
+        first, stop = (np.clip(np.repeat(bound, parts) - rows * width, 0, width) for bound in (begin, end))
+        return rows, first, stop
+
+    def rows_and_cols(self, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of all blocks in this state, in row-major order: (rows, cols), (blocks,) int64 each."""
+        rows, cols, _ = zip(*self.blocks(state), strict=True)
+        return np.concatenate(rows), np.concatenate(cols)
+
+    def below(self) -> BlockRuns:
+        """The states one row further down; those of the last row are gone, and the first row is empty."""
+        kept = self.starts < (self.shape[0] - 1) * self.shape[1]
+        starts, states = np.append(0, self.starts[kept] + self.shape[1]), np.append(EMPTY, self.states[kept]).astype(np.int8)
+        return BlockRuns(self.shape, starts, states)
 
     def blocks(self, state: int | None = None, chunk: int = 1 << 20) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields (rows, cols, states) of the non-empty blocks, or of those in one state, in row-major order, in pieces of about

@@ -92,7 +92,8 @@ class Pattern:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
         try:
-            kept = np.asarray(self.token_rule(q[:, :, None], kv[:, None, :]))
+            # A rule may change its arguments in place, and other rules get the same positions.
+            kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
         except ValueError as error:
             raise ValueError(
                 f"the token rule of {self} failed on arrays of positions: {error} (combine with & | ~ instead of and, or, not)"
@@ -149,6 +150,18 @@ class Pattern:
             return repr(self)
 
 
+def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
+    """Raises TypeError for a function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C code, which may have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise TypeError(f"{caller} needs a function of ({', '.join(names)}); got one of {signature}: {error}; {way_out}") from None
+
+
 def _check_hashable(pattern: Pattern, name: str) -> None:
     value = getattr(pattern, name)
     try:
@@ -194,7 +207,11 @@ class _Composite(Pattern):
         return self._hash
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return reduce(self.combine, (p.token_rule(q, kv) for p in self.operands))
+        return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # Each operand evaluates as few pairs as it can.
+        return reduce(self.combine, (p.token_tiles(q, kv) for p in self.operands))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         parts = (f"({write(p)})" if isinstance(p, _Composite) else write(p) for p in self.operands)
@@ -209,6 +226,8 @@ class _Composite(Pattern):
 
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
     other = parse(other) if isinstance(other, str) else other
+    if isinstance(other, type) and issubclass(other, Pattern):
+        raise TypeError(f"{other.name or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
     return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
@@ -237,6 +256,9 @@ class Not(Pattern):
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return np.logical_not(self.operand.token_rule(q, kv))
+
+    def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        return np.logical_not(self.operand.token_tiles(q, kv))
 
     def _write(self, write: Callable[[Pattern], str]) -> str:
         inner = write(self.operand)
@@ -318,7 +340,7 @@ def pattern_class(name: str) -> type[Pattern]:
 
 def _nearest(name: str, known: list[str]) -> str:
     """What an error about an unknown name suggests."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import scipy.sparse
 
-from .grid import FULL, PARTIAL, BlockGrid, BlockRuns
+from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
 from .pattern import Pattern, Runs
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
@@ -61,10 +61,10 @@ class RunPattern(Pattern):
     ordered_runs: ClassVar[bool] = False
 
     def row_runs(self, q: np.ndarray) -> Runs:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a RunPattern and defines no row_runs")
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        first, stop = self.row_runs(np.asarray(q))
+        first, stop = self.row_runs(np.array(q))  # a copy: a rule may change its argument in place
         kept: np.ndarray = np.zeros((), bool)
         for run in range(first.shape[-1]):
             kept = kept | ((kv >= first[..., run]) & (kv < stop[..., run]))
@@ -92,7 +92,11 @@ class RunPattern(Pattern):
 
     def _runs_of_a_query(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
-        first, stop = (np.asarray(ends) for ends in self.row_runs(np.array([position])))
+        runs: object = self.row_runs(np.array([position]))
+        if not isinstance(runs, (tuple, list)) or len(runs) != 2:
+            got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
+            raise TypeError(f"row_runs of {self} must return (first, stop), two integer arrays; got {got}")
+        first, stop = map(np.asarray, runs)
         if first.ndim != 2 or len(first) != 1 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
                 f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (1,) got "
@@ -129,43 +133,63 @@ def _joined(grid: BlockGrid, pieces: list[_RowRuns]) -> BlockRuns:
 
 class UnitPattern(Pattern):
     """The rule applies to units of ``block`` tokens, position // block: define ``unit_rule``, and ``unit_pairs`` if the kept pairs
-    can be listed without testing all of them."""
+    can be listed without testing all of them. ``block`` is a field, or the same number for all patterns of the class."""
 
     block: int
 
+    def _unit(self) -> int:
+        """``block``. Raises TypeError for a class without it, ValueError where it is no number of tokens."""
+        name = self.name or type(self).__qualname__
+        if not hasattr(self, "block"):
+            raise TypeError(
+                f"{name} is a pattern of units and has no block, the tokens in a unit; give it a field block: int = 128"
+            )
+        return positive_int(name, "block", self.block)
+
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Which pairs of units may attend: bool, broadcastable like ``token_rule``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a UnitPattern and defines no unit_rule")
 
     def unit_pairs(self, first: int, stop: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
         """All kept (i, j) with first <= i < stop and 0 <= j < cols, each pair once, as two int64 arrays."""
         pairs = []
         step = max(1, _CHUNK // cols)
-        j = np.arange(cols)[None, :]
         for low in range(first, stop, step):
-            i = np.arange(low, min(low + step, stop))[:, None]
-            row, col = np.nonzero(np.broadcast_to(self.unit_rule(i, j), (len(i), cols)))
+            # New arrays for each call: a rule may change its arguments in place.
+            i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(cols)[None, :]
+            kept = np.asarray(self.unit_rule(i, j))
+            if kept.dtype != bool:
+                raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
+            row, col = np.nonzero(np.broadcast_to(kept, (len(i), cols)))
             pairs.append((row + low, col))
         queries, keys = (np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
         return queries, keys
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        return self.unit_rule(np.asarray(q) // self.block, np.asarray(kv) // self.block)
+        unit = self._unit()
+        return self.unit_rule(np.asarray(q) // unit, np.asarray(kv) // unit)
 
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        size, unit = kv.shape[1], self.block
-        starts_on_units = size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any()
-        if unit == 1 or not starts_on_units:
+        size, unit = kv.shape[1], self._unit()
+        if unit == 1:
             return super().token_tiles(q, kv)
-        return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
+        if size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any():
+            # Blocks begin with units: twice as fast as finding the unit of each token.
+            return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
+        (i, row), (j, col) = (_units(position // unit) for position in (q, kv))
+        kept = super().token_tiles(i * unit, j * unit)
+        block = np.arange(len(kept))[:, None, None]
+        # Columns before rows, as rows are copied whole.
+        kept = kept[block, np.arange(kept.shape[1])[:, None], col[:, None, :]]
+        return kept[block[:, 0], row]
 
     def block_rule(self, grid: BlockGrid) -> BlockRuns | None:
-        lists_pairs = type(self).unit_pairs is not UnitPattern.unit_pairs
-        if self.block < SMALLEST_LISTED_UNIT and not lists_pairs:
+        unit, lists_pairs = self._unit(), type(self).unit_pairs is not UnitPattern.unit_pairs
+        if unit < SMALLEST_LISTED_UNIT and not lists_pairs:
             return None
-        first, stop = grid.offset // self.block, (grid.kv_len - 1) // self.block + 1
+        first, stop = grid.offset // unit, (grid.kv_len - 1) // unit + 1
         i, j = self.unit_pairs(first, stop, stop)
-        return self._large_units(grid, i, j) if self.block >= grid.block_size else self._small_units(grid, i, j)
+        return self._large_units(grid, i, j) if unit >= grid.block_size else self._small_units(grid, i, j)
 
     def _small_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """Kept units do not overlap, so the areas they cover in a block add up to the block's kept pairs."""
@@ -183,19 +207,26 @@ class UnitPattern(Pattern):
     def _large_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """The queries of a block row lie in one or two units; where both agree on a block, that is its state."""
         order = np.lexsort((j, i))
-        i, j = i[order], j[order]
-        starts = np.append(True, (i[1:] != i[:-1]) | (j[1:] != j[:-1] + 1))[: len(i)]
-        stops = np.append(starts[1:], True)[: len(i)]
-        unit, first, stop = i[starts], j[starts] * self.block, (j[stops] + 1) * self.block
+        unit, first, stop = runs_of(i[order], j[order])
+        first, stop = first * self.block, stop * self.block
         rows = np.arange(grid.q_blocks)
         q = grid.q_ends(rows) // self.block
         sides = []
         for side in range(2 if (q[:, 0] != q[:, 1]).any() else 1):
             low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
             row = np.repeat(rows, high - low)
-            run = np.arange(len(row)) - np.repeat(np.cumsum(high - low) - high, high - low)
+            run = ranges(low, high - low)
             sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in (PARTIAL, FULL)]))
         return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
+
+
+def _units(unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the units of each block in order, (n, units), where the last may repeat; the place of each token's unit among them).
+
+    unit: (n, block), the unit of each token of n blocks, ascending.
+    """
+    place = unit - unit[:, :1]
+    return np.minimum(unit[:, :1] + np.arange(place[:, -1].max() + 1), unit[:, -1:]), place
 
 
 def _overlaps(start: np.ndarray, unit: int, length: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -212,11 +243,11 @@ class DistancePattern(UnitPattern):
 
     def distance_rule(self, distance: np.ndarray) -> np.ndarray:
         """Which distances i - j (negative: the key is later) may attend: bool of the same shape."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a DistancePattern and defines no distance_rule")
 
     @property
     def shift_period(self) -> int:
-        return self.block
+        return self._unit()
 
     def unit_rule(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return self.distance_rule(i - j)
@@ -224,12 +255,12 @@ class DistancePattern(UnitPattern):
     def block_rule(self, grid: BlockGrid) -> BlockRuns:
         """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units
         top - high + 1 .. bottom - low; all of them reach bottom - high + 1 .. top - low."""
-        unit = self.block
+        unit = self._unit()
         pieces: list[_RowRuns] = []
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
-        kept = np.asarray(self.distance_rule(distance))
+        kept = np.asarray(self.distance_rule(distance.copy()))  # a rule may change its argument in place
         if kept.dtype != bool or kept.shape != distance.shape:
             raise TypeError(
                 f"distance_rule of {self} must return booleans of its argument's shape, {distance.shape}; got {kept.dtype} of "

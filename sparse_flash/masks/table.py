@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .grid import FULL, BlockRuns, ranges, runs_of
 from .tiles import FULL_TILE, TilePool
 
 WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
@@ -19,6 +20,8 @@ _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``with_splits``.
 _SPLITS = 64
+# Runs of full blocks are handled as such where they are longer than this, on average; else block by block.
+_LONG_RUN = 8
 
 
 class Entries(NamedTuple):
@@ -63,49 +66,118 @@ class Table(NamedTuple):
         return self.work.shape[1] > self.row_order.shape[1]
 
 
+class FullBlocks(NamedTuple):
+    """The full blocks of one mask as runs [first, stop) of columns in a row, (runs,) int64 each, in order: causal at a million
+    tokens has 33 million blocks and 8,191 runs. shape: of the grid of blocks."""
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], rows: np.ndarray, cols: np.ndarray) -> FullBlocks:
+        """From single blocks, ordered by row and column."""
+        return cls(shape, *(numbers.astype(np.int64) for numbers in runs_of(rows, cols)))
+
+    @property
+    def blocks(self) -> int:
+        return int((self.stop - self.first).sum())
+
+    @property
+    def ptr(self) -> np.ndarray:
+        """(rows + 1,) int64: how many blocks there are before each row."""
+        return np.append(0, np.cumsum(np.bincount(self.rows, self.stop - self.first, self.shape[0]).astype(np.int64)))
+
+    def transposed(self) -> FullBlocks:
+        """The same blocks with rows and columns exchanged."""
+        shape = self.shape[1], self.shape[0]
+        if _LONG_RUN * len(self.rows) < self.blocks:
+            # A column's run begins where the block above is not full, and ends where that is and the block is not.
+            here = BlockRuns.from_row_runs((shape[1] + 1, shape[0]), self.rows, self.first, self.stop, np.array(FULL))
+            above = here.below()
+            begins = here & ~above
+            if _LONG_RUN * begins.count(FULL) < self.blocks:
+                first, cols = begins.rows_and_cols(FULL)
+                stop, cols_of_stop = (above & ~here).rows_and_cols(FULL)
+                order = np.argsort(cols, kind="stable")
+                return FullBlocks(shape, cols[order], first[order], stop[np.argsort(cols_of_stop, kind="stable")])
+        lengths = self.stop - self.first
+        rows, cols = np.repeat(self.rows, lengths), ranges(self.first, lengths)
+        order = _stable_order(cols)
+        return FullBlocks.of(shape, cols[order], rows[order])
+
+
+class PartialBlocks(NamedTuple):
+    """The other blocks, (blocks,) int32 each, ordered by row, kind and column. kinds: 1 run tile, 2 bit tile. tiles: the number
+    among tiles of its kind."""
+
+    rows: np.ndarray
+    cols: np.ndarray
+    kinds: np.ndarray
+    tiles: np.ndarray
+
+    def transposed(self) -> PartialBlocks:
+        order = _stable_order(self.cols * 3 + self.kinds)
+        return PartialBlocks(self.cols[order], self.rows[order], self.kinds[order], self.tiles[order])
+
+
 def in_table_order(
-    entries: Entries, n_cols: int, pool: TilePool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[torch.Tensor]]:
-    """(rows, cols, segment, index, stacks) of one mask's entries as ``table_of`` expects them, and their run and bit tiles."""
-    rows, cols, tiles = entries
-    segment = np.zeros(len(tiles), np.int8)
-    partial = np.flatnonzero(tiles != FULL_TILE)
-    segment[partial] = 1 + np.asarray(pool.is_bits, bool)[tiles[partial]]
-    # 32 bits except for the key: dense masks of a million tokens take gigabytes.
+    entries: Entries, shape: tuple[int, int], pool: TilePool, full: FullBlocks | None = None
+) -> tuple[FullBlocks, PartialBlocks, list[torch.Tensor]]:
+    """One mask's entries as ``table_of`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: the full
+    blocks, if there are none among the entries."""
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
-    key = (rows * np.int64(3) + segment) * n_cols + cols
-    if (key[1:] < key[:-1]).any():
-        order = np.argsort(key, kind="stable")
-        rows, cols, tiles, segment = rows[order], cols[order], tiles[order], segment[order]
+    if full is None:
+        is_full = tiles == FULL_TILE
+        full = FullBlocks.of(shape, *_in_order(shape[1], rows[is_full], cols[is_full]))
+        rows, cols, tiles = (axis[~is_full] for axis in (rows, cols, tiles))
+    kinds = 1 + np.asarray(pool.is_bits, np.int32)[tiles]
+    kinds_of_rows, cols, tiles = _in_order(shape[1], rows * 3 + kinds, cols, tiles)
+    rows, kinds = np.divmod(kinds_of_rows, 3)
     index, stacks = np.zeros(len(tiles), np.int32), []
     for kind in (1, 2):
         # Tiles are numbered by first appearance in the table, so equal masks have equal tables.
-        used, first, inverse = np.unique(tiles[segment == kind], return_index=True, return_inverse=True)
+        used, first, inverse = np.unique(tiles[kinds == kind], return_index=True, return_inverse=True)
         rank = np.argsort(np.argsort(first))
-        index[segment == kind] = rank[inverse]
+        index[kinds == kind] = rank[inverse]
         stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
-    return rows, cols, segment, index, stacks
+    return full, PartialBlocks(rows, cols, kinds, index), stacks
 
 
-def table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_rows: int) -> Table:
-    """The table of one mask's entries, (entries,) each, ordered by row, segment and column. segment: 0 full, 1 run tile, 2 bit
-    tile. tile: its number among tiles of its kind."""
-    bounds = np.append(0, np.cumsum(np.bincount(rows * 3 + segment, minlength=n_rows * 3)))
-    ptr, split = bounds[::3], np.stack([bounds[1::3], bounds[2::3]], axis=1)
+def _in_order(n_cols: int, rows: np.ndarray, cols: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+    """All of them, ordered by row and column."""
+    key = rows * np.int64(n_cols) + cols
+    if (key[1:] >= key[:-1]).all():
+        return rows, cols, *others
+    order = np.argsort(key, kind="stable")
+    return tuple(axis[order] for axis in (rows, cols, *others))
+
+
+def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
+    """The table of one mask's blocks."""
+    of_runs, of_bits = np.bincount(partial.rows * 2 + partial.kinds - 1, minlength=2 * full.shape[0]).reshape(-1, 2).T
+    before = np.append(0, np.cumsum(of_runs + of_bits))
+    of_full = full.ptr
+    ptr = of_full + before
+    bits = ptr[1:] - of_bits
     heaviest = np.argsort(-np.diff(ptr), kind="stable")
-    arrays = ptr[None], split[None], heaviest[None], at_least_two(cols), at_least_two(tile)
+    # Each partial block follows those before it and the full blocks of all rows up to its own.
+    place = of_full[partial.rows + 1] + np.arange(len(partial.rows))
+    tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
+    # A full block's column is the last one's plus 1, except where a run begins: steps, which are then summed up in place.
+    lengths = full.stop - full.first
+    cols[place] = 0
+    cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
+    np.cumsum(cols, dtype=np.int32, out=cols)
+    cols[place], tiles[place] = partial.cols, partial.tiles
+    arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], heaviest[None], at_least_two(cols), at_least_two(tiles)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
-def transposed_table_of(rows: np.ndarray, cols: np.ndarray, segment: np.ndarray, tile: np.ndarray, n_cols: int) -> Table:
-    """The table of the same entries, in the same order, column by column."""
-    order = _stable_order(cols * 3 + segment)
-    return table_of(cols[order], rows[order], segment[order], tile[order], n_cols)
-
-
 def _stable_order(numbers: np.ndarray) -> np.ndarray:
-    """The permutation that stably sorts numbers, (n,) int32 >= 0. NumPy sorts 16-bit numbers in linear time, but not 32-bit
-    ones."""
+    """The permutation that stably sorts numbers, (n,) integers from 0 to 2^31 - 1. NumPy sorts 16-bit numbers in linear time, but
+    not 32-bit ones."""
     order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
     high = (numbers >> 16).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")] if high.any() else order

@@ -68,9 +68,9 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
     row, col, tiles = row[kept], col[kept], tiles[kept]
     if _time(tiles != FULL_TILE) * QUERIES > _MOST_TIME * _time(kind > 0) * BLOCK:
         return None
-    row, col, segment, index, (runs, bits) = in_table_order(Entries(row, col, tiles), here.grid.kv_blocks, pool)
-    table = table_of(row, col, segment, index, -(-here.q_len // QUERIES))
-    table = Table(*(tensor.to(mask.device) for tensor in table))
+    shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
+    full, others, (runs, bits) = in_table_order(Entries(row, col, tiles), shape, pool)
+    table = Table(*(tensor.to(mask.device) for tensor in table_of(full, others)))
     return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device))
 
 

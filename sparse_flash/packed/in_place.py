@@ -22,16 +22,27 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries, may_lie_by_document
-from ..masks.cache import keep_if_captured
+from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
 from ..masks.document_blocks import DocumentBlocks, document_blocks
-from ..masks.grid import BlockGrid
+from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.single_runs import single_runs
 from ..masks.table import SPLIT_FIELDS, Entries, Table
 from ..masks.tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs
 from . import gather_rows
-from .repack import BLOCK, Side, documents_on_host, fake_size, fake_table, long_document, most_blocks, own_tensors, power_of_two
+from .repack import (
+    BLOCK,
+    Side,
+    allocated_in_full,
+    documents_on_host,
+    fake_size,
+    fake_table,
+    long_document,
+    most_blocks,
+    own_tensors,
+    power_of_two,
+)
 
 # Blocks that start where documents start pay for documents of so many tokens on average, of drawn lengths, under patterns of which a
 # query keeps runs of up to so many keys (docs/performance.md).
@@ -72,6 +83,7 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents, starts[0].device)
     if not plan:
         return None
+    constants = as_operations_take_them(constants)
     if not plain:
         return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, _assemble_operator(constants, *starts, plan))
     tensors, make = _assemble(constants, *starts, plan)
@@ -149,8 +161,11 @@ class _LongRuns:
 
 @remembered(maxsize=64)
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
-    runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
-    return runs and _LongRuns(*runs, k_blocks, before, device)
+    def make() -> _LongRuns | None:
+        runs = single_runs(long_document(pattern, k_blocks, before, device).mask)
+        return runs and _LongRuns(*runs, k_blocks, before, device)
+
+    return made_apart(make)
 
 
 def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
@@ -176,11 +191,11 @@ def _assemble_operator(
 
 @_assemble_operator.register_fake
 def _(constants, q_starts, k_starts, plan):
-    plan, by_kernels = InPlacePlan(*plan), gather_rows.by_kernels(q_starts.device)
+    plan, in_full = InPlacePlan(*plan), allocated_in_full(q_starts.device)
     shapes = [(1, 1)]
     rows, k_rows = (-(-tokens // BLOCK) for tokens in (plan.q_tokens, plan.k_tokens))
-    shapes += fake_table(rows, plan.entries, k_rows, by_kernels) + fake_table(k_rows, plan.entries, rows, by_kernels)
-    shapes += [(fake_size(plan.tiles, by_kernels), BLOCK), (2, BLOCK, BLOCK // 32)]
+    shapes += fake_table(rows, plan.entries, k_rows, in_full) + fake_table(k_rows, plan.entries, rows, in_full)
+    shapes += [(fake_size(plan.tiles, in_full), BLOCK), (2, BLOCK, BLOCK // 32)]
     return [constants[0].new_empty(shape) for shape in shapes]
 
 
@@ -219,7 +234,7 @@ def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Ten
     low, high = np.where(some, first, plan.k_tokens).min(1) // BLOCK, -(-stop.max(1) // BLOCK)
     count = np.maximum(0, high - low)
     rows = np.repeat(np.arange(grid.q_blocks), count)
-    cols = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count - low, count)
+    cols = ranges(low, count)
     pool, tiles = TilePool(BLOCK), np.zeros(len(rows), np.int64)
     for batch in dense_batches(len(rows), BLOCK):
         key = cols[batch, None] * BLOCK
@@ -235,7 +250,7 @@ def _packed_runs(runs: np.ndarray, q_starts, k_starts, plan: InPlacePlan) -> tup
     q_start, q_len = documents_on_host(q_starts, plan.q_tokens, plan.q_longest)
     k_start, k_len = (q_start, q_len) if plan.same else documents_on_host(k_starts, plan.k_tokens, plan.k_longest)
     document = np.repeat(np.arange(len(q_len)), q_len)
-    local = np.arange(len(document)) - np.repeat(np.cumsum(q_len) - q_len, q_len)
+    local = ranges(np.zeros_like(q_len), q_len)
     first, stop = runs[:, plan.before + local + (k_len - q_len)[document]]
     stop = np.minimum(stop, k_len[document])
     packed = np.zeros((2, plan.q_tokens), np.int64)

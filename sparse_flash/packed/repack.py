@@ -20,11 +20,11 @@ import torch
 
 from ..backends import triton as portable
 from ..compat.dynamo import constant_in_graphs
-from ..compat.pytorch import is_plain_eager
+from ..compat.pytorch import DynamicShapeError, is_plain_eager
 from ..masks.block_mask import BlockMask
 from ..masks.build import from_entries
-from ..masks.cache import as_block_mask, keep_if_captured
-from ..masks.grid import BlockGrid
+from ..masks.cache import as_block_mask, as_operations_take_them, keep_if_captured, made_apart
+from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
 from ..masks.table import SPLIT_FIELDS, WORK_FIELDS, Entries, Table, most_splits
@@ -91,7 +91,7 @@ def pack(pattern, queries: Side, keys: Side | None) -> Packed:
     documents = _most_documents(starts[0].shape[0] - 1)
     plan, tables = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, documents, same, starts[0].device)
     run = _pack if is_plain_eager(*starts) else _pack_operator
-    *axes, mask_index, by_query, by_key, tiles = _split(run(tables, *starts, plan))
+    *axes, mask_index, by_query, by_key, tiles = _split(run(as_operations_take_them(tables), *starts, plan))
     q_len, kv_len = (axis.token_of_row.shape[0] for axis in axes)
     return Packed(BlockMask(q_len, kv_len, BLOCK, False, mask_index, by_query, by_key, *tiles), *axes)
 
@@ -155,7 +155,7 @@ class LongDocument:
     @cached_property
     def tables(self) -> list[torch.Tensor]:
         """The mask's tensors on the device."""
-        return self.mask.to(self._device).tensors()
+        return made_apart(lambda: self.mask.to(self._device).tensors())
 
     def most_entries(self, q_blocks: int, k_blocks: int, longest: int) -> int:
         """An upper bound on the entries in this many blocks of documents of up to ``longest`` key blocks."""
@@ -166,7 +166,7 @@ class LongDocument:
 
 @remembered(maxsize=64)
 def long_document(pattern, k_blocks, before, device) -> LongDocument:
-    return LongDocument(pattern, k_blocks, before, device)
+    return made_apart(LongDocument, pattern, k_blocks, before, device)
 
 
 def _pack(tables: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]) -> list[torch.Tensor]:
@@ -193,29 +193,40 @@ def own_tensors(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[
 
 @_pack_operator.register_fake
 def _(tables, q_starts, k_starts, plan):
-    plan, by_kernels = RepackPlan(*plan), gather_rows.by_kernels(q_starts.device)
+    plan, in_full = RepackPlan(*plan), allocated_in_full(q_starts.device)
 
     def size(known: int) -> int | torch.SymInt:
-        return fake_size(known, by_kernels)
+        return fake_size(known, in_full)
 
     # All sizes are the plan's: a length that is known as that of an argument alone is no number in a backward graph.
     shapes = [(plan.q_blocks * BLOCK,), (plan.q_tokens,), (plan.k_blocks * BLOCK,), (plan.k_tokens,), (1, 1)]
-    shapes += fake_table(plan.q_blocks, plan.entries, plan.k_blocks, by_kernels)
-    shapes += fake_table(plan.k_blocks, plan.entries, plan.q_blocks, by_kernels)
+    shapes += fake_table(plan.q_blocks, plan.entries, plan.k_blocks, in_full)
+    shapes += fake_table(plan.k_blocks, plan.entries, plan.q_blocks, in_full)
     shapes.append((size(plan.run_tiles + plan.q_blocks), BLOCK))
     shapes.append((size(plan.bit_tiles + plan.q_blocks * plan.has_bits), BLOCK, BLOCK // 32))
     return [tables[0].new_empty(shape) for shape in shapes]
 
 
-def fake_size(known: int, by_kernels: bool) -> int | torch.SymInt:
-    """A length that kernels allocate in full; without kernels it depends on the documents."""
-    return known if by_kernels else torch.library.get_ctx().new_dynamic_size(min=1)
+def allocated_in_full(device: torch.device) -> bool:
+    """Whether tables have the lengths of the plan, as kernels allocate them; else their lengths depend on the documents, which
+    tensors on the device meta do not know."""
+    return gather_rows.by_kernels(device) or device.type == "meta"
 
 
-def fake_table(rows: int, entries: int, longest: int, by_kernels: bool) -> list[tuple]:
+def fake_size(known: int, in_full: bool) -> int | torch.SymInt:
+    """The plan's length, which bounds the other: one that depends on the documents."""
+    if in_full:
+        return known
+    try:
+        return torch.library.get_ctx().new_dynamic_size(min=1)
+    except DynamicShapeError:
+        return known
+
+
+def fake_table(rows: int, entries: int, longest: int, in_full: bool) -> list[tuple]:
     """The shapes of a ``Table`` of one mask. longest: the most blocks that a row may have."""
     room = most_splits(longest)
-    col_idx, tile_idx, items, splits = (fake_size(known, by_kernels) for known in (entries, entries, rows + room, max(2, room)))
+    col_idx, tile_idx, items, splits = (fake_size(known, in_full) for known in (entries, entries, rows + room, max(2, room)))
     work = [(1, items, WORK_FIELDS), (1, splits, SPLIT_FIELDS)]
     return [(1, rows + 1), (1, rows, 2), (1, rows), (col_idx,), (tile_idx,), *work]
 
@@ -283,8 +294,7 @@ def documents_on_host(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> tu
 
 
 def _axis(tokens: int, blocks: int, start, length, first_row, device) -> Axis:
-    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    token, row = np.repeat(start, length) + within, np.repeat(first_row, length) + within
+    token, row = ranges(start, length), ranges(first_row, length)
     token_of_row, row_of_token = np.full(blocks * BLOCK, -1, np.int32), np.full(tokens, -1, np.int32)
     token_of_row[row], row_of_token[token] = token, row
     return Axis(torch.from_numpy(token_of_row).to(device), torch.from_numpy(row_of_token).to(device))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
-from ..masks.grid import union
+from ..masks.grid import ranges, union
 from .costs import SequenceSizes
 
 # Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
@@ -43,6 +43,7 @@ class Visits:
     ptr: np.ndarray
     cols: np.ndarray
     shared: np.ndarray | None = None
+    _light: dict[float, Visits | None] = field(default_factory=dict)  # what ``without_shared_rows`` returned
 
     @classmethod
     def of(cls, mask: BlockMask, per: int, shared: np.ndarray | None = None) -> Visits:
@@ -58,9 +59,12 @@ class Visits:
 
     def without_shared_rows(self, sizes: SequenceSizes) -> Visits | None:
         """The same, but for the rows that visit most columns, in the mean over heads; None unless there are some, and few."""
-        heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
-        few = 0 < heavy.sum() * sizes.heads <= _FEW * len(heavy) * sizes.kv_heads
-        return Visits.of(self.mask, self.per, heavy) if few else None
+        group = sizes.heads / sizes.kv_heads
+        if group not in self._light:
+            heavy = _shares(self.mask) @ np.diff(self.mask.by_query.row_ptr.numpy()) > _HEAVY * self.mask.grid.kv_blocks
+            few = 0 < heavy.sum() * group <= _FEW * len(heavy)
+            self._light[group] = Visits.of(self.mask, self.per, heavy) if few else None
+        return self._light[group]
 
     @property
     def chunks(self) -> int:
@@ -301,9 +305,8 @@ class _Search:
 
     def _touched(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the columns that the chunks touch, chunk after chunk; where those of each begin)"""
-        begin, counts = self.ptr[chunks], np.diff(self.ptr)[chunks]
-        first = np.cumsum(counts) - counts
-        return self.cols[np.repeat(begin - first, counts) + np.arange(counts.sum())], first
+        counts = np.diff(self.ptr)[chunks]
+        return self.cols[ranges(self.ptr[chunks], counts)], np.cumsum(counts) - counts
 
     def _cost_of(self, rank: int) -> float:
         mine = self.chunks_of[rank]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import backends
-from ..dispatch.operators import refuse_second_derivatives
+from ..dispatch.operators import refuse_second_derivatives, upstream
 from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
@@ -26,7 +26,8 @@ def attention_of_blocks(
     k: torch.Tensor,
     v: torch.Tensor,
     columns: torch.Tensor,
-    route: Route,
+    handle: torch.Tensor,
+    block_size: int,
     keep_fetched: bool,
     scale: float | None,
     deterministic: bool,
@@ -36,12 +37,12 @@ def attention_of_blocks(
     """(out, lse) of the rank's queries over its own keys and those that it gets; differentiable in q, k and v.
 
     q, k, v: as for ``sf.attention``, the rank's tokens, whole blocks. columns: a tensor with an element for each block that is
-    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. keep_fetched: for the backward pass.
-    dropout: as of ``PartialAttention``.
+    fetched, and two at least: the compiler knows their number by its shape, and lets it vary. handle: of a Route of block_size.
+    keep_fetched: for the backward pass. dropout: as of ``PartialAttention``.
     """
     seed, lines, dropout_p = (None, None, 0.0) if dropout is None else (dropout.seed, dropout.lines, dropout.dropout_p)
-    options = route.block_size, keep_fetched, scale, deterministic, backend, dropout_p
-    return _attention_of_blocks(q, k, v, columns, route.handle, seed, lines, *options)[:2]
+    options = block_size, keep_fetched, scale, deterministic, backend, dropout_p
+    return _attention_of_blocks(q, k, v, columns, handle, seed, lines, *options)[:2]
 
 
 @torch.library.custom_op("sparse_flash::context_attention", mutates_args=())
@@ -181,9 +182,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, *saved = ctx.saved_tensors
-    _, out, *_ = saved
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *_backward(dout, dlse, q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
+    _, out, lse, *_ = saved
+    return *_backward(*upstream(dout, dlse, out, lse), q, k, v, *saved, *ctx.options), *(None,) * (4 + len(ctx.options))
 
 
 _attention_of_blocks.register_autograd(_gradients, setup_context=_keep)

@@ -137,6 +137,17 @@ def chosen(
     return choice
 
 
+def visits_of_nodes(
+    owners: Owners, visits: Visits, sizes: SequenceSizes, ranks: int, link_rate: float, node: Node
+) -> tuple[Visits, StrategyCosts]:
+    """What ranks of nodes fetch by, with shared rows or without, whichever is estimated to take less time; and the costs of one
+    rank of each node between the exchanges of heads."""
+    across = _Estimates(sizes.of_share(node.ranks), ranks // node.ranks, link_rate, ALONE)
+    of_nodes = owners.of_nodes(node.ranks)
+    options = [one for one in (visits, visits.without_shared_rows(sizes)) if one is not None]
+    return min(((one, across.of_blocks(of_nodes.under(one))) for one in options), key=lambda pair: pair[1].seconds)
+
+
 def explained(
     mask: BlockMask,
     sizes: SequenceSizes,
@@ -227,8 +238,7 @@ class _Estimates:
     def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
         """Where heads have masks of their own, with the mean of them on each rank."""
         ranks = self.node.ranks
-        across = _Estimates(self.sizes.of_share(ranks), self.ranks // ranks, self.link_rate, ALONE)
-        costs = across.of_blocks(owners.of_nodes(ranks).under(visits))
+        _, costs = visits_of_nodes(owners, visits, self.sizes, self.ranks, self.link_rate, self.node)
         within = self._of_exchanged_heads(ranks)
         received = np.repeat(costs.received, ranks) + within
         return StrategyCosts(

@@ -6,19 +6,29 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.arguments import autocast, check_deterministic, check_sinks, check_tensors, check_types, checked_scale, select_backend
+from ..api.arguments import (
+    autocast,
+    check_deterministic,
+    check_mask,
+    check_sinks,
+    check_tensors,
+    check_types,
+    checked_scale,
+    select_backend,
+)
 from ..api.attention import attention
 from ..compat.dynamo import length_may_vary
-from ..compat.pytorch import flattened
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, MaskLike
+from ..masks.block_selection import BlockSelection
 from ..masks.pattern import Pattern
 from ..variant.definition import with_sinks
 from ..variant.variant import Variant, checked_variant
@@ -28,9 +38,13 @@ from .costs import LINK_RATE, Node
 from .exchange import attention_of_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
+from .meshes import device_of, group_of, ranks_of_node_of
 from .planning import PlannedSequence, PlanOptions, described, planned, square
 from .routes import BlockExchange, Overlap, PartMask, Peers, Route
 from .sharding import TokenShards
+
+# (q, k) -> which blocks of keys queries attend to
+BlockChoice: TypeAlias = Callable[[torch.Tensor, torch.Tensor], BlockSelection | BlockMask]
 
 
 @overload
@@ -93,17 +107,18 @@ def context_parallel(
     to all ranks; each attends them to its own columns, and their owner joins the parts.
     "heads": ranks exchange tokens for heads before the call and back after it, so that each attends from all tokens in some heads
     (arXiv:2309.14509); the number of ranks must divide kv_heads. "nodes", for a mesh of two dimensions: the ranks of a node
-    exchange tokens for heads, and fetch blocks of those heads from other nodes; the ranks of a node must divide kv_heads. "auto"
+    exchange tokens for heads, and fetch blocks of those heads from other nodes, or send queries as above where that is estimated to
+    be faster; the ranks of a node must divide kv_heads. "auto"
     takes the one whose slowest rank is estimated to take least time, for each mask; it exchanges no heads where they are not given.
-    link_rate: bytes per second that a rank receives from others; the default was measured between two H200. A mesh of two
-    dimensions needs two: (from other nodes, from ranks of its own).
+    link_rate: bytes per second that a rank receives from others; the default was measured between two H200, and
+    ``measured_link_rate`` measures other links. A mesh of two dimensions needs two: (from other nodes, from ranks of its own).
     overlap: whether a rank attends its own columns while fetched blocks, or their gradients, travel: in two calls, where True, in
     place of one on all columns. None takes what is estimated to be faster, for each pass and rank by itself.
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
     no memory.
 
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
-    every rank where they differ, or where one of them raises for an unsuitable argument.
+    every rank where they differ, or where one of them raises for an unsuitable argument; TypeError for a BlockSelection.
     """
     group, ranks_of_node = group_of(mesh), ranks_of_node_of(mesh)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -172,15 +187,19 @@ class ContextPlan(TokenShards):
         self._one_rank = part.to(self.device) if isinstance(part, BlockMask) else None
         # Of the call between exchanges, where all tokens are on the rank.
         self._gathered = part.to(self.device) if isinstance(part, PartMask) else None
+        # Where each token of the sequence lies in those of all ranks; None where they lie in order.
+        in_order = self.ranks == 1 or np.array_equal(self.places.ravel(), np.arange(self.q_len))
+        self._order = None if in_order or self.strategy != "heads" else shards._inverse
         across = mesh.get_group(0) if self.strategy == "nodes" else self.group
         self._route = Route.on(part, across, self.device) if isinstance(part, BlockExchange) else None
-        # With those that exchange tokens for heads: how many, and their group.
+        self._route_handle = None if self._route is None else self._route.handle()
+        # With those that exchange tokens for heads: how many, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:
-            self._sharing, self._peers = self.ranks, Peers(self.group)
+            self._sharing, self._peers = self.ranks, Peers(self.group).handle()
         elif self.strategy == "nodes":
-            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1))
-        self._everyone = Peers(self.group)
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
+        self._everyone = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)
@@ -203,6 +222,7 @@ class ContextPlan(TokenShards):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        select: BlockChoice | BlockSelection | BlockMask | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         sinks: torch.Tensor | None = None,
@@ -218,6 +238,10 @@ class ContextPlan(TokenShards):
         With deterministic=True, gradients are the same bits in every run with as many ranks. dropout_p: the same on all ranks. They
         drop together what one GPU drops with the first rank's seed; each rank draws one, so all generators advance. Backend
         "reference" is for strategy "heads" only.
+        select: blocks chosen from queries, in place of the plan's mask, under strategy "heads" only. A function of (q, k) that
+        returns a BlockSelection, or a BlockMask, as ``topk_blocks`` does: it gets all q_len tokens in order, without padding, in
+        the rank's heads: the next heads / ranks of q for each rank, and kv_heads / ranks of k. Or such a selection or mask itself.
+        Dropout is for a BlockMask.
 
         Returns out, (batch, heads, tokens, v_head_dim), or (out, lse); both are differentiable in q, k, v and sinks. The gradient
         of sinks is this rank's share, as that of any parameter: the sum over ranks is the whole. Padding has out 0, and adds
@@ -225,21 +249,27 @@ class ContextPlan(TokenShards):
 
         A collective call, forward and backward: every rank of the mesh makes it, in the same order as its other calls, also a rank
         whose loss has no valid token (a sum over none of them, still connected to its output). Lengths and changes of scores are
-        not supported yet, and raise ValueError, as do tensors that do not fit.
+        not supported yet, and raise ValueError, as do tensors that do not fit. TypeError for a choice of another type.
         """
         if refused:
             raise ValueError(
-                f"plan.attention does not support {', '.join(sorted(refused))}; it takes scale, dropout_p, sinks, return_lse, "
-                "deterministic and backend; use sf.attention on one GPU for the rest"
+                f"plan.attention does not support {', '.join(sorted(refused))}; it takes select, scale, dropout_p, sinks, "
+                "return_lse, deterministic and backend; use sf.attention on one GPU for the rest"
             )
-        if self.ranks == 1:
-            # fmt: off
-            return attention(q, k, v, self._one_rank, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
-                             deterministic=deterministic, backend=backend)
-            # fmt: on
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
+        if self.ranks == 1:
+            mask = self._one_rank if select is None else _chosen(select, q, k)
+            # fmt: off
+            return attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, sinks=sinks, return_lse=return_lse,
+                             deterministic=deterministic, backend=backend)
+            # fmt: on
         self._check(q, k, v)
+        if select is not None and self.strategy != "heads":
+            raise ValueError(
+                "select needs all tokens of a head on one rank, as where heads are exchanged for tokens; this plan's strategy is "
+                f"{self.strategy!r}; pass strategy='heads' to context_parallel, with a number of ranks that divides kv_heads"
+            )
         if backend == "reference" and self._route is not None:
             raise ValueError(
                 "backend 'reference' computes gradients from the softmax of the keys that it gets, and here a call gets a part of "
@@ -249,13 +279,13 @@ class ContextPlan(TokenShards):
             check_sinks(sinks, q)
         dropout = self._dropout(q, k, dropout_p) if dropout_p else None
         if self._peers is None:
-            out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
+            out, lse = self._between(q, k, v, None, scale, dropout, sinks, deterministic, backend)
             return (out, lse) if return_lse else out
-        ranks, handle = self._sharing, self._peers.handle
+        ranks, handle = self._sharing, self._peers
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.rank % ranks]
         q, k, v = some_heads_of_all_tokens([q, k, v], ranks, handle)
-        out, lse = self._between(q, k, v, scale, dropout, sinks, deterministic, backend)
+        out, lse = self._between(q, k, v, select, scale, dropout, sinks, deterministic, backend)
         out = own_tokens_of_all_heads(out, ranks, handle)
         return (out, own_tokens_of_all_heads(lse[..., None], ranks, handle)[..., 0]) if return_lse else out
 
@@ -270,13 +300,14 @@ class ContextPlan(TokenShards):
             batch, heads = q.shape[:2]
             every = torch.arange(batch * heads, dtype=torch.int32, device=q.device).view(batch, self._sharing, -1)
             lines = every[:, self.rank % self._sharing].contiguous()
-        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone.handle), lines=lines)
+        return replace(drawn, seed=seed_of_first_rank(drawn.seed, self._everyone), lines=lines)
 
     def _between(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        select: BlockChoice | BlockSelection | BlockMask | None,
         scale: float | None,
         dropout: Variant | None,
         sinks: torch.Tensor | None,
@@ -284,28 +315,20 @@ class ContextPlan(TokenShards):
         backend: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse), where tokens have been exchanged for heads, or stay where they are."""
-        if self._gathered is not None and dropout is None:
-            # fmt: off
-            out, lse = attention(q, k, v, self._gathered.mask, scale=scale, sinks=sinks, return_lse=True,
-                                 deterministic=deterministic, backend=backend)
-            # fmt: on
-            return out, lse
         check_deterministic(deterministic)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        if select is not None:
+            q, k, v = (_in_order(t, self._order) for t in (q, k, v))
+            out, lse = _of_all_tokens(q, k, v, _chosen(select, q, k), scale, dropout, sinks, deterministic, backend)
+            tokens = self.ranks * self.tokens
+            return _from_order(out, self._order, tokens, 0.0), _from_order(lse, self._order, tokens, float("-inf"))
         if self._gathered is not None:
-            walked, variant = walked_of(self._gathered, dropout, q.is_cuda)
-            scale = checked_scale(scale, q.shape[3])
-            # fmt: off
-            call = AttentionCall(q, k, v, self._gathered.mask, walked, scale, deterministic, backend, variant, None, True, None,
-                                 None)
-            # fmt: on
-            out, lse = operators.attention(call, select_backend(call))
-        else:
-            assert self._route is not None
-            scale = None if scale is None else checked_scale(scale, q.shape[3])
-            options = self.keep_fetched, scale, deterministic, backend
-            out, lse = attention_of_blocks(q, k, v, self._columns, self._route, *options, dropout)
+            return _of_all_tokens(q, k, v, self._gathered, scale, dropout, sinks, deterministic, backend)
+        assert self._route is not None and self._route_handle is not None
+        scale = None if scale is None else checked_scale(scale, q.shape[3])
+        options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
+        out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -368,6 +391,60 @@ class ContextPlans(TokenShards, Sequence[ContextPlan]):
         return f"ContextPlans of {len(self)} layers, {len(set(map(id, self)))} different; {self[0]!r}"
 
 
+def _chosen(select: BlockChoice | BlockSelection | BlockMask, q: torch.Tensor, k: torch.Tensor) -> BlockSelection | BlockMask:
+    found = select(q, k) if callable(select) else select
+    if not isinstance(found, (BlockSelection, BlockMask)):
+        raise TypeError(
+            "select must be a BlockSelection or a BlockMask, or a function of (q, k) that returns one, as topk_blocks does; got "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def _in_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """x, (batch, heads, tokens of all ranks, size), with the sequence's tokens alone, in their order."""
+    return x if order is None else x.index_select(2, order)
+
+
+def _from_order(x: torch.Tensor, order: torch.Tensor | None, tokens: int, fill: float) -> torch.Tensor:
+    """The reverse; padding gets ``fill``."""
+    return x if order is None else x.new_full((*x.shape[:2], tokens, *x.shape[3:]), fill).index_copy(2, order, x)
+
+
+def _of_all_tokens(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: PartMask | BlockSelection | BlockMask,
+    scale: float | None,
+    dropout: Variant | None,
+    sinks: torch.Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), where a rank has all tokens of its heads."""
+    if dropout is None:
+        given = mask.mask if isinstance(mask, PartMask) else mask
+        # fmt: off
+        out, lse = attention(q, k, v, given, scale=scale, sinks=sinks, return_lse=True, deterministic=deterministic,
+                             backend=backend)
+        # fmt: on
+        return out, lse
+    if isinstance(mask, BlockSelection):
+        raise ValueError(
+            "a BlockSelection does not take dropout_p; leave it out, or choose a BlockMask, as topk_blocks with every=None does"
+        )
+    if isinstance(mask, PartMask):
+        given, (walked, variant) = mask.mask, walked_of(mask, dropout, q.is_cuda)
+    else:
+        check_mask(mask, q, k)
+        given, walked, variant = mask, mask.walked(q.is_cuda), dropout
+    scale = checked_scale(scale, q.shape[3])
+    call = AttentionCall(q, k, v, given, walked, scale, deterministic, backend, variant, None, True, None, None)
+    out, lse = operators.attention(call, select_backend(call))
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
+
+
 def _distinct(masks: list[BlockMask]) -> tuple[list[BlockMask], list[int]]:
     """(the different masks, for each of ``masks`` the number of its equal)"""
     if other := next((mask for mask in masks if mask.block_size != masks[0].block_size), None):
@@ -387,30 +464,3 @@ def _in_words(given: MaskLike, whole: BlockMask) -> str:
     except ValueError:
         text = ""  # a pattern of a function has no text, and its repr differs from rank to rank
     return f"{whole.digest.hex()[:12]}{' of ' * bool(text)}{text}"
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}; use init_device_mesh(device_type, (ranks,))")
-    named = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not named):
-        names = ", ".join(map(repr, named)) or "no names"
-        raise ValueError(
-            f"mesh must have one dimension, or two with names; got {mesh.ndim} ({names}); name one or two: mesh['cp'], "
-            "mesh['node', 'cp']"
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
-        raise ValueError(f"the ranks of a mesh of two dimensions must ascend; got {mesh.mesh.tolist()}")
-    return flattened(mesh).get_group()
-
-
-def ranks_of_node_of(mesh: DeviceMesh) -> int:
-    """1 in a mesh of one dimension."""
-    return mesh.size(1) if mesh.ndim == 2 else 1
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.empty(0, device=mesh.device_type).device

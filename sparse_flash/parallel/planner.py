@@ -27,7 +27,8 @@ from ..patterns import documents
 from .agreement import Agreement, check_agreement
 from .costs import LINK_RATE
 from .explanation import Strategy
-from .plan import ContextPlan, ContextPlans, group_of, plans_of, ranks_of_node_of
+from .meshes import group_of, ranks_of_node_of
+from .plan import ContextPlan, ContextPlans, plans_of
 from .planning import PlannedSequence, PlanOptions, planned, short_digest
 
 _SHORT = 1024  # tokens

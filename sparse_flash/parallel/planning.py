@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..masks.block_mask import BlockMask, MaskLike
+from ..masks.block_selection import BlockSelection
 from ..masks.cache import as_block_mask
+from ..packed.picks import PackedSelection
 from .assignment import Owners, Visits, chunk_blocks
 from .costs import Node, SequenceSizes
-from .explanation import STRATEGIES, Strategy, chosen, possible_strategies
+from .explanation import STRATEGIES, Strategy, chosen, possible_strategies, visits_of_nodes
 from .routes import BlockExchange, PartMask
 
 
@@ -128,7 +130,9 @@ def planned(
         if strategy == "nodes":
             number, within = divmod(rank, ranks_of_node)
             mask, owners = _heads_of(one.mask, within, ranks_of_node), choice.owners.of_nodes(ranks_of_node)
-            return BlockExchange.of(mask, owners.under(one), number, options.overlap, sizes.of_share(ranks_of_node), link_rate)
+            fetched_by, _ = visits_of_nodes(choice.owners, one, sizes, ranks, link_rate, node)
+            share = sizes.of_share(ranks_of_node)
+            return BlockExchange.of(mask, owners.under(fetched_by), number, options.overlap, share, link_rate)
         travelling = one.without_shared_rows(sizes) if strategy == "queries" else None
         return BlockExchange.of(one.mask, choice.owners.under(travelling or one), rank, options.overlap, sizes, link_rate)
 
@@ -137,7 +141,12 @@ def planned(
 
 
 def square(mask: MaskLike, q_len: int, block_size: int) -> BlockMask:
-    """The mask of the whole sequence, on the CPU. Raises ValueError for one of other lengths."""
+    """The mask of the whole sequence, on the CPU. Raises ValueError for one of other lengths, TypeError for a selection."""
+    if isinstance(mask, (BlockSelection, PackedSelection)):
+        raise TypeError(
+            f"a plan is made before there are queries, and a {type(mask).__name__} is of blocks chosen from them; plan 'causal' "
+            "with strategy='heads', and let plan.attention(..., select=) choose"
+        )
     whole = as_block_mask(mask, q_len=q_len, kv_len=q_len, block_size=block_size).to("cpu")
     if (whole.q_len, whole.kv_len) != (q_len, q_len):
         raise ValueError(

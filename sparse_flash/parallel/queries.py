@@ -41,6 +41,8 @@ def sent_results(q: torch.Tensor, results: RowResults, shared: SharedRows, group
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     if results.dlse is not None:
         delta -= _shared(results.dlse[..., None], shared)
+    # It goes to back ends as a gradient of lse does, and what is 0 * dout may be NaN.
+    delta.masked_fill_(lse.isneginf(), 0.0)
     return _to_all(torch.cat([q_rows, dout], -1), shared, group), _to_all(torch.cat([lse, delta], -1), shared, group)
 
 

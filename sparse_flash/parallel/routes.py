@@ -1,12 +1,13 @@
 """A rank's part in the exchanges of a plan: the tables that it attends by, and the blocks that it sends and gets.
 
 A plan's numbers do not cross an operator's boundary. A handle does, the number of ``Peers`` in a 0-d tensor on the CPU, so
-torch.compile guards on no number of a plan, and one graph serves every plan of one shape.
+torch.compile guards on no number of a plan, and one graph serves every plan of one shape. The handle owns what it stands for: a
+backward pass saves it, and may come when the plan is gone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ..masks.block_mask import BlockMask
 from ..masks.build import part_of
+from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, call_times, gathers_rows
 
@@ -31,12 +33,14 @@ class Peers:
     """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
 
     group: dist.ProcessGroup
-    handle: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def handle(self) -> torch.Tensor:
+        """A new one. This does not own it in turn, so both are freed at once, without a garbage collector."""
         number = next(_numbers)
-        object.__setattr__(self, "handle", torch.tensor(number, device="cpu"))
+        handle = torch.tensor(number, device="cpu")
+        handle._owned_by_handle = self  # type: ignore[attr-defined]  # lives as long as the tensor, whoever holds that
         _known[number] = self
+        return handle
 
     @classmethod
     def behind(cls, handle: torch.Tensor) -> Self:
@@ -238,8 +242,11 @@ def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.n
 
 def _visits(mask: BlockMask, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """(rows,) bool: whether a block row visits one of the block columns, in some head. -1 visits none."""
-    wanted = np.zeros(mask.grid.kv_blocks, np.int64)
-    wanted[cols] = 1
-    ptr = mask.by_query.row_ptr.numpy()
-    before = np.append(0, np.cumsum(wanted[mask.by_query.col_idx.numpy()]))
-    return (rows >= 0) & (before[ptr[:, rows + 1]] > before[ptr[:, rows]]).any(0)
+    wanted = np.zeros(mask.grid.kv_blocks, bool)
+    wanted[cols] = True
+    visits, present = np.zeros(len(rows), bool), np.flatnonzero(rows >= 0)
+    for ptr in mask.by_query.row_ptr.numpy():
+        counts = np.diff(ptr)[rows[present]]
+        found = wanted[mask.by_query.col_idx.numpy()[ranges(ptr[rows[present]], counts)]]
+        visits[np.repeat(present, counts)[found]] = True
+    return visits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ class TokenShards:
         own = torch.from_numpy(self.places[self.rank])
         self.exists = (own >= 0).to(self.device)
         self.positions = own.clamp(min=0).to(self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as copies of a model share its ranks."""
+        return self
 
     @cached_property
     def document_positions(self) -> torch.Tensor:
@@ -73,5 +78,5 @@ class TokenShards:
             return x
         by_token = x.movedim(dim, 0).contiguous()
         every = by_token.new_empty(self.ranks * self.tokens, *by_token.shape[1:])
-        dist.all_gather(list(every.chunk(self.ranks)), by_token, group=self.group)
+        dist.all_gather_into_tensor(every, by_token, group=self.group)
         return every.index_select(0, self._inverse).movedim(0, dim)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -18,7 +19,8 @@ from ..backends import triton as portable
 from ..backends.torch import own_precision
 from ..masks.block_selection import group_positions, normalized, own_width
 
-SCORES = ("mean", "max")
+SCORES = ("mean", "max")  # by queries and keys
+COMPRESSED = "softmax"  # by queries and compressed keys
 _MOST_BYTES = 512  # of a query's head_dim, for shared memory to hold the kernel's tiles
 _MOST_KEPT = 128  # blocks that the kernel holds in registers
 _CHUNK_CPU, _CHUNK_GPU = 1 << 22, 1 << 26  # scores held at a time
@@ -117,9 +119,99 @@ def _(
     return _fake(scores, scores.shape[1], keep, every, block_size, q_len, kv_len)
 
 
+@torch.library.custom_op("sparse_flash::choose_by_compressed", mutates_args=())
+def choose_by_compressed(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    share_group: bool,
+    kv_len: int,
+    length: int,
+    stride: int,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Like ``choose_blocks``, by attention to compressed keys: a block's score is the weight of its tokens.
+
+    keys: (batch, kv_heads, n, head_dim), key i of the tokens i * stride .. i * stride + length - 1, all of them before kv_len. A
+    query reads those that have no token after it, at scale 1 / sqrt(head_dim). stride divides length and block_size; a key counts
+    for a block by the strides that it has there. Weights are summed over the query heads that share keys if they share the choice.
+    lse: (batch, heads, groups), natural, of the groups' first queries over what they read; None: computed.
+    """
+    heads = keys.shape[1] if share_group else q.shape[1]
+    lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    sizes = keep - 1, every, block_size, q.shape[2], kv_len
+    if keys.shape[2] and _by_kernel(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+        from ..kernels.portable.choose_blocks import Compressed
+        from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
+
+        own = own_width(every, block_size, kv_len - q.shape[2])
+        q, keys = (portable.unbroken(t) for t in (q, keys))
+        of_kernel = keep - 1, own, every, block_size, heads, q.shape[2], kv_len
+        with portable.current_device(q.device):
+            return by_kernel(q, keys, COMPRESSED, *of_kernel, compression=Compressed(length, stride, lse))
+    rows = q[:, :, ::every].unflatten(1, (keys.shape[1], -1))
+    position = group_positions(rows.shape[3], every, q.shape[2], kv_len, q.device)[0]
+    scored = partial(_compressed_scores, rows, keys, position, lse, share_group, kv_len // block_size, block_size, length, stride)
+    with own_precision(q):
+        room = q.shape[0] * q.shape[1] * max(keys.shape[2], kv_len // block_size)
+        best = _best(scored, rows.shape[3], room, *sizes, q.device, None)
+    return normalized(best, *sizes[1:], True)
+
+
+def _compressed_scores(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    position: torch.Tensor,
+    lse: torch.Tensor | None,
+    share_group: bool,
+    blocks: int,
+    block_size: int,
+    length: int,
+    stride: int,
+    low: int,
+    high: int,
+) -> torch.Tensor:
+    """(batch, heads that pick, groups, blocks) scores of the groups low .. high - 1. rows: (batch, kv_heads, group, groups,
+    head_dim), their first queries. position: of these."""
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    scores = rows[:, :, :, low:high].to(exact) @ keys[:, :, None].to(exact).mT * rows.shape[4] ** -0.5
+    last = torch.arange(keys.shape[2], device=keys.device) * stride + (length - 1)
+    scores = scores.masked_fill(last > position[low:high, None], float("-inf"))
+    logs = scores.logsumexp(-1) if lse is None else lse.unflatten(1, rows.shape[1:3])[..., low:high]
+    # exp(-inf - inf) is 0, while exp(-inf + inf) would be NaN.
+    weights = (scores - logs.masked_fill(logs == float("-inf"), float("inf"))[..., None]).exp()
+    weights = (weights.sum(2, keepdim=True) if share_group else weights).flatten(1, 2)
+    # Added stride by stride, in one order for all blocks, so that equal blocks have equal scores.
+    reach, per_block = length // stride, block_size // stride
+    weights = torch.nn.functional.pad(weights, (reach - 1, max(0, blocks * per_block - keys.shape[2])))
+    total = weights.new_zeros(*weights.shape[:3], blocks)
+    for step in range(1 - reach, per_block):
+        inside = min(step + reach, per_block) - max(step, 0)
+        total += inside * weights[..., step + reach - 1 :: per_block][..., :blocks]
+    return total
+
+
+@choose_by_compressed.register_fake
+def _(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    keep: int,
+    every: int,
+    block_size: int,
+    share_group: bool,
+    kv_len: int,
+    length: int,
+    stride: int,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _fake(q, keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
+
+
 def _by_kernel(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
-    fits = x.dtype in portable.DTYPES and x.shape[0] * heads <= portable.MAX_BATCH_HEADS and keep <= _MOST_KEPT
+    fits = x.dtype in portable.DTYPES and 0 < x.shape[0] * heads <= portable.MAX_BATCH_HEADS and keep <= _MOST_KEPT
     return fits and portable.by_kernels(x.device)
 
 
@@ -208,5 +300,5 @@ def keep_picks() -> tuple[AbstractContextManager[object], AbstractContextManager
     then be recomputed to the same bits, else gradients are of other blocks than the results.
     """
     operators = torch.ops.sparse_flash
-    kept = operators.choose_blocks.default, operators.choose_by_scores.default, operators.normalized_picks.default
-    return create_selective_checkpoint_contexts(list(kept))
+    kept = ("choose_blocks", "choose_by_scores", "choose_by_compressed", "normalized_picks")
+    return create_selective_checkpoint_contexts([getattr(operators, name).default for name in kept])

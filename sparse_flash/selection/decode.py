@@ -1,22 +1,80 @@
-"""Decoding over picked blocks, in PyTorch operations of fixed shapes, which read from the cache the blocks that the newest queries
-picked and no others. Also the mean keys of blocks, kept as a cache grows, by which they pick."""
+"""Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read from the cache the blocks that the
+newest queries picked and no others. Also the mean keys of blocks, kept as a cache grows, by which they pick."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..backends import Call, cache_capacity, check_read_pages, empty_out
+from ..backends import Call, cache_capacity, check_read_pages, empty_out, hopper
+from ..backends import triton as portable
 from ..backends.torch import own_precision
+from ..compat.pytorch import is_plain_eager
+from ..masks.block_selection import BlockSelection
 
 _CHUNK = 1 << 27  # numbers of keys and values read at a time
 
 
 def supports(name: str, call: Call) -> str | None:
-    """Why a back end cannot run this, or None."""
-    return None if name == "torch" else "over picked blocks PyTorch operations decode alone"
+    """Why a back end cannot run this, or None. "hopper" and "triton" share a kernel."""
+    if name == "torch":
+        return None
+    if name == "reference":
+        return "over picked blocks it does not decode"
+    return (hopper.available() if name == "hopper" else None) or portable.supports(call)
 
 
 def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: BlockSelection,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a back end that supports the call, see ``backends``. selection: without ``always``."""
+    picks, every = selection.picks, selection.every
+    if backend != "torch":
+        call = q, k, v, picks, selection.block_size, every, kv_lens, block_table, scale
+        return _by_kernel(*call) if is_plain_eager(q, k, v) else _operator(*call)
+    if every > 1:
+        picks = picks.repeat_interleave(every, 2)[:, :, : selection.q_len]
+    return by_operations(q, k, v, picks, selection.block_size, kv_lens, block_table, scale)
+
+
+def _by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    picks: torch.Tensor,
+    block_size: int,
+    every: int,
+    kv_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from ..kernels.portable.selection_decode import selection_decode
+
+    kv_lens, block_table = (t if t is None else t.contiguous() for t in (kv_lens, block_table))
+    ready, others = portable.unbroken(q), (portable.unbroken(k), portable.unbroken(v), picks.contiguous())
+    with portable.current_device(q.device):
+        out, lse = selection_decode(ready, *others, block_size, every, scale, kv_lens=kv_lens, block_table=block_table)
+    return portable.restored_out(out, ready, q, v), lse
+
+
+# torch.compile does not look inside.
+_operator = torch.library.custom_op("sparse_flash::selected_attention_decode", _by_kernel, mutates_args=())
+
+
+@_operator.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def by_operations(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -26,7 +84,7 @@ def decode(
     block_table: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), see ``backends``. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
+    """(out, lse) in PyTorch operations. picks: (batch, heads that pick, q_len, n) int32, -1 for none, no block twice."""
     heads, q_len, slots = picks.shape[1:]
     exact = torch.promote_types(q.dtype, torch.float32)
     position = positions(q, cache_capacity(k, block_table), kv_lens)[:, None, :, None]

@@ -22,7 +22,7 @@ import torch
 
 from .. import backends
 from ..dispatch import observers
-from ..dispatch.operators import given_or_zeros, refuse_second_derivatives, refuse_transforms
+from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from . import hopper, portable, reference
@@ -39,6 +39,9 @@ def attention(
     """(out, lse) over the pairs that a selection keeps, differentiable in q, k and v. Notifies observers. scale: None for
     1 / sqrt(head_dim). backend: a name or "auto"."""
     refuse_transforms(q, k, v)
+    if q.shape[0] == 0:
+        backends.check_name(backend)
+        return of_nothing(q, k, v, None)
     if not observers.looked_at():
         return _forward(q, k, v, *_packed(selection), scale, backend)
     q, k, v = (t.view_as(t) for t in (q, k, v))
@@ -50,6 +53,8 @@ def attention(
 def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale: float | None, backend: str) -> torch.Tensor:
     """(batch, heads, q_len, n): for each picked block the lse of a query's pairs in it; differentiable in q and k."""
     refuse_transforms(q, k)
+    if q.shape[0] == 0:
+        return of_nothing(q, k, k, None)[1][..., None].expand(*q.shape[:3], selection.picks.shape[3])
     # What ``always`` keeps besides is in no picked block.
     return _block_lse(q, k, *_packed(replace(selection, always=None)), scale, backend)
 
@@ -206,7 +211,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dout is None and dlse is None:
         return None, None, None, *none
-    return *_backward(given_or_zeros(dout, out), dlse, q, k, v, out, lse, picks, tables, *ctx.options), *none
+    return *_backward(*upstream(dout, dlse, out, lse), q, k, v, out, lse, picks, tables, *ctx.options), *none
 
 
 def _keep_block_lse(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..backends import Call, empty_out
+from ..backends import Call, empty_out, of_queries_with_keys
 from ..backends.torch import own_precision, repeatable
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
@@ -60,7 +60,7 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv)."""
-    dq = torch.empty_like(q)
+    dq, dout = torch.empty_like(q), of_queries_with_keys(dout, lse)
     with own_precision(q):
         walk = _GroupWalk(q, k, v, selection, scale)
         dk, dv = _KeyGradient(k, walk), _KeyGradient(v, walk)

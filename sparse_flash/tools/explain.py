@@ -19,9 +19,10 @@ from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
 from ..masks.tiles import unpack_bits, unpack_runs
+from ..variant.variant import check_counts
 from .explain_selection import SelectionExplanation, explain_selection
 from .figures import flops_text, share_text, size_text, times
-from .subject import check_counts, subject
+from .subject import subject
 
 # Reachability multiplies boolean matrices of at most this many units per side; longer masks are reduced to coarser units.
 MOST_UNITS = 1024

@@ -16,8 +16,7 @@ from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
-from ..variant.variant import Variant
-from .subject import check_counts
+from ..variant.variant import Variant, check_counts
 
 # Errors relative to the largest number among the sampled rows. Correct results in these types stay well below.
 BOUNDS = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3, torch.float64: 1e-8}

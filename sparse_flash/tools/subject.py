@@ -24,10 +24,3 @@ def subject(
     if given:
         raise ValueError(f"{', '.join(given)} is of a pattern to compile; the mask given has {mask.q_len} x {mask.kv_len} tokens")
     return mask, ""
-
-
-def check_counts(**counts: object) -> None:
-    """Raises ValueError for a count, by its name, that is no integer of at least 1."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")

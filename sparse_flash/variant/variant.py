@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -240,6 +241,13 @@ def check_number(name: str, value: object, what: str = "a number") -> None:
     if not isinstance(value, (int, float)):
         hint = "; use .item()" * hasattr(value, "item")  # a tensor, or a number of numpy
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
+
+
+def check_counts(**counts: object) -> None:
+    """Raises ValueError for a count, by its name, that is no integer of at least 1."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, (Integral, torch.SymInt)) or count < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
 def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -205,6 +205,31 @@ def test_a_query_that_keeps_nothing_gives_zero_and_no_gradient(backend):
 
 
 @every_backend
+@parametrize("compiled", [False, True])
+def test_what_the_lse_of_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend, compiled):
+    q, k, v = accepted(backend, 50, 40, requires_grad=True)
+    attend = torch.compile(sf.attention, backend="aot_eager", fullgraph=True) if compiled else sf.attention
+    out, lse = attend(q, k, v, "causal", return_lse=True, backend=backend)
+    dlse = torch.ones_like(lse)
+    wanted = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse), retain_graph=True)
+    dlse[:, :, :5], dlse[:, :, 5:10] = float("nan"), float("inf")
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse))
+    assert all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
+@parametrize("backend", ["torch", "reference"])
+@parametrize("mask, q_len, kv_len", [("causal", 50, 40), ("causal & ~local(20)", 64, 64), ("full", 5, 4)])
+def test_what_the_out_of_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend, mask, q_len, kv_len):
+    q, k, v = accepted(backend, q_len, kv_len, requires_grad=True)
+    lens = torch.tensor([0] + [kv_len] * (len(q) - 1), device=DEVICE) if mask == "full" else None
+    out, lse = sf.attention(q, k, v, mask, kv_lens=lens, return_lse=True, backend=backend)
+    empty, dout = lse.isneginf()[..., None], torch.ones_like(out)
+    wanted = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout.masked_fill(empty, float("nan")))
+    assert empty.any() and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
+@every_backend
 def test_a_mask_that_keeps_nothing_gives_zero(backend):
     q, k, v = accepted(backend, requires_grad=True)
     out, lse = sf.attention(q, k, v, ~sf.full(), return_lse=True, backend=backend)
@@ -493,13 +518,19 @@ def test_without_keys_a_query_that_does_not_exist_has_no_sink_and_biases_have_gr
     assert (torch.autograd.grad(out.sum(), bias)[0] == 0).all()
 
 
-@parametrize("layout", ["nested", "sparse"])
+@parametrize("layout", ["jagged", "nested", "sparse"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_a_tensor_of_another_layout_is_one_clear_error(layout):
     q, k, v = inputs(16)
-    other = torch.nested.nested_tensor(list(q.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)
+    sequences = list(q.transpose(1, 2))
+    others = {
+        "jagged": lambda: torch.nested.nested_tensor(sequences, layout=torch.jagged).transpose(1, 2),
+        "nested": lambda: torch.nested.nested_tensor(sequences).transpose(1, 2),
+        "sparse": q.to_sparse,
+    }
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"q must be a tensor of layout torch.strided; got torch.*attention_varlen"):
-            sf.attention(other if layout == "nested" else q.to_sparse(), k, v)
+        with pytest.raises(ValueError, match=r"q must be a tensor of layout torch.strided; got (torch|a nested).*attention_varlen"):
+            sf.attention(others[layout](), k, v)
         sf.attention(q, k, v)  # the same shapes, checked and remembered
 
 

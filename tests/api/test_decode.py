@@ -262,6 +262,15 @@ def test_a_layer_with_a_cache_compiles_nothing_with_each_token():
     assert (decode._compiled.cache_info().misses, _cached_mask.cache_info().misses) == before
 
 
+@parametrize("spec", ["causal", "causal & local(30)"])
+def test_compiled_code_takes_caches_of_other_capacities(spec):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k: sf.attention_decode(q, k, k, spec), fullgraph=True, backend="aot_eager")
+    for capacity in (70, 90, 130, 300):
+        q, k = torch.randn(2, 4, 1, 16, device=DEVICE), torch.randn(2, 2, capacity, 16, device=DEVICE)
+        torch.testing.assert_close(compiled(q, k), sf.attention_decode(q, k, k, spec))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_replays_with_new_lengths_and_no_call_waits_for_the_device():
     q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
@@ -333,6 +342,25 @@ def test_attention_itself_shares_few_queries_among_programs_and_is_differentiabl
     assert triton.few_queries(q, k)
 
 
+@parametrize("mask", [None, "causal", "causal & local(3)", sf.local(3)], ids=str)
+@parametrize("batch, q_len, capacity", [(0, 1, 100), (2, 0, 100), (2, 1, 0), (0, 0, 0)])
+def test_an_empty_batch_or_cache_and_no_queries_give_zeros(batch, q_len, capacity, mask):
+    q, k, v = (torch.randn(batch, *shape, device=DEVICE) for shape in ((4, q_len, 16), (2, capacity, 16), (2, capacity, 8)))
+    lens = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    out, lse = sf.attention_decode(q, k, v, mask, kv_lens=lens, return_lse=True)
+    assert torch.equal(out, out.new_zeros(batch, 4, q_len, 8))
+    assert torch.equal(lse, lse.new_full((batch, 4, q_len), float("-inf")))
+
+
+def test_a_batch_of_none_takes_pages_and_selections():
+    q, pages = torch.randn(0, 4, 1, 16, device=DEVICE), torch.randn(5, 2, 16, 16, device=DEVICE)
+    table = torch.zeros(0, 3, dtype=torch.int32, device=DEVICE)
+    assert sf.attention_decode(q, pages, pages, "causal", block_table=table).shape == q.shape
+    picks = torch.zeros(0, 2, 1, 1, dtype=torch.int32, device=DEVICE)
+    selection = sf.BlockSelection.from_picks(picks, 16, q_len=1, kv_len=48)
+    assert sf.attention_decode(q, pages, pages, selection, block_table=table).shape == q.shape
+
+
 def test_what_does_not_fit_is_refused():
     q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 256, 32)
     lens, table = torch.tensor([3, 4], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
@@ -364,6 +392,16 @@ def test_what_does_not_fit_is_refused():
     refused(TypeError, "Pattern, its spec text or a BlockMask", q, k, k, mask=3)
     refused(ValueError, "did you mean 'causal'", q, k, k, mask="causl")
     refused(ValueError, "backend must be", q, k, k, backend="quick")
+    refused(TypeError, "q must be a tensor.*got ndarray", q.numpy(), k, k)
+    refused(ValueError, "head_dim not 0", q[..., :0], k, k)
+    refused(ValueError, "at least one page", q, k[:0], k[:0], block_table=table)
+    # What is wrong beside tensors of tokens is wrong beside empty ones.
+    none, empty = q[:0], k[:0]
+    refused(ValueError, "did you mean 'causal'", none, empty, empty, mask="causl")
+    refused(TypeError, "Pattern, its spec text or a BlockMask", none, empty, empty, mask=3)
+    refused(ValueError, "capacity of 256", none, empty, empty, mask=sf.compile_mask("causal", 255))
+    refused(ValueError, "backend must be", none, empty, empty, backend="quick")
+    refused(ValueError, r"kv_lens must have shape \(0,\)", none, empty, empty, kv_lens=lens)
 
 
 @parametrize("backend", ["torch", "reference"])

@@ -490,7 +490,7 @@ def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
         (r"divide that of query heads; got 3 query heads", {"q": torch.zeros(10, 3, 16, device=DEVICE)}),
         (r"agree in tokens and heads; got \(10, 2, 16\) and \(9, 2, 16\)", {"v": torch.zeros(9, 2, 16, device=DEVICE)}),
         (r"head_dim.*; got \(10, 2, 8\) and \(10, 2, 16\)", {"q": torch.zeros(10, 2, 8, device=DEVICE)}),
-        (r"q must not be empty; got shape \(0, 2, 16\)", {"q": torch.zeros(0, 2, 16, device=DEVICE)}),
+        (r"q must have a head_dim of at least 1; got shape \(10, 2, 0\)", {"q": torch.zeros(10, 2, 0, device=DEVICE)}),
         ("one dtype", {"q": torch.zeros(10, 2, 16, device=DEVICE, dtype=torch.float16)}),
         ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(3, device=DEVICE)}),
         ("cu_seqlens_q must be int32 or int64", {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32, device=DEVICE)}),
@@ -510,6 +510,17 @@ def test_arguments_that_do_not_fit_raise_and_say_why(message, change):
     arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens((4, 6)), "mask": "causal"} | change
     with pytest.raises(ValueError, match=message):
         sf.attention_varlen(**arguments)
+
+
+@parametrize("tokens, k_tokens", [(0, 0), (0, 5), (5, 0)])
+@parametrize("mask", [None, "causal", "random(0.5, block=1)"])
+def test_without_queries_or_keys_results_and_gradients_are_zero(mask, tokens, k_tokens):
+    shapes = (tokens, 4, 16), (k_tokens, 2, 16), (k_tokens, 2, 8)
+    q, k, v = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes)
+    out, lse = sf.attention_varlen(q, k, v, cu_seqlens((tokens, 0)), cu_seqlens((k_tokens, 0)), mask, return_lse=True)
+    assert torch.equal(out, out.new_zeros(tokens, 4, 8)) and torch.equal(lse, lse.new_full((4, tokens), float("-inf")))
+    out.sum().backward()
+    assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in (q, k, v))
 
 
 def test_a_maximum_may_be_of_any_integer_type():

@@ -11,7 +11,7 @@ import pytest
 # The drawing module imports torch, so it is imported only where needed: the process below starts faster without it.
 
 
-def misbehave(backend, pipe):
+def misbehave(backend, pipe, of):
     """Replaces ``fuzz.work``: seed 3 hangs, 5 ends the process, 6 is wrong, 9 breaks the device."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send(("ready", None))
@@ -69,6 +69,20 @@ def test_a_seed_draws_the_same_call_whatever_was_drawn_before():
 
     seeds = [3, 100, 4, 101]
     assert [str(fuzz_calls.draw(seed, "torch")) for seed in seeds] == [str(fuzz_calls.draw(s, "torch")) for s in seeds[::-1]][::-1]
+
+
+def test_a_drawn_selection_is_right_and_a_wrong_one_is_named(monkeypatch):
+    import fuzz_selections
+
+    from sparse_flash.selection import torch as by_torch
+
+    calls = [fuzz_selections.draw(seed, "torch") for seed in (3, 100, 3)]
+    assert calls[0] == calls[2] != calls[1] and str(calls[0]).startswith("seed 3: torch, dtype torch.")
+    call = next(call for call in map(fuzz_selections.draw, range(99), ["torch"] * 99) if call.dropped == 0 and call.kv_len > 9)
+    assert fuzz_selections.failure(call) is None
+    right = by_torch.backward
+    monkeypatch.setattr(by_torch, "backward", lambda *args: tuple(2 * grad for grad in right(*args)))
+    assert "is off by" in fuzz_selections.failure(call)
 
 
 def test_right_results_pass_and_wrong_ones_are_named(monkeypatch):

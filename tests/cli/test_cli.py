@@ -49,6 +49,11 @@ def test_a_bad_spec_is_one_message_with_a_caret(command):
         (("explain", "causal", "--dtype", "int8"), "dtype must be one of bfloat16"),
         (("bench", "--suite", "speed"), "unknown suite 'speed'"),
         (("bench", "--device", "meta"), "device must be"),
+        (("bench", "--device", "meta", "--list"), "device must be"),
+        (("bench", "--backend", "tritn"), "backend must be"),
+        (("bench", "--backend", "tritn", "--list"), "backend must be"),
+        (("bench", "--quick", "--only", "N77"), "no case has 'N77' in its line"),
+        (("bench", "--quick", "--only", "N77", "--list"), "no case has 'N77' in its line"),
         (("bench", "--report-only", "nowhere"), "there are no results"),
     ],
 )

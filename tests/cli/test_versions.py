@@ -35,6 +35,17 @@ def bounds() -> dict[str, tuple[str, str | None]]:
 
 
 OLDEST, CI, NEWEST = (pins(f"constraints{name}.txt") for name in ("-oldest", "", "-newest"))
+# What the matrix has between the oldest and the newest: the series of torch, and of its Triton.
+BETWEEN = dict(re.findall(r"^TRITON_(\S+) := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def _series(row: versions.Tested) -> tuple[str, str]:
+    torch, triton = (".".join(map(str, versions.release(version))) for version in (row.torch, row.triton))
+    return torch, triton
+
+
+def _between(row: versions.Tested) -> bool:
+    return _series(row)[0] in BETWEEN
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -47,8 +58,15 @@ def test_the_range_ends_at_the_oldest_and_the_newest_version_tested(name):
 
 def test_what_ci_and_the_matrix_install_is_what_is_called_tested_on_a_cpu():
     on_cpu = [row for row in versions.TESTED if not row.on_gpu]
-    assert [row.torch for row in on_cpu] == [OLDEST["torch"], CI["torch"], NEWEST["torch"]]
-    assert [row.triton for row in on_cpu] == [OLDEST["triton"], NEWEST["triton"], NEWEST["triton"]]
+    pinned = [(environment["torch"], environment["triton"]) for environment in (OLDEST, NEWEST)] + [(CI["torch"], NEWEST["triton"])]
+    assert {(row.torch, row.triton) for row in on_cpu if not _between(row)} == set(pinned)
+    assert {_series(row) for row in on_cpu if _between(row)} == set(BETWEEN.items())
+
+
+def test_every_triton_that_a_torch_in_the_range_asks_for_was_tested_on_a_cpu():
+    oldest, newest = (versions.release(environment["triton"])[1] for environment in (OLDEST, NEWEST))
+    tested = {versions.release(row.triton)[1] for row in versions.TESTED if not row.on_gpu}
+    assert tested == set(range(oldest, newest + 1))
 
 
 def test_the_oldest_environment_has_the_lower_bound_of_every_dependency():
@@ -159,7 +177,10 @@ def test_the_command_line_says_its_version():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("pair, variable", [("oldest", "OLDEST_PYTHON"), ("newest", "NEWEST_PYTHON")])
+@pytest.mark.parametrize(
+    "pair, variable",
+    [("oldest", "OLDEST_PYTHON"), ("newest", "NEWEST_PYTHON"), *((torch, "NEWEST_PYTHON") for torch in BETWEEN)],
+)
 def test_the_matrix_says_which_python_it_lacks_and_what_it_will_fetch(pair, variable, tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints-oldest.txt", "constraints-newest.txt"):
         shutil.copy(ROOT / name, tmp_path)
@@ -169,5 +190,5 @@ def test_the_matrix_says_which_python_it_lacks_and_what_it_will_fetch(pair, vari
         lacking.returncode and f"PAIR={pair} {variable}=/path/to/python" in lacking.stderr and not (tmp_path / ".matrix").exists()
     )
     steps = subprocess.run([*command, "-n", f"{variable}=python3"], capture_output=True, text=True, check=True).stdout
-    told, installed, tested = (steps.index(text) for text in ("GB to fetch", f"-c constraints-{pair}.txt", "-m pytest"))
+    told, installed, tested = (steps.index(text) for text in ("GB to fetch", f"constraints-{pair}.txt --no-deps", "-m pytest"))
     assert told < installed < tested

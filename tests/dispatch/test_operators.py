@@ -229,6 +229,35 @@ def test_tables_are_of_no_mode_that_their_first_call_was_made_in():
     assert not any(t.is_inference() for t in compiled_once("causal & local(7)", 77, 77, 128, q.device).tensors())
 
 
+# Under these names, calls whose tables are remembered: of (batch, heads, tokens, head_dim) and, in varlen, of packed documents.
+CALLS_WITH_TABLES = {
+    "attention": lambda x, spec, starts: sf.attention(x, x, x, spec),
+    "varlen, in place": lambda x, spec, starts: sf.attention_varlen(*[x[0].transpose(0, 1)] * 3, starts, mask=spec),
+    "varlen, moved": lambda x, spec, starts: sf.attention_varlen(*[x[0].transpose(0, 1)] * 3, starts, mask=f"{spec} | sinks(1)"),
+    "decode": lambda x, spec, starts: sf.attention_decode(x[:, :, -2:].detach(), x.detach(), x.detach(), spec),
+}
+
+
+@parametrize("name", CALLS_WITH_TABLES)
+def test_calls_on_fake_and_meta_tensors_have_the_shapes_of_real_ones_and_leave_no_table_behind(name):
+    call, spec = CALLS_WITH_TABLES[name], f"causal & local({23 + list(CALLS_WITH_TABLES).index(name)})"
+
+    def shapes(device):
+        x = torch.randn(1, 2, 90, 16, device=device, requires_grad=True)
+        out = call(x, spec, torch.tensor([0, 40, 90], device=device))
+        if out.requires_grad:
+            out.sum().backward()
+        return [out.shape, x.grad is not None and x.grad.shape]
+
+    with torch._subclasses.FakeTensorMode():
+        fake = shapes(DEVICE)
+    with torch.inference_mode():
+        call(torch.randn(1, 2, 90, 16, device=DEVICE), spec, torch.tensor([0, 40, 90], device=DEVICE))
+    assert fake == shapes("meta") == shapes(DEVICE)
+    with Spy([]):  # operators, which save their tables for the backward pass
+        assert shapes(DEVICE) == fake
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_compiled_code_in_cuda_graphs_takes_other_lengths():
     function = torch.compile(lambda q, k, v: attend(q, k, v, "causal & local(50)"), fullgraph=True, mode="reduce-overhead")

@@ -255,6 +255,13 @@ def test_an_error_about_a_mask_that_is_joined_shows_its_text_as_it_was_given():
         fa.flash_attn_func(q, k, v, causal=True, mask="cusal")
 
 
+@pytest.mark.parametrize("queries", [1, 70])  # decoded, and beyond that
+def test_a_batch_of_none_has_results_of_none(queries):
+    q, cache, lens = torch.randn(0, queries, HEADS, DIM), torch.randn(0, 128, HEADS, DIM), torch.zeros(0, dtype=torch.int32)
+    out = fa.flash_attn_with_kvcache(q, cache, cache, k=q, v=q, cache_seqlens=lens, causal=True)
+    assert out.shape == q.shape
+
+
 def test_what_does_not_fit_a_cache_is_dropped_where_it_cannot_be_seen(monkeypatch):
     cache, tokens = torch.zeros(3, 4, 1, 1), torch.arange(1.0, 10).view(3, 3, 1, 1)
     held = torch.tensor([0, 2, 4])

@@ -262,9 +262,11 @@ def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
         model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS - 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="shorter than the 150 tokens"):
         model(x, attention_mask=torch.ones(2, 149), past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match="use_sparse_flash"):
+    with pytest.raises(ValueError, match=r"use_sparse_flash.*made of one config.*copy.deepcopy"):
         dense.set_attn_implementation("block_sparse")
         dense(x)
+    with pytest.raises(TypeError, match="must be a loaded model; got str"):
+        use_sparse_flash("llama", PATTERN)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

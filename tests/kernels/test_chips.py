@@ -15,6 +15,8 @@ from triton.runtime.errors import OutOfResources
 from sparse_flash import backends
 from sparse_flash.backends import hopper
 from sparse_flash.backends import triton as triton_backend
+from sparse_flash.kernels.common.tiles import Rows
+from sparse_flash.kernels.common.variant import NO_VARIANT
 from sparse_flash.kernels.launch import launch
 from sparse_flash.kernels.portable import configs, forward
 from sparse_flash.tools import tuning
@@ -29,6 +31,11 @@ def pointers(monkeypatch, poison):
     monkeypatch.setattr(launch, "rows_of", lambda tensor, dim: made.append(rows_of(tensor, dim)) or made[-1])
     monkeypatch.setattr(launch, "addresses_tiles", lambda device: False)
     return made
+
+
+@parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_float32_is_loaded_by_pointers_where_other_types_have_descriptors(dtype):
+    assert isinstance(launch.described(torch.empty(1, 1, 16, 16, dtype=dtype), 16, 16), Rows) == (dtype == torch.float32)
 
 
 @parametrize("layout", LAYOUTS)
@@ -59,6 +66,26 @@ def test_launches_by_pointers_are_known_again_by_all_that_triton_compiles_them_f
 FAMILIES = {family.name: family for family in configs.FAMILIES}
 
 
+@parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_table_whose_blocks_hold_the_tiles_changes_nothing(family, dtype):
+    for kernel in configs.KERNELS:
+        for dim in (16, 64, 128, 256):
+            assert configs.fitted(family, kernel, dtype, dim, 128) == configs.fitted(family, kernel, dtype, dim, None)
+            small = configs.fitted(family, kernel, dtype, dim, 16)
+            assert (small.tile_m, small.tile_n) == (16, 16)
+
+
+@parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_lengths_get_eight_warps_where_products_hold_their_operands(family):
+    given, none = NO_VARIANT._replace(q_lens="*i32"), {"SCORE": None}
+    for kernel in configs.KERNELS:
+        config = configs.fitted(family, kernel, torch.bfloat16, 128, 128)
+        assert configs.for_variant(config, kernel, family, NO_VARIANT, none, 128) == config
+        warps = configs.for_variant(config, kernel, family, given, none, 128).num_warps
+        assert warps == (8 if family.chips[0] in ((8, 0), (8, 6)) else config.num_warps)
+
+
 @parametrize("chip", chips.CHIPS)
 def test_every_chip_that_is_compiled_for_has_tables_that_name_it(chip):
     _, name, shared, _ = chips.CHIPS[chip]
@@ -66,7 +93,7 @@ def test_every_chip_that_is_compiled_for_has_tables_that_name_it(chip):
     assert name in family.chips and family.shared <= shared
     assert (family.measured is not None) == (chip == "9.0")
     assert set(family.tables) == {*configs.KERNELS, "decode"}
-    assert all(set(table) == {16, 32, 64, 128, 256} for table in (*family.tables.values(), family.float32))
+    assert all(set(table) == {16, 32, 64, 128, 256} for table in (*family.tables.values(), *family.float32.values()))
 
 
 @parametrize(

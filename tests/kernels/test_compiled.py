@@ -16,7 +16,7 @@ SHARED_LIMIT = 232448  # bytes a program may take on sm_90
 STACK_LIMIT = {("grad_q", 64): 128, ("grad_kv", 64): 64, ("grad_kv", 128): 192}
 # Both in one launch, for short calls; not measured yet.
 STACK_LIMIT |= {("grad_qkv", 64): 8, ("grad_qkv", 128): 256}
-STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 16}
+STACK_LIMIT |= {("grad_kv_of_dropout", 64): 128, ("grad_q_of_192_and_128", 256): 56}
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,11 @@ def test_hopper_kernels_stay_within_their_recorded_footprint(kernels):
 
 
 def test_the_assembler_runs_no_hopper_product_alone(kernels):
-    for k in kernels:
-        assert k["log"] > 0, "the assembler's log was not read"
-        assert not k["serialized"] or not k["kernel"].startswith("hopper"), k
+    # With Triton 3.8 it does so at head_dim 128 in blocks of 64, whose two programs leave each 128 registers (docs/versions.md).
+    of_64 = {"hopper_backward_of_64", "hopper_backward_of_lengths_of_64"}
+    known = {(kernel, 128) for kernel in of_64} if triton.__version__.startswith("3.8.") else set()
+    assert all(k["log"] > 0 for k in kernels), "an assembler's log was not read"
+    assert {(k["kernel"], k["dim"]) for k in kernels if k["serialized"] and k["kernel"].startswith("hopper")} == known
 
 
 def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):

@@ -1,12 +1,15 @@
 """What happens around compiling a kernel, with fake compilers."""
 
+import importlib
 import multiprocessing
 import os
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("triton")
@@ -67,6 +70,44 @@ def test_eight_ranks_compile_a_kernel_once(cache):
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0] * 8
     assert (cache / "kernel.log").read_text() == "compiled\n"
+
+
+class _Kernel:
+    """What a launch needs of one of Triton's. events: what it did, and whether another process could have compiled meanwhile."""
+
+    params = (types.SimpleNamespace(name="q", do_not_specialize=False),)
+
+    def __init__(self, folder):
+        self.fn, self.folder, self.events = _compile, folder, []
+
+    def _did(self, what: str) -> None:
+        import fcntl
+
+        free = []
+        for path in self.folder.glob("*.lock"):
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    free.append(True)
+                except BlockingIOError:
+                    free.append(False)
+        self.events.append((what, all(free)))
+
+    def warmup(self, *arguments, grid, **options):
+        self._did("compiled")
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self._did("launched")
+
+
+@forks
+def test_no_rank_waits_for_another_to_load_a_kernel_as_that_may_wait_for_an_exchange_with_it(cache, monkeypatch):
+    module = importlib.import_module("sparse_flash.kernels.launch.launch")
+    monkeypatch.setattr(module, "enter_context", lambda device: None)
+    monkeypatch.setattr(module, "launched", {})
+    kernel = _Kernel(cache)
+    module.launch(kernel, (1, 1), [torch.zeros(16)], {}, {})
+    assert kernel.events == [("compiled", False), ("launched", True)]
 
 
 def test_a_cache_that_cannot_be_locked_is_no_obstacle(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ pytestmark = pytest.mark.compiles
 OF_HOPPER = {"hopper_picked_parts", "hopper_picked_grads"}
 WITH_PRODUCTS = {"picked_parts", "walk_picks", "picked_grads", "always_grads", *OF_HOPPER}
 # Bytes of stack (spilled registers), by Triton 3.6 to 3.9. Four warps hold dK and dV of 64 keys, which is faster than eight.
-STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 112}
+STACK_LIMIT = {"picked_grads": 232, "always_grads": 288, "sum_query_grads": 176, "walk_picks": 24}
 # Of those for Hopper, at blocks of 128, the spills lie outside the loop over tiles that keep every pair.
-STACK_LIMIT |= {"hopper_picked_parts": 8, "hopper_picked_grads": 120}
+STACK_LIMIT |= {"hopper_picked_parts": 8, "hopper_picked_grads": 128}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,7 @@ def test_they_fit_and_spill_no_more_than_recorded(kernels):
         "selection_keys",
         "sum_key_grads",
         "rows_of_softmax",
+        "selection_decode",
     }
     assert [k for k in kernels if k["shared"] > 232448 or k["stack"] > STACK_LIMIT.get(k["kernel"], 0)] == []
 
@@ -42,6 +43,12 @@ def test_two_programs_of_four_warps_share_a_multiprocessor(kernels):
     # 228 KiB per multiprocessor, of which each program reserves 1 KiB; 65,536 registers, four warps per program.
     forward = [k for k in kernels if k["kernel"] in ("picked_parts", "walk_picks")]
     assert forward and all(2 * (k["shared"] + 1024) <= 228 * 1024 and 2 * 128 * k["reg"] <= 65536 for k in forward), forward
+
+
+def test_decoding_reads_keys_asynchronously_and_three_programs_share_a_multiprocessor(kernels):
+    decoding = [k for k in kernels if k["kernel"] == "selection_decode"]
+    assert decoding and all(k["async"] > 0 and k["mma"] > 0 for k in decoding), decoding
+    assert all(3 * (k["shared"] + 1024) <= 228 * 1024 and 3 * 128 * k["reg"] <= 65536 for k in decoding), decoding
 
 
 def test_products_of_the_hopper_kernels_run_while_others_are_under_way(kernels):

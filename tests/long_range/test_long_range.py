@@ -232,3 +232,16 @@ BAD = {
 def test_input_that_cannot_work_is_one_sentence(case):
     given, message = BAD[case]
     assert message in invoke(*given, code=2)
+
+
+def test_so_many_examples_are_held_out_that_evaluation_stays_short(monkeypatch):
+    seen = {}
+
+    def prepare_stub(folder, task, train, held_out, *rest):
+        seen[task.size] = held_out
+        return {"train": train, "held_out": held_out, "labels": {"held_out": [1, 1]}}
+
+    monkeypatch.setattr("examples.long_range.data.prepare", prepare_stub)
+    for size in (32, 64, 128, 256):
+        invoke("prepare", "--size", size)
+    assert seen == {32: 10_000, 64: 10_000, 128: 4096, 256: 1024}

@@ -461,3 +461,11 @@ def test_columns_in_parts_are_listed_whole_too():
         for row, item in zip(order, items, strict=True):
             begin, end = table.row_ptr[number, row : row + 2].tolist()
             assert item == [row, begin, *table.row_split[number, row].tolist(), end, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "combine", [lambda m: m & m, lambda m: m | m, lambda m: ~m, lambda m: sf.causal() & m, lambda m: m | "causal"], ids=range(5)
+)
+def test_compiled_masks_do_not_combine_and_say_what_does(combine):
+    with pytest.raises(TypeError, match=r"combine patterns with & \| ~ and compile the result.*from_dense"):
+        combine(sf.compile_mask("causal", 64))

@@ -3,6 +3,7 @@
 import sys
 import tracemalloc
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask, compiler, rules, tiles
+from sparse_flash.masks import block_mask, compiler, rules, table, tiles
 from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
@@ -273,8 +274,8 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
             return np.ones(grid.shape) if self.kind == "dense" else scipy.sparse.csr_array(np.full(grid.shape, 3))
 
     for kind, message in (
-        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got shape \(3, 3\)"),
-        ("dense", "must return a scipy.sparse matrix"),
+        ("shape", r"must return a scipy.sparse matrix of shape \(4, 4\); got csr_array of shape \(3, 3\)"),
+        ("dense", r"must return a scipy.sparse matrix of shape \(4, 4\); got ndarray of shape \(4, 4\)"),
         ("states", r"0 \(empty\), 1 \(partial\) or 2 \(full\); got 3"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -287,16 +288,97 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
         (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(1,\).*begin with q = q\[..., None\]"),
         (sf.RunPattern, {"row_runs": lambda self, q: (0, q[..., None])}, r"two integer arrays of shape \(\*q.shape, runs\)"),
         (sf.RunPattern, {"row_runs": lambda self, q: (q[..., None] / 2, q[..., None])}, "got float64 of shape"),
+        (sf.RunPattern, {"row_runs": lambda self, q: None}, r"must return \(first, stop\), two integer arrays; got NoneType"),
+        (sf.RunPattern, {"row_runs": lambda self, q: (q, q, q)}, r"must return \(first, stop\), two integer arrays; got 3 values"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: d % 3}, r"must return booleans of .*; got int64"),
         (sf.DistancePattern, {"block": 16, "distance_rule": lambda self, d: True}, r"got bool of shape \(\)"),
         (sf.DerivedPattern, {"expression": "causal & local(3)"}, "must be a Pattern; got str; use parse for text"),
         (sf.DerivedPattern, {}, "Wrong defines no expression"),
+        (sf.UnitPattern, {"block": 16, "unit_rule": lambda self, i, j: i - j}, r"unit_rule of .* must return booleans; got int64"),
+        (sf.RunPattern, {}, "Wrong is a RunPattern and defines no row_runs"),
+        (sf.UnitPattern, {"block": 16}, "Wrong is a UnitPattern and defines no unit_rule"),
+        (sf.DistancePattern, {"block": 16}, "Wrong is a DistancePattern and defines no distance_rule"),
+        (sf.UnitPattern, {"unit_rule": lambda self, i, j: i == j}, "Wrong is a pattern of units and has no block.*block: int"),
+        (sf.DistancePattern, {"distance_rule": lambda self, d: d == 0}, "Wrong is a pattern of units and has no block.*block: int"),
+        (sf.UnitPattern, {"block": 0, "unit_rule": lambda self, i, j: i == j}, "block must be an integer of at least 1; got 0"),
+        (sf.UnitPattern, {"block": 16.0, "unit_rule": lambda self, i, j: i == j}, r"block must be an integer .*; got 16\.0"),
     ],
 )
-def test_a_rule_that_returns_another_form_is_one_clear_error(base, rule, message):
+def test_a_class_without_its_rule_or_unit_and_a_rule_of_another_form_are_one_clear_error(base, rule, message):
     wrong = dataclass(frozen=True)(type("Wrong", (base,), rule))()
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         sf.compile_mask(sf.causal() & wrong, 64)
+
+
+def test_a_rule_that_changes_its_positions_in_place_leaves_those_of_others_alone():
+    @dataclass(frozen=True)
+    class InPlace(sf.Pattern):
+        def token_rule(self, q, kv):
+            q -= q % 3
+            return q >= kv
+
+    token = np.arange(100)
+    kept = (token - token % 3)[:, None] >= token
+    others = sf.from_mask_fn(lambda q, kv: (q + kv) % 3 == 0)
+    kept &= np.add.outer(token, token) % 3 == 0
+    np.testing.assert_array_equal(sf.compile_mask(InPlace() & others, 100).to_dense().numpy(), kept)
+    np.testing.assert_array_equal((InPlace() & others).token_rule(token[:, None], token), kept)
+
+
+def _earlier_by_three(self, q):
+    q = q[..., None]
+    q -= 3
+    return q, q + 7
+
+
+def _third_distances(self, distance):
+    np.abs(distance, out=distance)
+    return distance % 3 == 0
+
+
+def _like_units(self, i, j):
+    i += 1
+    j += 1
+    return (i - j) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    "base, rule, kept",
+    [
+        (sf.RunPattern, {"row_runs": _earlier_by_three}, lambda q, kv: (kv >= q - 3) & (kv < q + 4)),
+        (sf.DistancePattern, {"block": 16, "distance_rule": _third_distances}, lambda q, kv: (q // 16 - kv // 16) % 3 == 0),
+        (sf.UnitPattern, {"block": 16, "unit_rule": _like_units}, lambda q, kv: (q // 16 - kv // 16) % 3 == 0),
+    ],
+)
+def test_rules_of_runs_and_units_may_change_their_arguments_in_place(base, rule, kept, monkeypatch):
+    monkeypatch.setattr(rules, "_CHUNK", 8)  # so that units come in several parts
+    in_place = dataclass(frozen=True)(type("InPlace", (base,), rule))()
+    q, kv = np.arange(200)[:, None], np.arange(200)
+    for pattern, others in ((in_place, True), (in_place & sf.causal(), q >= kv), (sf.causal() & in_place, q >= kv)):
+        np.testing.assert_array_equal(sf.compile_mask(pattern, 200, block_size=64).to_dense().numpy(), kept(q, kv) & others)
+        np.testing.assert_array_equal(pattern.token_rule(q, kv), kept(q, kv) & others)
+    np.testing.assert_array_equal(kv, np.arange(200))
+
+
+@pytest.mark.parametrize("lengths", [(2000, 2000), (700, 2000), (2000, 1900)])
+@pytest.mark.parametrize("combine", [lambda p: p, lambda p: p & sf.local(700), lambda p: sf.local(9) | ~p])
+def test_units_that_end_within_blocks_are_evaluated_once_for_each_pair_of_units(combine, lengths):
+    evaluated = []
+
+    @dataclass(frozen=True)
+    class Fifty(sf.UnitPattern):
+        block = 50
+
+        def unit_rule(self, i, j):
+            assert j.min() >= 0 and j.max() < 40  # units that exist
+            evaluated.append(i.size * j.size // max(1, min(len(i), len(j))) if i.ndim == 3 else 0)
+            return (i + 2 * j) % 3 == 0
+
+    pattern = combine(Fifty())
+    mask = sf.compile_mask(pattern, *lengths)
+    tiles = mask.grid.q_blocks * mask.grid.kv_blocks
+    assert 0 < sum(evaluated) <= tiles * 4**2  # a block of 128 touches four units at most
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
 
 
 def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_it():
@@ -306,6 +388,26 @@ def test_partial_blocks_of_a_class_without_a_token_rule_are_an_error_that_names_
 
     with pytest.raises(NotImplementedError, match="Vague defines no token_rule"):
         sf.compile_mask(Vague(), 64)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "full", "causal & ~local(100_000)"])
+def test_a_dense_mask_takes_little_more_memory_than_its_table(pattern):
+    tracemalloc.start()
+    mask = sf.compile_mask(pattern, 1 << 18)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.25 * mask.nbytes
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.floats(0, 1), st.integers(1, 9), st.integers(0, 99))
+def test_runs_of_full_blocks_are_turned_into_those_of_columns(rows, cols, share, length, seed):
+    kept = np.repeat(np.random.default_rng(seed).random((rows, -(-cols // length))) < share, length, 1)[:, :cols]
+    full = table.FullBlocks.of(kept.shape, *np.nonzero(kept))
+    wanted = table.FullBlocks.of(kept.T.shape, *np.nonzero(kept.T))
+    for shortest in (0, 1, 1 << 20):  # all as runs, some, all block by block
+        with mock.patch.object(table, "_LONG_RUN", shortest):
+            for got, numbers in zip(full.transposed(), wanted, strict=True):
+                np.testing.assert_array_equal(got, numbers)
 
 
 def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():

@@ -146,6 +146,7 @@ def test_a_function_of_another_kind_is_refused_with_the_way_out():
         (branching, ValueError, r"branching raised: .*torch.where"),
         (lambda b, h, q, kv: q - kv, TypeError, "must return a bool tensor; <lambda> returned torch.int64"),
         (lambda b, h, q, kv: True, TypeError, "returned bool"),
+        (lambda q, kv: q >= kv, TypeError, r"a function of \(b, h, q_idx, kv_idx\); got one of \(q, kv\).*from_mask_fn"),
     ):
         with pytest.raises(error, match=said):
             sf.BlockMask.from_mask_mod(rule, None, None, 64)

@@ -84,6 +84,7 @@ def test_reader_takes_the_notation_that_python_users_would_write(text, pattern):
         ("causal)", 6, "or the end of the spec, got"),
         ("causal & $", 9, r"unexpected '\$'"),
         ("causal & locl(3)", 9, "unknown pattern 'locl'; did you mean 'local'"),
+        ("CAUSAL", 0, "unknown pattern 'CAUSAL'; did you mean 'causal'"),
         ("causal & local", 9, r"local\(window: int\): missing a required argument: 'window'"),
         ("causal & local(windw=3)", 9, r"local\(window: int\): unknown argument 'windw'; did you mean 'window'\?"),
         ("local(3, size=4)", 0, r"local\(window: int\): unknown argument 'size'; known: window"),

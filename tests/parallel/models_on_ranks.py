@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from on_ranks import difference, mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
 
@@ -20,6 +22,7 @@ from tiny_lm import SETTINGS
 
 from examples.train_lm.model import IGNORED, Decoder
 from examples.train_lm.parallel import World, among_peers
+from examples.train_lm.settings import checked
 from examples.train_lm.train import Run
 from sparse_flash.integrations.transformers import use_sparse_flash
 
@@ -82,11 +85,16 @@ def refused_by_transformers() -> dict[str, str]:
     return said
 
 
-def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int) -> list[tuple[float, float, float]]:
+PACKED = {"packed": True, "masks": ("causal & local(40)", "causal"), "length": 192}
+
+
+def trained(
+    tokens: Path, folder: Path, context: int, sharding: str, until: int, changes: dict[str, object] | None = None
+) -> list[tuple[float, float, float]]:
     """(loss, norm of the gradients, held-out loss) of each step in fp32, from the last checkpoint in the folder to another after
-    step ``until``. context: how many ranks share a sequence; 0 for a process alone."""
-    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384}
-    settings = replace(SETTINGS, **sizes, steps=10, context=max(1, context))
+    step ``until``. context: how many ranks share a sequence; 0 for a process alone. changes: of the settings."""
+    sizes = {"length": 384, "step_tokens": 1536, "micro_tokens": 384, "chunk": 384, **(changes or {})}
+    settings = checked(replace(SETTINGS, **sizes, steps=10, context=max(1, context)), dist.get_world_size())
     world = among_peers(torch.device("cpu"), dist.get_world_size(), context) if context else World(torch.device("cpu"))
     folder.mkdir(exist_ok=True)
     run, rows = Run(settings, folder, tokens, world, sharding), []
@@ -94,8 +102,33 @@ def trained(tokens: Path, folder: Path, context: int, sharding: str, until: int)
         row = run.step()
         rows.append((row["loss"], row["gradient_norm"], run.evaluate(3)))
     run.save()
+    run.close()
     torch.use_deterministic_algorithms(False)
     return rows
+
+
+def of_tensor_parallel_heads(strategy: str) -> tuple[float, float]:
+    """(the difference of a layer's result, that of its parameters' gradients) where two ranks share the sequence, and with each of
+    them two share the heads, by PyTorch's tensor parallelism."""
+    mask, tokens = "causal & local(200)", 1000
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    layer = sf.SparseAttention(64, 8, mask, kv_heads=4)
+    x = torch.randn(2, tokens, 64)
+    wanted = layer(x)
+    wanted.sin().sum().backward()
+    of_one = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer.mask = sf.context_parallel(mask, tokens, both["cp"], heads=4, kv_heads=2, strategy=strategy)  # of a rank
+    by_heads = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    parallelize_module(layer, both["tp"], by_heads | {"out_proj": RowwiseParallel()})
+    plan = layer.mask
+    out = layer(plan.shard(x, 1))
+    (out.sin() * plan.exists[:, None]).sum().backward()
+    gradients = [p.grad.full_tensor() for p in layer.parameters()]
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=both["cp"].get_group())
+    return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(gradients, of_one)
 
 
 def of_a_decoder(labelled: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 from functools import partial
 from unittest.mock import patch
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sparse_flash as sf
+from sparse_flash.parallel import assignment, explanation, routes
 
 RAGGED = sf.documents([0, 70, 333, 334, 900, 1500, 1801])
 # name: (mask, tokens, block, batch, heads, kv_heads)
@@ -67,13 +70,13 @@ def whole_of(name: str) -> sf.BlockMask:
     return (mask_of(name) if isinstance(mask, tuple) else sf.compile_mask(mask, tokens, block_size=block)).to(DEVICE)
 
 
-def inputs(name: str, v_head_dim: int = HEAD_DIM) -> list[torch.Tensor]:
-    """q, k, v, dout, dlse of the whole sequence"""
+def inputs(name: str, v_head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v, dout, dlse of the whole sequence. dtype: of all but the last."""
     _, tokens, _, batch, heads, kv_heads = CASES[name]
     generator = torch.Generator(DEVICE).manual_seed(sum(map(ord, name)))
     sizes = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, v_head_dim), (heads, v_head_dim)]
     drawn = [torch.randn(batch, h, tokens, d, generator=generator) for h, d in sizes]
-    return [*drawn, torch.randn(batch, heads, tokens, generator=generator)]
+    return [*(t.to(dtype) for t in drawn), torch.randn(batch, heads, tokens, generator=generator)]
 
 
 def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
@@ -84,10 +87,10 @@ def results(attend, q, k, v, dout, dlse) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
 
 
-def of_one_process(name: str, dropout_p: float = 0.0) -> list[torch.Tensor]:
-    whole = whole_of(name)
+def of_one_process(name: str, dropout_p: float = 0.0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    whole, given = whole_of(name), inputs(name, dtype=dtype)
     torch.manual_seed(SEED)
-    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *inputs(name))
+    return results(lambda q, k, v: sf.attention(q, k, v, whole, dropout_p=dropout_p, return_lse=True), *given)
 
 
 def plan_of(name: str, strategy: str = "blocks", on=None, **more):
@@ -98,9 +101,9 @@ def plan_of(name: str, strategy: str = "blocks", on=None, **more):
     return sf.context_parallel(mask_of(name), tokens, on or mesh(), **options | more)
 
 
-def of_a_plan(plan, name: str, attend=None, **options) -> list[torch.Tensor]:
+def of_a_plan(plan, name: str, attend=None, dtype: torch.dtype = torch.float32, **options) -> list[torch.Tensor]:
     """The same, of all ranks, gathered."""
-    mine = [plan.shard(t, 2) for t in inputs(name)]
+    mine = [plan.shard(t, 2) for t in inputs(name, dtype=dtype)]
     attend = attend or (lambda q, k, v: plan.attention(q, k, v, return_lse=True, **options))
     found = results(attend, *mine)
     assert not any(found[which][:, :, ~plan.exists].any() for which in (0, 2, 3, 4)), "padding has results"
@@ -153,15 +156,26 @@ def compared(name: str, strategy: str, in_nodes: bool = False, **options) -> tup
     return difference(once, of_one_process(name)), same
 
 
-def dropped(name: str, strategy: str, in_nodes: bool = False, **options) -> tuple[float, bool]:
+# Kernels of float32 take three times as long to compile, and each case needs a few.
+DROPPED = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def shared_in_nodes(name: str, overlap: bool) -> tuple[float, bool, bool]:
+    """As ``compared``, where links between nodes are slow; and whether rows are shared across nodes."""
+    options = {"overlap": overlap, "link_rate": (1e8, 163e9)}
+    plan = plan_of(name, "nodes", nodes(), **options)
+    return *compared(name, "nodes", True, **options), plan._route.shared is not None
+
+
+def dropped(name: str, strategy: str, in_nodes: bool = False, dtype: torch.dtype = DROPPED, **options) -> tuple[float, bool]:
     """As ``compared``, with dropout, where the generators of the other ranks are in another state than the first's."""
     plan, found = plan_of(name, strategy, nodes() if in_nodes else None, **options), []
     for _ in range(2):
         torch.manual_seed(SEED + 100 * dist.get_rank())
         with poisoned_memory():
-            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2))
+            found.append(of_a_plan(plan, name, deterministic=True, dropout_p=0.2, dtype=dtype))
     same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return difference(found[0], of_one_process(name, 0.2)), same
+    return difference(found[0], of_one_process(name, 0.2, dtype)), same
 
 
 def varied(strategy: str, in_nodes: bool = False) -> tuple[float, float]:
@@ -199,15 +213,65 @@ def of_one_result(which: str) -> float:
     return difference([plan.unshard(t, 2) for t in got], wanted)
 
 
+def poisoned(strategy: str, **options) -> list[bool]:
+    """For dq, dk and dv: whether NaN in what queries that keep nothing receive changes no bit. Some of them are in shared rows."""
+    pattern = sf.from_mask_fn(lambda q, kv: (q % 7 != 3) & ((q < 40) | (abs(q - kv) < 50)))
+    plan = sf.context_parallel(pattern, 700, mesh(), heads=2, kv_heads=2, block_size=32, strategy=strategy, **options)
+    leaves = [plan.shard(t[:1, :2, :700], 2).requires_grad_() for t in inputs("per head")[:3]]
+    out, lse = plan.attention(*leaves, return_lse=True)
+    empty = lse.isneginf()
+    assert empty[:, :, plan.exists].any()
+    given = [torch.ones_like(out), torch.ones_like(lse)]
+    wanted = torch.autograd.grad((out, lse), leaves, given, retain_graph=True)
+    given = [given[0].masked_fill(empty[..., None], float("nan")), given[1].masked_fill(empty, float("nan"))]
+    return [torch.equal(*both) for both in zip(torch.autograd.grad((out, lse), leaves, given), wanted, strict=True)]
+
+
 def dying(rank: int) -> None:
     """One rank ends after a call; the others make more of them."""
     plan = sf.context_parallel("causal", 300, mesh(), block_size=32)
     q = torch.zeros(1, 1, plan.tokens, 16)
     plan.attention(q, q, q)
     if dist.get_rank() == rank:
-        os._exit(1)
+        os._exit(3)
     for _ in range(3):
         plan.attention(q, q, q)
+
+
+def outlived(name: str, strategy: str, compiled: bool, in_nodes: bool = False) -> tuple[float, list[int]]:
+    """(the difference from one process where a plan is gone before its backward pass; how many handles' owners there were before,
+    between the passes and after both)"""
+    torch._dynamo.reset()
+    gc.collect()
+    counts = [len(routes._known)]
+
+    def forward(q, k, v):
+        plan = plan_of(name, strategy, nodes() if in_nodes else None)
+        leaves = [plan.shard(t, 2).requires_grad_() for t in (q, k, v)]
+
+        def attend(q, k, v):
+            return plan.attention(q * 1.0, k, v, dropout_p=0.2)
+
+        run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+        return leaves, run(*leaves), plan.shard
+
+    given = inputs(name)
+    torch.manual_seed(SEED)
+    leaves, out, shard = forward(*given[:3])
+    dout = shard(given[3], 2)
+    del shard
+    torch._dynamo.reset()  # compiled code keeps what it saw
+    counts.append(len(routes._known))
+    out.backward(dout)
+    gradients = [leaf.grad for leaf in leaves]
+    del out
+    counts.append(len(routes._known))
+    back = plan_of(name, strategy, nodes() if in_nodes else None)
+    given[4].zero_()
+    torch.manual_seed(SEED)
+    whole = whole_of(name)
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=0.2, return_lse=True), *given)[2:]
+    return difference([back.unshard(t, 2) for t in gradients], wanted), counts
 
 
 def differentiated_twice() -> str:
@@ -222,18 +286,42 @@ def differentiated_twice() -> str:
     return ""
 
 
-def of_a_layer(fullgraph: bool, dropout_p: float) -> tuple[float, float]:
+def selected(name: str, shuffled: bool, dropout_p: float = 0.0, **options) -> tuple[float, bool]:
+    """As ``compared``, where queries choose their blocks by these options of ``topk_blocks``. shuffled: ranks own chunks from all
+    over the sequence, in place of one piece each."""
+
+    def select(q, k):
+        return sf.topk_blocks(q, k, 3, block_size=32, **options)
+
+    with patch.object(explanation, "candidates", lambda *given: assignment.candidates(*given)[:: -1 if shuffled else 1]):
+        plan, found = plan_of(name, "heads"), []
+    for _ in range(2):
+        torch.manual_seed(SEED + dist.get_rank())
+        with poisoned_memory():
+            found.append(of_a_plan(plan, name, select=select, dropout_p=dropout_p))
+    given = inputs(name)
+    torch.manual_seed(SEED)
+    whole = select(*given[:2])
+    wanted = results(lambda *qkv: sf.attention(*qkv, whole, dropout_p=dropout_p, return_lse=True), *given)
+    assert (plan._order is None) == (not shuffled and plan.tokens * plan.ranks == plan.q_len)
+    return difference(found[0], wanted), all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def of_a_layer(fullgraph: bool, dropout_p: float, select: bool = False) -> tuple[float, float]:
     """(the difference of a layer's result, that of its parameters' gradients summed over ranks)"""
     torch.manual_seed(0)
-    layer = sf.SparseAttention(64, 4, "causal & local(200)", kv_heads=2, dropout_p=dropout_p)
+    how = {"select": {"keep": 3, "block_size": 64}} if select else {"mask": "causal & local(200)"}
+    layer = sf.SparseAttention(64, 4, kv_heads=2, dropout_p=dropout_p, **how)
     x = torch.randn(2, 1000, 64)
     torch.manual_seed(SEED)
     wanted = layer(x)
     wanted.sin().sum().backward()
     of_one = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    plan = sf.context_parallel("causal & local(200)", 1000, mesh())
+    options = {"heads": 4, "kv_heads": 2, "strategy": "heads"} if select else {}
+    plan = sf.context_parallel("causal & local(200)", 1000, mesh(), **options)
     layer.mask = plan
+    assert sf.SparseAttention(64, 4, plan, kv_heads=2, dropout_p=dropout_p, select=how.get("select")).mask is plan
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if fullgraph else layer
     torch.manual_seed(SEED + dist.get_rank())
     out = run(plan.shard(x, 1))
@@ -242,6 +330,15 @@ def of_a_layer(fullgraph: bool, dropout_p: float) -> tuple[float, float]:
         dist.all_reduce(p.grad)
     of_all = [p.grad for p in layer.parameters()]
     return difference([plan.unshard(out, 1)], [wanted.detach()]), difference(of_all, of_one)
+
+
+def copied() -> bool:
+    """Whether a copy of a layer, as of an average of a model's parameters, shares its plan."""
+    plans = sf.context_parallel(["causal", "local(100)"], 1000, mesh())
+    layers = torch.nn.ModuleList([sf.SparseAttention(16, 2, plan) for plan in plans])
+    layers.plans = plans
+    copies = copy.deepcopy(layers)
+    return copies.plans is plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
 
 
 def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
@@ -314,7 +411,7 @@ def refused(by_rank: dict[int, dict[str, object]]) -> str:
     given = {"mask": "causal", "q_len": 1000, "mesh": mesh(), "block_size": 64} | by_rank.get(dist.get_rank(), {})
     try:
         sf.context_parallel(**given)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -338,13 +435,31 @@ def of_meshes() -> tuple[dict[str, str], str, list[str]]:
     return said, plan.strategy, list(plan.explain().costs)
 
 
+def rates() -> tuple[object, object, str]:
+    """(the rate of a mesh of all ranks, of nodes; what is said of a mesh of one)"""
+    both = nodes()
+    alone = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    try:
+        sf.measured_link_rate(alone)
+    except ValueError as error:
+        said = str(error)
+    found = sf.measured_link_rate(mesh(), size=1 << 20), sf.measured_link_rate(both, size=1 << 20)
+    sf.context_parallel("causal", 1000, both, link_rate=found[1])
+    return *found, said
+
+
 def refused_calls() -> dict[str, str]:
     """What a plan says of calls that it cannot make, by name."""
     plan = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, block_size=64)
     q, k, v = (torch.zeros(1, heads, plan.tokens, 16) for heads in (4, 2, 2))
     layer = sf.SparseAttention(16, 2, plan)
+    of_heads = sf.context_parallel("causal", 1000, mesh(), heads=4, kv_heads=2, strategy="heads")
+    chosen = sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, every=1)
     calls = {
         "softcap": lambda: plan.attention(q, k, v, softcap=1.0),
+        "select": lambda: plan.attention(q, k, v, select=chosen),
+        "choice": lambda: of_heads.attention(q, k, v, select=lambda q, k: q),
+        "selected dropout": lambda: of_heads.attention(q, k, v, select=chosen, dropout_p=0.1),
         "dropout": lambda: plan.attention(q, k, v, dropout_p=1.5),
         "reference": lambda: plan.attention(q, k, v, backend="reference"),
         "hopper": lambda: plan.attention(q, k, v, dropout_p=0.1, backend="hopper"),
@@ -361,7 +476,7 @@ def refused_calls() -> dict[str, str]:
     for name, call in calls.items():
         try:
             call()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said
 
@@ -443,3 +558,8 @@ def refused_documents() -> dict[str, str]:
         except (TypeError, ValueError) as error:
             said[name] = str(error)
     return said
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    dying(1)

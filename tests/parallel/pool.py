@@ -1,8 +1,9 @@
 """A pool of processes, one for each rank, that run any importable function: a gloo group on the CPU, or with RANKS_DEVICE=cuda an
-NCCL group with a GPU for each rank."""
+NCCL group with a GPU for each rank. RANKS_PATIENCE: seconds that a function may take; then each rank writes where it is."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
-PATIENCE = 600 if DEVICE == "cuda" else 120  # seconds; on GPUs each rank compiles its kernels
+PATIENCE = float(os.environ.get("RANKS_PATIENCE", 600 if DEVICE == "cuda" else 120))  # on GPUs each rank compiles its kernels
 
 
 class Pool:
@@ -73,7 +74,9 @@ def _serve(rank: int, ranks: int, rendezvous: str, pipe: Connection) -> None:
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     while True:
         function, arguments, options = pipe.recv()
+        faulthandler.dump_traceback_later(0.9 * PATIENCE)
         try:
             pipe.send((function(*arguments, **options), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()

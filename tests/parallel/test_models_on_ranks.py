@@ -48,6 +48,16 @@ def test_two_by_two_ranks_take_the_ten_steps_of_one_process(pools, alone, shardi
         assert [number for row in rows for number in row] == pytest.approx([number for row in wanted for number in row], rel=1e-4)
 
 
+def test_packed_documents_that_ranks_share_train_as_in_one_process(pools, alone, tmp_path):
+    """Two sequences at a time, laid end to end, with other documents in each pass."""
+    tokens, _ = alone
+    one, shared = (tmp_path / name for name in ("one", "shared"))
+    wanted = pools(1).run(models_on_ranks.trained, tokens, one, 0, "ddp", 10, models_on_ranks.PACKED)[0]
+    assert wanted[-1][0] < wanted[0][0]
+    for rows in pools(4).run(models_on_ranks.trained, tokens, shared, 2, "ddp", 10, models_on_ranks.PACKED):
+        assert [number for row in rows for number in row] == pytest.approx([number for row in wanted for number in row], rel=1e-4)
+
+
 def test_a_run_of_shared_sequences_goes_on_where_none_is_shared(pools, alone, tmp_path):
     tokens, wanted = alone
     first = pools(4).run(models_on_ranks.trained, tokens, tmp_path / "run", 4, "fsdp", 5)[0]
@@ -58,3 +68,9 @@ def test_a_run_of_shared_sequences_goes_on_where_none_is_shared(pools, alone, tm
 
 def test_gradients_are_those_of_one_process_where_one_rank_has_all_labels(pools):
     assert max(pools(3).run(models_on_ranks.of_a_decoder, 60)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "heads"])
+def test_ranks_that_share_heads_by_tensor_parallelism_share_the_sequence_with_others(pools, strategy):
+    for error, of_parameters in pools(4).run(models_on_ranks.of_tensor_parallel_heads, strategy):
+        assert error < 1e-5 and of_parameters < 1e-5

@@ -11,7 +11,8 @@ from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, e
 from sparse_flash.parallel.calls import PartialAttention, join
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
-from sparse_flash.parallel.routes import BlockExchange
+from sparse_flash.parallel.planning import PlanOptions, planned
+from sparse_flash.parallel.routes import BlockExchange, PartMask
 from sparse_flash.parallel.transfer import of_blocks
 
 
@@ -52,6 +53,36 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
             assert kept.sum() == part.sum(), "a pair with padding is kept"
             attended[:, places[rank][row][:, None], columns.ravel()[column]] += kept
         assert torch.equal(attended, wanted), assignment.name
+
+
+def attended_by(part: PartMask, shape: torch.Size) -> np.ndarray:
+    """(heads, q_len, kv_len) int: how often a table keeps each pair of the whole sequence."""
+    counts = np.zeros(shape, int)
+    of_queries, of_keys = ((places.numpy()[:, None] + np.arange(16)).ravel() for places in (part.q_places, part.kv_places))
+    for head, kept in enumerate(of_all_heads(part.mask).expand(shape[0], -1, -1).numpy()):
+        query, key = np.nonzero(kept)
+        np.add.at(counts[head], (of_queries[query], of_keys[key]), 1)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["bigbird", *(name for name in CASES if name.startswith("global tokens"))])
+def test_the_columns_of_a_shared_row_are_divided_over_the_ranks_that_hold_them(name):
+    mask, ranks = whole(name), 3
+    _, _, block, _, heads, kv_heads = CASES[name]
+    options = PlanOptions(heads, kv_heads, block, "queries", LINK_RATE, overlap=False, keep_fetched=True)
+    wanted = of_all_heads(mask).numpy()
+    of_rows, of_shared = [], []
+    for rank in range(ranks):
+        exchange = planned([mask], [1], rank, ranks, options).parts[0]
+        of_rows.append(attended_by(exchange.forward.mask, wanted.shape))
+        of_shared.append(attended_by(exchange.shared.mask, wanted.shape))
+    assert np.array_equal(sum(of_rows) + sum(of_shared), wanted), "every kept pair is attended once"
+    shared = sum(of_shared).any((0, 2))
+    assert shared.any() and not sum(of_rows)[:, shared].any()
+    # A shared block row may have other queries too.
+    heavy = shared & (wanted.any(0).mean(1) > 0.5)
+    for part in of_shared:
+        assert heavy.any() and part[:, heavy].any((0, 2)).all() and part.sum() < 0.6 * wanted[:, shared].sum()
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
@@ -211,6 +242,15 @@ def test_across_slow_links_between_nodes_heads_are_exchanged_within_them():
     received = explained(sf.compile_mask("causal", 1 << 17), sizes, 64, 25e9, True, node=Node(8)).costs["nodes"].received
     # MiB: an eighth of the heads of the keys and values of seven other nodes; q, k, v and out, 16, 4, 4 and 16, of seven ranks.
     assert received.max() == (7 / 8 * 512 / 8 + 7 / 8 * 40) * 2**20
+
+
+def test_across_slow_links_rows_of_global_tokens_travel_between_nodes():
+    sizes, text = SequenceSizes(1 << 17, 128, 32, 8), "local(1024) | global_tokens(128)"
+    mask = sf.compile_mask(text, sizes.q_len)
+    found = explained(mask, sizes, 64, 25e9, True, node=Node(8, LINK_RATE)).costs["nodes"]
+    assert found.work.sum() == pytest.approx(explained(mask, sizes, 64, 25e9, True).costs["blocks"].work.sum())
+    # Without sharing, a rank needs nearly all keys and values of other nodes, as under causal: 56 MiB.
+    assert found.received.max() < (7 / 8 * 40 + 10) * 2**20
 
 
 def test_exchanging_heads_waits_for_the_rank_with_the_heaviest_ones():

@@ -1,5 +1,10 @@
 """Plans on several processes against one process."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import on_ranks
 import pytest
 import torch
@@ -41,11 +46,34 @@ def test_heads_exchanged_give_what_one_process_gives_and_the_same_bits_twice(poo
         assert error < 1e-5 and same
 
 
+@pytest.mark.parametrize(
+    "ranks, name, shuffled, options",
+    [
+        (2, "grouped 8:2", False, {"every": 1, "share_group": True}),
+        (2, "per head, grouped", True, {"every": 4, "always": "sinks(3)"}),
+        (3, "grouped 6:3", False, {"every": 1}),
+        (2, "grouped 8:2", True, {"every": None}),
+        (4, "ranks that get nothing", True, {"every": None, "dropout_p": 0.2}),
+        (1, "grouped 6:3", False, {"every": 1}),
+    ],
+)
+def test_blocks_chosen_by_queries_where_heads_are_exchanged_are_what_one_process_chooses(pools, ranks, name, shuffled, options):
+    for error, same in pools(ranks).run(on_ranks.selected, name, shuffled, **options):
+        assert error < 1e-5 and same
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", OF_NODES)
 def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_process_gives(pools, name, overlap):
     for error, same in pools(4).run(on_ranks.compared, name, "nodes", in_nodes=True, overlap=overlap):
         assert error < 1e-5 and same
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["bigbird", "global tokens", "global tokens at the end"])
+def test_queries_travel_across_nodes_between_exchanges_of_heads_where_links_are_slow(pools, name, overlap):
+    for error, same, shared in pools(4).run(on_ranks.shared_in_nodes, name, overlap):
+        assert error < 1e-5 and same and shared
 
 
 @pytest.mark.parametrize(
@@ -57,12 +85,15 @@ def test_heads_exchanged_in_a_node_and_blocks_fetched_across_give_what_one_proce
         (2, "per head, grouped", "heads", {}),
         (2, "global tokens", "queries", {"overlap": True}),
         (4, "ranks that get nothing", "nodes", {"in_nodes": True}),
+        (4, "global tokens", "nodes", {"in_nodes": True, "link_rate": (1e8, 163e9)}),  # queries travel between nodes
         (1, "grouped 6:3", "blocks", {}),
     ],
 )
 def test_all_ranks_drop_what_one_process_drops_with_the_first_ranks_seed(pools, ranks, name, strategy, options):
+    # With another seed, results are off by half of the largest or more.
+    rounding = 1e-5 if on_ranks.DEVICE == "cpu" else 2e-2
     for error, same in pools(ranks).run(on_ranks.dropped, name, strategy, **options):
-        assert error < 1e-5 and same
+        assert error < rounding and same
 
 
 def test_nodes_with_slow_links_between_them_exchange_heads_and_meshes_that_are_none_are_refused(pools):
@@ -92,6 +123,13 @@ def test_a_mesh_of_two_dimensions_takes_the_strategies_of_one(pools):
             assert error < 1e-5 and same
 
 
+def test_all_ranks_measure_the_same_rates_and_plans_take_them(pools):
+    first, *others = pools(4).run(on_ranks.rates)
+    assert all(other == first for other in others)
+    rate, (between, within), said = first
+    assert all(1e5 < one < 1e12 for one in (rate, between, within)) and "got a mesh of one" in said
+
+
 def test_sinks_a_scale_and_other_values_give_the_same_in_nodes(pools):
     for error, of_sinks in pools(4).run(on_ranks.varied, "nodes", in_nodes=True):
         assert error < 1e-5 and of_sinks < 1e-5
@@ -103,15 +141,27 @@ def test_sinks_a_scale_and_other_values_give_the_same_where_one_rank_has_all_lab
         assert error < 1e-5 and of_sinks < 1e-5
 
 
+@pytest.mark.skipif(on_ranks.DEVICE != "cpu", reason="kernels on GPUs take what out receives as it is")
+@pytest.mark.parametrize("strategy, overlap", [("blocks", True), ("blocks", False), ("queries", True), ("heads", None)])
+def test_what_queries_that_keep_nothing_receive_reaches_no_gradient_of_any_rank(pools, strategy, overlap):
+    assert all(all(same) for same in pools(2).run(on_ranks.poisoned, strategy, overlap=overlap))
+
+
 @pytest.mark.parametrize("which", ["out", "lse"])
 def test_a_loss_may_use_one_result_alone(pools, which):
     assert max(pools(3).run(on_ranks.of_one_result, which)) < 1e-5
 
 
-@pytest.mark.parametrize("fullgraph, dropout_p", [(False, 0.1), (True, 0.0), (True, 0.1)])
-def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph, dropout_p):
-    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph, dropout_p):
+@pytest.mark.parametrize(
+    "fullgraph, dropout_p, select", [(False, 0.1, False), (True, 0.0, False), (True, 0.1, False), (True, 0.0, True)]
+)
+def test_a_layer_whose_mask_is_a_plan_gives_what_one_process_gives(pools, fullgraph, dropout_p, select):
+    for error, of_parameters in pools(2).run(on_ranks.of_a_layer, fullgraph, dropout_p, select):
         assert error < 1e-5 and of_parameters < 1e-5
+
+
+def test_a_copy_of_a_model_shares_its_plans(pools):
+    assert all(pools(2).run(on_ranks.copied))
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "heads", "auto"])
@@ -132,6 +182,24 @@ def test_a_rank_that_dies_ends_the_others_at_their_next_call(tmp_path):
     for rank in (0, 2):
         said = str(raised.value).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
         assert "RuntimeError" in said and "by peer" in said
+
+
+def test_torchrun_ends_the_others_and_names_the_rank_that_died():
+    here = Path(on_ranks.__file__).parent
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(here / "on_ranks.py")]
+    paths = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": paths})
+    cause = done.stderr.partition("Root Cause")[2]
+    assert done.returncode == 1 and "rank      : 1 (local_rank: 1)" in cause and "exitcode  : 3" in cause
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy, in_nodes", [("blocks", False), ("heads", False), ("nodes", True)])
+def test_a_plan_may_be_gone_before_its_backward_pass_and_is_freed_with_it(pools, strategy, in_nodes, compiled):
+    for error, counts in pools(4 if in_nodes else 2).run(on_ranks.outlived, "grouped 8:2", strategy, compiled, in_nodes):
+        before, between, after = counts
+        assert error < 1e-5 and between > before
+        assert compiled or after == before
 
 
 def test_second_derivatives_are_refused(pools):
@@ -208,6 +276,10 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
         ({"mask": [sf.compile_mask("causal", 1000, block_size=32), "causal"]}, "one block_size, the unit that ranks own; got 32"),
+        (
+            {"mask": sf.topk_blocks(*torch.ones(2, 1, 1, 1000, 16), keep=2, block_size=64, every=1)},
+            "made before there are queries, and a BlockSelection is of blocks chosen from them",
+        ),
         ({"overlap": "yes"}, "overlap must be True, False or None; got 'yes'"),
         ({"keep_fetched": 1}, "keep_fetched must be True or False; got 1"),
     ],
@@ -219,6 +291,9 @@ def test_unsuitable_arguments_are_refused_with_the_reason(pools, given, said):
 def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
     for said in pools(2).run(on_ranks.refused_calls):
         assert "does not support softcap" in said["softcap"]
+        assert "this plan's strategy is 'blocks'; pass strategy='heads' to context_parallel" in said["select"]
+        assert "or a function of (q, k) that returns one, as topk_blocks does; got Tensor" in said["choice"]
+        assert "a BlockSelection does not take dropout_p" in said["selected dropout"]
         assert "dropout_p must be in [0, 1); got 1.5" in said["dropout"]
         assert "it does not support dropout of a part of a sequence" in said["hopper"]
         assert "backend 'reference' computes gradients from the softmax of the keys that it gets" in said["reference"]

@@ -21,9 +21,12 @@ def test_each_strategy_gives_what_one_rank_gives_beside_its_floor(pools, mask):
     ran = {name: result for name, result in first["ways"].items() if "refused" not in result}
     assert ran.keys() >= set(names[:4]) and all(result["error"] < 1e-5 for result in ran.values())
     assert all(result["received_bytes"] >= first["fewest_bytes"] > 0 for result in ran.values())
+    # Half of the tokens of q and out, 4 heads, and of k and v, 2: for half of them, half of the heads; 16 numbers in float32.
+    assert ran["heads"]["received_bytes"] == 256 * (2 * 4 + 2 * 2) / 2 * 16 * 4
     for name in ("forward_ms", "both_ms"):
         assert first["floor_ms"][name] >= first["one"][name] / 2 and min(result[name] for result in ran.values()) > 0
-    assert first["link_ms"] > 0 and "/" in context.said(first, "heads")
+    time, linear, floor, received, *_ = context.cells(first, "heads")
+    assert first["link_ms"] > 0 and time.count("/") == linear.count("/") == floor.count("/") == 1 and received == "0"
 
 
 @pytest.mark.parametrize(
@@ -48,13 +51,26 @@ def test_what_cannot_run_says_why(pools):
     assert found["ways"]["auto"]["error"] < 1e-5
 
 
+def test_what_fails_everywhere_is_a_result_and_what_fails_on_one_rank_ends_the_run(pools):
+    first, second = pools(2).run(ways_on_ranks.failing, [0, 1])
+    assert first == second == {"failed": "ValueError: of this test"}
+    assert all("failed on ranks [1] alone" in said for said in pools(2).run(ways_on_ranks.failing, [1]))
+
+
+def test_no_way_begins_when_the_time_is_up(pools):
+    for found in pools(2).run(ways_on_ranks.run, "causal", ["auto", "heads"], seconds=-1.0):
+        assert found["ways"] == {name: {"skipped": "the time was up"} for name in ("auto", "heads")}
+        assert context.cells(found, "auto")[0] == "skipped"
+
+
 def test_torchrun_writes_the_cases_and_a_table(tmp_path):
-    options = ["--tokens", "384", "--heads", "4", "2", "--head-dim", "16", "--way", "auto", "--device", "cpu", "--mask", "causal"]
+    options = ["--tokens", "384", "--heads", "4", "2", "--head-dim", "16", "--way", "auto", "--device", "cpu"]
+    options += ["--mask", "causal & documents"]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", context.__name__, *options]
     done = subprocess.run([*run, "--out", str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "causal, 384 tokens, 4/2 heads" in done.stdout
+    assert "causal & documents, 384 tokens, 4/2 heads" in done.stdout
     (case,) = json.loads((tmp_path / "context.json").read_text())["cases"]
-    assert case["ranks"] == 2 and case["ways"]["auto"]["error"] < 1e-5
+    assert case["ranks"] == 2 and "& documents(" in case["case"]["mask"] and case["ways"]["auto"]["error"] < 1e-5
     alone = subprocess.run([sys.executable, "-m", context.__name__], capture_output=True, text=True, timeout=100)
     assert alone.returncode == 2 and "start it by torchrun" in alone.stderr

@@ -1,6 +1,7 @@
 """What each rank of a pool does to test the benchmark of context parallelism."""
 
 import sys
+import time
 import types
 from unittest import mock
 
@@ -17,9 +18,25 @@ def case(mask: str, heads: int = 4, kv_heads: int = 2) -> context.ContextCase:
     return context.ContextCase("a mask", mask, tokens=512, heads=heads, kv_heads=kv_heads, head_dim=16)
 
 
-def run(mask: str, names: list[str]) -> dict:
-    with mock.patch.multiple(context, _SECONDS=0.0, _LEAST=1):
-        return context.run(case(mask), names, on_ranks.mesh())
+def run(mask: str, names: list[str], seconds: float = 60.0) -> dict:
+    with mock.patch.object(context, "_LEAST", 1):
+        return context.run(case(mask), names, on_ranks.mesh(), context.Effort(seconds=0.0, until=time.monotonic() + seconds))
+
+
+def failing(ranks: list[int]) -> dict | str:
+    """What comes of a way that fails on some ranks."""
+
+    def measured(*_):
+        if torch.distributed.get_rank() in ranks:
+            raise ValueError("of this test")
+        return {}
+
+    sequence = context.sequence_of(case("causal"), CPU, torch.float32, 2)
+    with mock.patch.object(context, "measured", measured):
+        try:
+            return context.tried("auto", sequence, None, on_ranks.mesh(), context.Effort())
+        except RuntimeError as error:
+            return str(error)
 
 
 def _dense(q, k, v, kept):
@@ -45,13 +62,13 @@ def error_of(name: str, mask: str) -> float:
     cute.flash_attn_func = _flash_attn_func
     package = types.ModuleType("flash_attn")
     package.cute = cute
-    sequence = context.sequence_of(case(mask), CPU, torch.float32)
+    sequence = context.sequence_of(case(mask), CPU, torch.float32, 2)
     leaves = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
     exact = context.results(leaves, lambda: context.sf.attention(*leaves, sequence.mask))
     with (
         mock.patch.dict(sys.modules, {"flash_attn": package, "flash_attn.cute": cute}),
         mock.patch("torch.nn.attention.flex_attention.flex_attention", _flex_attention),
         mock.patch.object(ways.GatheredKeys, "refuses", lambda *_: None),
-        mock.patch.multiple(context, _SECONDS=0.0, _LEAST=1),
+        mock.patch.object(context, "_LEAST", 1),
     ):
-        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh())["error"]
+        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh(), 0.0)["error"]

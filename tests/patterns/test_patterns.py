@@ -366,6 +366,8 @@ def test_bad_parameters_are_refused_with_what_was_got_and_the_way_out(make, mess
 def test_mask_function_must_be_callable_and_return_booleans_of_the_right_shape():
     with pytest.raises(TypeError, match="must be a function"):
         sf.from_mask_fn(3)
+    with pytest.raises(TypeError, match=r"a function of \(q, kv\); got one of \(b, h, q, kv\).*from_mask_mod takes one of"):
+        sf.from_mask_fn(lambda b, h, q, kv: q >= kv)
     with pytest.raises(TypeError, match="must return booleans; got int64"):
         sf.compile_mask(sf.from_mask_fn(lambda q, kv: q - kv), 100)
     with pytest.raises(ValueError, match="must broadcast to"):
@@ -400,3 +402,9 @@ def test_a_token_rule_that_fails_on_arrays_names_its_pattern():
 
     with pytest.raises(ValueError, match=r"the token rule of .*Both\(\) failed on arrays of positions: .*& \| ~ instead of and"):
         sf.compile_mask(Both(), 40)
+
+
+@pytest.mark.parametrize("combine", [lambda p: p & sf.causal, lambda p: sf.causal & p, lambda p: p | sf.causal])
+def test_a_class_of_patterns_beside_a_pattern_is_told_to_be_called(combine):
+    with pytest.raises(TypeError, match=r"causal is a class of patterns; call it for a pattern"):
+        combine(sf.local(3))

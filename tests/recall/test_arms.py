@@ -55,6 +55,16 @@ def test_the_large_preset_has_layers_enough_for_powers_and_too_few_for_the_windo
     assert powers["density"] < 0.05 and window["density"] < 0.04
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_in_the_first_stage_all_arms_attend_alike(name):
+    preset = PRESETS[name]
+    of = arms(preset.window, preset.block, preset.task.length)
+    length = preset.stages[0].length
+    causal = sf.compile_mask("causal", length, block_size=preset.block).density
+    for arm in of.values():
+        assert all(mask == "sdpa" or sf.compile_mask(mask, length, block_size=preset.block).density == causal for mask in arm.masks)
+
+
 def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
     powers = sf.compile_mask(ARMS["powers"].masks[0], LENGTH, block_size=BLOCK)
     assert ARMS["chosen"].keep == powers.kept_blocks().sum(1).max()

@@ -55,15 +55,21 @@ def test_a_budget_of_seconds_counts_training_steps_alone(monkeypatch):
     assert [row["length"] for row in curve] == [16, 64, 64]
 
 
-def test_the_curriculum_ends_with_the_task_itself_for_half_of_the_budget():
+def test_the_curriculum_ends_with_the_task_itself_for_half_of_what_the_first_stage_leaves():
     for preset in PRESETS.values():
-        stages = preset.curriculum()
-        ends, tasks = zip(*stages, strict=True)
-        assert tasks[-1] == preset.task and ends[-1] == 1 and ends[-2] == 0.5 and sorted(ends) == list(ends)
-        lengths = [task.length for task in tasks]
-        assert all(b == 4 * a for a, b in pairwise(lengths)) and preset.shortest <= lengths[0]
-    (only,) = replace(SMALL, shortest=64).curriculum()
-    assert only == (1.0, SMALL.task)
+        lengths = [task.length for task in preset.stages]
+        assert preset.stages[-1] == preset.task and all(b == 4 * a for a, b in pairwise(lengths)) and preset.shortest <= lengths[0]
+        for first in (0.0, 0.2, 0.5):
+            seen = [preset.stage(first + (1 - first) * number / 1000, first).length for number in range(1000)]
+            assert sorted(set(seen)) == lengths[1:] and seen == sorted(seen) and seen.count(preset.task.length) == 500
+        assert preset.stage(0.4, None).length == lengths[0]
+    only = replace(SMALL, shortest=64)
+    assert only.stage(0.0, None) == only.stage(0.9, 0.1) == SMALL.task
+
+
+def test_the_first_stage_ends_when_all_of_the_last_answers_are_good_or_at_half_of_the_budget():
+    assert not SMALL.first_stage_ends(0.0, []) and not SMALL.first_stage_ends(0.49, [0.4, 0.6])
+    assert SMALL.first_stage_ends(0.1, [0.4, 0.4]) and SMALL.first_stage_ends(0.5, [4.0])
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():

@@ -58,9 +58,12 @@ def lists(picks):
     return found
 
 
+LENGTHS = st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 120).map(lambda n: (n, n))
+
+
 @settings(max_examples=30)
 @given(
-    lengths=st.tuples(st.integers(1, 120), st.integers(1, 120)) | st.integers(1, 120).map(lambda n: (n, n)),
+    lengths=LENGTHS,
     every=st.sampled_from([1, 2, 3, 16, 40]),
     keep=st.integers(1, 9),
     size=st.sampled_from([16, 32]),
@@ -75,6 +78,88 @@ def test_what_is_picked_is_what_the_definition_picks(lengths, every, keep, size,
     selection = sf.topk_blocks(q, k, keep, every=every, block_size=size, share_group=share_group, score=score)
     assert selection.heads == (kv_heads if share_group else q_heads) and selection.own
     assert (lists(selection.picks) == definition(q, k, keep, every, size, share_group, score)).all()
+
+
+def weights_of_tokens(q, keys, b, h, kv_head, t, position, length, stride):
+    """What attention to compressed keys gives to each token, by a key's strides in its tokens: (strides,) float64."""
+    read = [i for i in range(keys.shape[2]) if i * stride + length - 1 <= position]
+    weights = torch.softmax(keys[b, kv_head, read].double() @ q[b, h, t].double() * q.shape[3] ** -0.5, 0)
+    found = np.zeros(-(-max(position + 1, 1) // stride))
+    for i, weight in zip(read, weights.tolist(), strict=True):
+        found[i : i + length // stride] += weight
+    return found
+
+
+def compressed_definition(q, keys, keep, every, size, share_group, kv_len, length, stride):
+    """``definition`` with scores by compressed keys; None in place of picks that rounding may decide."""
+    (batch, heads, q_len, _), kv_heads = q.shape, keys.shape[1]
+    group, picking = heads // kv_heads, kv_heads if share_group else heads
+    picks = np.empty((batch, picking, -(-q_len // every)), object)
+    for b, h, g in np.ndindex(*picks.shape):
+        positions = [t + kv_len - q_len for t in range(g * every, min((g + 1) * every, q_len))]
+        own = {position // size for position in positions if position >= 0}
+        before = max(positions[0], 0) // size
+        asking = range(h * group, (h + 1) * group) if share_group else [h]
+        of_heads = (weights_of_tokens(q, keys, b, a, a // group, g * every, positions[0], length, stride) for a in asking if before)
+        total = sum(of_heads) if before else np.zeros(0)
+        scores = total[: before * size // stride].reshape(before, size // stride).sum(1)
+        best = sorted(range(before), key=lambda c: (-scores[c], c))
+        clear = len(best) < keep or keep == 1 or scores[best[keep - 1]] * 1.0001 <= scores[best[keep - 2]]
+        picks[b, h, g] = sorted(own | set(best[: keep - 1])) if clear else None
+    return picks
+
+
+def compressed_count(kv_len, length, stride):
+    return max(0, (kv_len - length) // stride + 1)
+
+
+COMPRESSIONS = [(16, 16, 16), (32, 16, 64), (8, 4, 16), (32, 32, 64), (48, 16, 32), (64, 16, 32)]
+
+
+@settings(max_examples=30)
+@given(
+    lengths=LENGTHS,
+    every=st.sampled_from([1, 3, 40]),
+    keep=st.integers(1, 5),
+    sizes=st.sampled_from(COMPRESSIONS),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    share_group=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, every, keep, sizes, heads, share_group, seed):
+    (q_len, kv_len), (length, stride, block) = lengths, sizes
+    generator = torch.Generator().manual_seed(seed)
+    q = tensor((2, heads[0], q_len, 4), generator=generator)
+    keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 4), generator=generator)
+    options = {"every": every, "block_size": block, "share_group": share_group, "compression": (length, stride), "kv_len": kv_len}
+    selection = sf.topk_blocks(q, keys, keep, score="softmax", **options)
+    wanted = compressed_definition(q, keys, keep, every, block, share_group, kv_len, length, stride)
+    found = lists(selection.picks)
+    assert all(wanted[place] in (None, found[place]) for place in np.ndindex(*wanted.shape))
+    assert sum(picks is None for picks in wanted.flat) <= 0.1 * wanted.size + 1
+
+
+def test_equal_weights_of_blocks_go_to_the_first_ones():
+    q, keys = torch.zeros(1, 4, 100, 8, device=DEVICE), whole_numbers(1, 2, 5, 8)
+    selection = sf.topk_blocks(q, keys, 3, every=1, block_size=16, score="softmax", compression=(32, 16), share_group=True)
+    # The first stride is of one compressed key, the others of two.
+    assert lists(selection.picks)[0, 1, [20, 40, 90]].tolist() == [[0, 1], [0, 1, 2], [1, 2, 5]]
+
+
+@parametrize("every", [1, 3])
+def test_an_lse_that_is_known_chooses_like_one_that_is_computed(every):
+    generator = torch.Generator().manual_seed(0)
+    q, keys = tensor((2, 4, 90, 8), generator=generator), tensor((2, 2, 5, 8), generator=generator)
+    scores = (q @ keys.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(
+        torch.arange(15, 90, 16, device=DEVICE)[:5] > torch.arange(90, device=DEVICE)[:, None], -torch.inf
+    )
+    options = {"every": every, "block_size": 16, "score": "softmax", "share_group": True}
+    lse = scores.logsumexp(-1).double()
+    assert torch.equal(sf.topk_blocks(q, keys, 3, lse=lse, **options).picks, sf.topk_blocks(q, keys, 3, **options).picks)
+    # A head whose weights are a million times larger decides alone.
+    lse[:, ::2] -= 14
+    alone = sf.topk_blocks(q[:, ::2], keys, 3, **options).picks
+    assert torch.equal(sf.topk_blocks(q, keys, 3, lse=lse, **options).picks, alone)
 
 
 def test_blocks_of_512_are_chosen_like_any_other():
@@ -108,8 +193,15 @@ def test_what_is_always_kept_comes_on_top_to_the_token():
     assert torch.equal(more.to_dense(), plain.to_dense() | always)
 
 
+def chosen_by(score, q, k, **options):
+    """Picks by any way of choosing that reads queries and keys; compressed keys are means."""
+    if score == "softmax":
+        k = choice.block_means(k[:, :, : k.shape[2] // 16 * 16], 16)
+    return sf.topk_blocks(q, k, 3, block_size=16, share_group=True, score=score, **options)
+
+
 @parametrize("every", [1, 3])
-@parametrize("score", choice.SCORES)
+@parametrize("score", [*choice.SCORES, "softmax"])
 def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every):
     t, leaves = 57, [tensor((1, heads, 100, 8), generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
     later = [x.clone() for x in leaves]
@@ -117,7 +209,7 @@ def test_no_later_token_decides_what_a_query_sees_nor_its_gradients(score, every
         x[:, :, t + 1 :] = 100 * x[:, :, t + 1 :].flip(2)
     found = []
     for q, k, v in (leaves, later):
-        picks = sf.topk_blocks(q, k, 3, every=every, block_size=16, share_group=True, score=score)
+        picks = chosen_by(score, q, k, every=every)
         visible = picks.to_dense()[:, :, : t + 1]
         for backend in ("reference", "torch"):
             inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -165,11 +257,46 @@ def test_the_kernel_picks_what_pytorch_picks(kind, every, q_len, kv_len, keep, h
         assert torch.equal(choose_blocks(q, keys, kind, *sizes, wanted.shape[1], q_len, kv_len, config), wanted)
 
 
-def test_the_choice_on_a_cpu_holds_the_scores_of_some_groups_alone(monkeypatch):
+@runs
+@parametrize("length, stride, block", COMPRESSIONS)
+@parametrize("every, q_len, kv_len, keep, heads", [(1, 50, 130, 3, (4, 2)), (3, 60, 100, 1, (2, 1)), (1, 60, 40, 4, (3, 1))])
+def test_the_kernel_picks_what_pytorch_picks_by_compressed_keys(every, q_len, kv_len, keep, heads, length, stride, block, poison):
+    from sparse_flash.kernels.portable.choose_blocks import ChoiceConfig, Compressed, choose_blocks
+    from sparse_flash.masks.block_selection import own_width
+
+    generator = torch.Generator().manual_seed(length + q_len)
+    q = tensor((2, heads[0], q_len, 24), generator=generator)
+    keys = tensor((2, heads[1], compressed_count(kv_len, length, stride), 24), generator=generator)
+    sizes = keep - 1, own_width(every, block, kv_len - q_len), every, block
+    lse = torch.randn(2, heads[0], -(-q_len // every), generator=generator).to(DEVICE)
+    for share_group, known in ((False, None), (True, None), (True, lse)):
+        wanted = choice.choose_by_compressed(q.cpu(), keys.cpu(), keep, every, block, share_group, kv_len, length, stride,
+                                             None if known is None else known.cpu())  # fmt: skip
+        compression = Compressed(length, stride, known)
+        for config in (ChoiceConfig(16, 16, 1, 1), None) if share_group and known is None else (None,):
+            found = choose_blocks(q, keys, "softmax", *sizes, wanted.shape[1], q_len, kv_len, config, compression=compression)
+            assert torch.equal(found.cpu(), wanted)
+
+
+@runs
+def test_the_kernel_sums_the_softmax_of_what_each_query_reads(poison):
+    from sparse_flash.kernels.portable.choose_blocks import Compressed, compressed_lse
+
+    q, keys = whole_numbers(2, 4, 90, 24, largest=9), whole_numbers(2, 2, 74, 24, largest=9)
+    found = compressed_lse(q, keys, Compressed(8, 1, None), 3, 81)
+    position = torch.arange(0, 90, 3, device=DEVICE) - 9
+    scores = q[:, :, ::3].double() @ keys.double().repeat_interleave(2, 1).mT * 24**-0.5
+    wanted = scores.masked_fill(torch.arange(7, 81, device=DEVICE) > position[:, None], -torch.inf).logsumexp(-1)
+    assert wanted[0, 0, :6].isneginf().all() and wanted[0, 0, 6:].isfinite().all()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+@parametrize("score", [*choice.SCORES, "softmax"])
+def test_the_choice_on_a_cpu_holds_the_scores_of_some_groups_alone(score, monkeypatch):
     q, k = whole_numbers(1, 2, 200, 4), whole_numbers(1, 2, 200, 4, seed=1)
-    whole = sf.topk_blocks(q, k, 3, every=1, block_size=16).picks
+    whole = chosen_by(score, q, k, every=1).picks
     monkeypatch.setattr(choice, "_CHUNK_CPU", 1000)
-    assert torch.equal(sf.topk_blocks(q, k, 3, every=1, block_size=16).picks, whole)
+    assert torch.equal(chosen_by(score, q, k, every=1).picks, whole)
 
 
 def chosen(q, k, v):
@@ -194,9 +321,16 @@ def by_picks(q, k, v):
     return sf.attention(q.cos(), k, v, sf.BlockSelection.from_picks(scores.topk(3).indices, 16, check=False))
 
 
+def by_compressed(q, k, v):
+    means = k.unflatten(2, (-1, 16)).mean(3)
+    return sf.attention(q.cos(), k, v, sf.topk_blocks(q, means, 3, every=1, block_size=16, share_group=True, score="softmax"))
+
+
 @parametrize("mode", ["eager", "autocast", "compiled", "compiled autocast"])
 @parametrize(
-    "attend, owner, step", [(chosen, choice, "block_means"), (by_picks, torch.Tensor, "sort")], ids=["topk_blocks", "from_picks"]
+    "attend, owner, step",
+    [(chosen, choice, "block_means"), (by_compressed, choice, "_ranked"), (by_picks, torch.Tensor, "sort")],
+    ids=["topk_blocks", "compressed keys", "from_picks"],
 )
 def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(attend, owner, step, mode, monkeypatch):
     """step: of owner, is taken whenever picks are made, and by some back ends to make tables of the backward pass."""
@@ -226,10 +360,11 @@ def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(at
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@parametrize("score", choice.SCORES)
+@parametrize("score", [*choice.SCORES, "softmax"])
 def test_the_choice_needs_no_host_synchronization_and_replays_in_a_graph(score):
     def picked():
-        return sf.topk_blocks(q, k, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score).picks
+        keys = k.unflatten(2, (-1, 64)).mean(3) if score == "softmax" else k
+        return sf.topk_blocks(q, keys, 5, every=1, block_size=64, always="sinks(4)", share_group=True, score=score).picks
 
     q, k = tensor((1, 4, 2048, 64), dtype=torch.bfloat16), tensor((1, 2, 2048, 64), dtype=torch.bfloat16)
     before = picked()
@@ -259,7 +394,11 @@ Q = torch.zeros(1, 4, 64, 8)
         ({"q": Q, "k": Q, "every": True}, TypeError, "every must be an int"),
         ({"q": Q, "k": Q, "block_size": 48}, ValueError, "one of 16, 32, 64, 128, 256, 512 keys; got 48"),
         ({"q": Q, "k": Q, "within": None}, ValueError, "a selection is causal; within is for every=None"),
-        ({"q": Q, "k": Q, "score": "median"}, ValueError, "score must be one of 'mean', 'max'; got 'median'; pass scores="),
+        (
+            {"q": Q, "k": Q, "score": "median"},
+            ValueError,
+            "score must be one of 'mean', 'max', 'softmax'; got 'median'; pass scores=",
+        ),
         ({"q": Q, "k": Q, "q_len": 64}, ValueError, "q_len and kv_len are those of q and k"),
         (
             {"q": Q, "k": Q, "every": None, "score": "max", "kv_len": 3},
@@ -267,6 +406,26 @@ Q = torch.zeros(1, 4, 64, 8)
             "score, kv_len is of a selection .* pass every=1",
         ),
         ({"q": Q, "k": Q[:, :3]}, ValueError, "key heads must divide"),
+        ({"q": Q, "k": Q, "compression": (32, 16)}, ValueError, "compression and lse are of compressed keys; pass score='softmax'"),
+        ({"scores": Q, "lse": Q[..., 0]}, ValueError, "compression and lse are of compressed keys"),
+        ({"q": Q, "k": Q, "score": "softmax", "every": None}, ValueError, "score is of a selection by query; pass every=1"),
+        ({"q": Q, "k": Q, "score": "softmax", "q_len": 3}, ValueError, "q_len and kv_len are those of q and k"),
+        (
+            {"q": Q, "k": Q, "score": "softmax", "block_size": 16},
+            ValueError,
+            r"64 tokens have 4 compressed keys of 16 tokens, 16 from one to the next; got k of 64.*pass kv_len= and compression=",
+        ),
+        ({"q": Q, "k": Q, "score": "softmax", "kv_len": 0}, ValueError, "kv_len must be an integer of at least 1; got 0"),
+        ({"q": Q, "k": Q, "score": "softmax", "compression": 32}, TypeError, "compression must be two ints, .* got 32; pass"),
+        ({"q": Q, "k": Q, "score": "softmax", "compression": (24, 16)}, ValueError, r"stride must divide length .* got \(24, 16\)"),
+        ({"q": Q, "k": Q, "score": "softmax", "compression": (96, 48), "block_size": 64}, ValueError, "and the block size of 64"),
+        (
+            {"q": Q, "k": Q[:, :, :1], "score": "softmax", "block_size": 64, "lse": Q},
+            ValueError,
+            r"lse must have shape \(1, 4, 64\)",
+        ),
+        ({"q": Q, "k": Q[:, :, :1], "score": "softmax", "block_size": 64, "lse": 3.0}, TypeError, "lse must be a .* got float"),
+        ({"q": Q, "k": Q[:, :, :1].half(), "score": "softmax", "block_size": 64}, ValueError, "q, k and v must have one dtype"),
         ({"scores": Q, "q": Q}, ValueError, "scores take the place of q, k"),
         ({"scores": [1.0]}, TypeError, "scores must be a tensor; got list"),
         ({"scores": Q.int()}, ValueError, "scores must be of a floating-point type.*got torch.int32"),

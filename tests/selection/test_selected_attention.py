@@ -164,6 +164,18 @@ def test_the_masses_of_picked_blocks_are_right_and_differentiable(name, backend)
     assert out.shape == (batch, heads, q_len, 16)
 
 
+@parametrize("backend", BACKENDS)
+def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
+    selection = sf.BlockSelection.from_picks(torch.zeros(1, 2, 50, 1, dtype=torch.int32), 16, kv_len=40, check=False)
+    q, k, v = (tensor((1, 2, n, 16)).requires_grad_() for n in (50, 40, 40))
+    out, lse = sf.attention(q, k, v, selection, return_lse=True, backend=backend)
+    empty, ones = lse.isneginf(), (torch.ones_like(out), torch.ones_like(lse))
+    wanted = torch.autograd.grad((out, lse), (q, k, v), ones, retain_graph=True)
+    given = ones[0].masked_fill(empty[..., None], float("nan")), ones[1].masked_fill(empty, float("nan"))
+    grads = torch.autograd.grad((out, lse), (q, k, v), given)
+    assert empty.sum() == 2 * 10 and all(torch.equal(grad, same) for grad, same in zip(grads, wanted, strict=True))
+
+
 def test_masses_relative_to_lse_sum_to_one_where_nothing_is_kept_besides():
     _, selection = case("each query, groups of 4, odd lengths")
     q, k = (tensor((1, h, 75, 16)) for h in (8, 2))
@@ -216,6 +228,45 @@ def test_gradients_are_not_differentiable_again():
         grad.square().sum().backward()
 
 
+SELECTIONS_OF_NOTHING = {
+    "from_picks": lambda q, k: sf.BlockSelection.from_picks(torch.zeros(0, 2, 64, 2, dtype=torch.int32), 16),
+    "by mean keys": lambda q, k: sf.topk_blocks(q, k, 3, every=1, block_size=16, share_group=True, always="sinks(2)"),
+    "by compressed keys": lambda q, k: sf.topk_blocks(q, k[:, :, :4], 3, every=2, block_size=16, score="softmax"),
+    "by scores": lambda q, k: sf.topk_blocks(scores=torch.zeros(0, 4, 64, 4), keep=3, block_size=16),
+}
+
+
+@parametrize("compiles", [False, True])
+@parametrize("made", SELECTIONS_OF_NOTHING.values(), ids=SELECTIONS_OF_NOTHING)
+def test_a_batch_of_no_sequence_has_results_and_gradients_of_none(made, compiles):
+    torch._dynamo.reset()
+    leaves = [torch.zeros(0, heads, 64, 16, requires_grad=True) for heads in (4, 2, 2)]
+
+    def attend(q, k, v):
+        return sf.attention(q, k, v, made(q, k), return_lse=True, return_block_lse=True)
+
+    chosen = made(*leaves[:2])
+    assert chosen.batch == 0 and chosen.density == 0 and chosen.to_dense().shape == (0, chosen.heads, 64, 64)
+    out, lse, masses = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiles else attend)(*leaves)
+    assert (out.shape, lse.shape, masses.shape[:3]) == ((0, 4, 64, 16), (0, 4, 64), (0, 4, 64))
+    assert masses.shape[3] == chosen.picks.shape[3]
+    grads = torch.autograd.grad(out.sum() + lse.sum() + masses.sum(), leaves, allow_unused=True)
+    assert [g.shape for g in grads] == [t.shape for t in leaves]
+
+
+def test_what_does_not_fit_is_refused_of_a_batch_of_no_sequence_too():
+    q, k = torch.zeros(0, 4, 64, 8), torch.zeros(0, 2, 64, 8)
+    chosen = sf.topk_blocks(q, k, 3, every=1, block_size=16)
+    for message, call in [
+        ("key heads must divide", lambda: sf.topk_blocks(q[:, :3], k, 3, every=1, block_size=16)),
+        ("q must not be empty", lambda: sf.topk_blocks(q[:, :, :0], k, 3, every=1, block_size=16)),
+        ("picks must be of batch 0", lambda: sf.attention(q, k, k, sf.BlockSelection.from_picks(PICKS, 16))),
+        ("backend must be 'auto' or one of", lambda: sf.attention(q, k, k, chosen, backend="flash")),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 PICKS = torch.zeros(1, 2, 64, 2, dtype=torch.int32)
 
 
@@ -231,7 +282,7 @@ def changed(*place_and_value):
         ({"picks": [[0]]}, TypeError, "picks must be an int32 tensor; got list"),
         ({"picks": PICKS.float()}, ValueError, r"int32 or int64, numbers of blocks; got torch.float32; use .to\(torch.int32\)"),
         ({"picks": PICKS[0]}, ValueError, r"picks must have shape \(batch, kv_heads or heads.*got \(2, 64, 2\)"),
-        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none of it 0; got \(1, 2, 64, 0\)"),
+        ({"picks": PICKS[..., :0], "own": False}, ValueError, r"none but the batch 0; got \(1, 2, 64, 0\)"),
         ({"picks": changed(0, 1, 40, 1, 4)}, ValueError, r"got 4 at \(0, 1, 40, 1\), which is beyond the 4 blocks of keys"),
         ({"picks": changed(0, 1, 40, 1, 3)}, ValueError, "got 3 .* after its queries: group 40 of 1 queries sees blocks up to 2"),
         ({"picks": changed(0, 0, 0, 0, -2)}, ValueError, "got -2 .* below -1.*pass -1 where there is nothing to pick"),

@@ -3,13 +3,18 @@
 import pytest
 import torch
 from oracle import DEVICE, dense_attention, tensor
+from picked import drawn_picks, tensors
 
 import sparse_flash as sf
+from sparse_flash import backends
+from sparse_flash.kernels.common.config import Config
 from sparse_flash.selection import decode as module
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
 BLOCK, KEEP = 16, 3
+runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
+on_each = parametrize("backend", ["torch", pytest.param("triton", marks=runs)])
 
 
 def inputs(tokens, heads=4, dtype=torch.float32):
@@ -28,9 +33,12 @@ def paged(cache, size):
     return torch.cat([torch.full_like(pages[:1], float("nan")), pages]), table
 
 
-@parametrize("share_group", [True, False])
-@parametrize("page_size, chunk", [(None, 1), (8, 1 << 27), (64, 1 << 27)])
-def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, page_size, chunk, monkeypatch):
+@parametrize(
+    "backend, share_group, page_size, chunk",
+    [("torch", shares, *how) for shares in (True, False) for how in ((None, 1), (8, 1 << 27), (64, 1 << 27))]
+    + [pytest.param("triton", True, 8, 1, marks=runs)],
+)
+def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, backend, page_size, chunk, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", chunk)
     q, k, v = inputs(100)
     out, lse = trained(q, k, v, share_group)
@@ -38,7 +46,8 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
     cache = [torch.full((3, 2, room, 32), float("nan"), device=DEVICE) for _ in range(2)]
     means = sf.BlockMeans(3, 2, room, 32, BLOCK, device=DEVICE)
     options = {}
-    for new in [1, 1, 5, 1, 16, 1, 33, 2]:  # each crosses a border of a block for some sequence or other
+    steps = [1, 1, 5, 1, 16, 1, 33, 2]
+    for new in steps if backend == "torch" else steps[:4]:  # each crosses a border of a block for some sequence or other
         for b, start in enumerate(lens.tolist()):
             for held, given in zip(cache, (k, v), strict=True):
                 held[b, :, : start + new] = given[b, :, : start + new]
@@ -51,7 +60,7 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
         means.update(held[0], int(lens.max()) if first.all() else new, kv_lens=lens, **options)
         rows = torch.stack([q[b, :, n - new : n] for b, n in enumerate(lens.tolist())])
         chosen = means.choose(rows, KEEP, share_group=share_group, kv_lens=lens)
-        found = sf.attention_decode(rows, *held, chosen, kv_lens=lens, return_lse=True, **options)
+        found = sf.attention_decode(rows, *held, chosen, kv_lens=lens, return_lse=True, backend=backend, **options)
         for b, n in enumerate(lens.tolist()):
             whole = n // BLOCK
             torch.testing.assert_close(means.means[b, :, :whole], k[b, :, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mean(2))
@@ -59,13 +68,71 @@ def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(shar
                 torch.testing.assert_close(ours[b], row[b, :, n - new : n])
 
 
-def test_a_selection_of_training_decodes_to_what_attention_gives():
+@on_each
+def test_a_selection_of_training_decodes_to_what_attention_gives(backend):
     q, k, v = inputs(70)
     for every, picking in ((1, True), (3, False)):
         chosen = sf.topk_blocks(q[:, :, -7:], k, KEEP, every=every, block_size=BLOCK, share_group=picking)
         wanted = sf.attention(q[:, :, -7:], k, v, chosen, return_lse=True)
-        for ours, theirs in zip(sf.attention_decode(q[:, :, -7:], k, v, chosen, return_lse=True), wanted, strict=True):
+        found = sf.attention_decode(q[:, :, -7:], k, v, chosen, return_lse=True, backend=backend)
+        for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+DECODED = {
+    # heads, key heads, heads that pick, queries, capacity, block, n, every, head_dim, v's, programs that share a query
+    "a group of 4, odd lengths": ((4, 1, 1, 1, 131, 16, 5, 1, 24, 40), (1, 3)),
+    "a group of 3, several queries": ((6, 2, 2, 5, 100, 16, 4, 1, 16, 16), (1, 2)),
+    "a group of 16, longer blocks than a step": ((16, 1, 1, 2, 700, 256, 2, 1, 16, 16), (1, 5)),
+    "heads that pick for themselves": ((4, 2, 4, 3, 90, 32, 2, 1, 16, 16), (1, 2)),
+    "a choice for 3 queries": ((4, 2, 2, 7, 90, 32, 2, 3, 16, 16), (1, 2)),
+    "more heads than rows of a tile": ((80, 1, 1, 1, 60, 16, 2, 1, 16, 16), (1, 2)),
+    "more programs than picks": ((2, 1, 1, 1, 60, 16, 1, 1, 16, 16), (1, 7)),
+}
+
+
+@runs
+@parametrize("paged_by", [None, 8, 64])
+@parametrize("case", DECODED.values(), ids=DECODED)
+def test_the_kernel_equals_dense_attention_over_the_picked_pairs_and_repeats(case, paged_by):
+    from sparse_flash.kernels.portable.selection_decode import selection_decode
+
+    (heads, kv_heads, pickers, q_len, capacity, block, n, every, dim, v_dim), counts = case
+    q, k, v, _ = tensors(2, heads, kv_heads, q_len, capacity, dim, v_dim=v_dim)
+    lens = torch.tensor([capacity, capacity // 2 + 1], dtype=torch.int32, device=DEVICE)
+    # Picks of the longer sequence: some are past the end of the shorter one.
+    picks = drawn_picks((2, pickers, -(-q_len // every), n), every, block, q_len, capacity)
+    key, position = torch.arange(capacity, device=DEVICE), lens[:, None] - q_len + torch.arange(q_len, device=DEVICE)
+    of_query = picks.repeat_interleave(every, 2)[:, :, :q_len]
+    kept = (of_query[..., None] == key // block).any(3) & (key <= position[:, None, :, None])
+    kept = kept.repeat_interleave(heads // pickers, 1)
+    wanted, wanted_lse = dense_attention(q.double(), k.double(), v.double(), kept, 0.3)
+    held, options = [k, v], {"kv_lens": lens}
+    past = key >= lens[:, None]
+    for x in held:
+        x.masked_fill_(past[:, None, :, None], float("nan"))
+    if paged_by:
+        room = -(-capacity // paged_by) * paged_by
+        (keys, table), (values, _) = (
+            paged(torch.nn.functional.pad(x, (0, 0, 0, room - capacity), value=float("nan")), paged_by) for x in held
+        )
+        # What no query picked is in pages that do not exist.
+        unread = ~torch.nn.functional.pad(kept.any(1).any(1), (0, room - capacity)).unflatten(1, (-1, paged_by)).any(2)
+        held, options["block_table"] = [keys, values], torch.where(unread, 1 << 20, table).to(torch.int32)
+    for splits, config in zip(counts, (Config(16, 16, 4, 1), None), strict=True):
+        options |= {"splits": splits, "config": config}
+        found = selection_decode(q, *held, picks, block, every, 0.3, **options)
+        torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1].double(), wanted_lse, rtol=1e-5, atol=1e-5)
+    again = selection_decode(q, *held, picks, block, every, 0.3, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@runs
+def test_the_operator_of_the_kernel_passes_opcheck():
+    q, k, _ = inputs(40)
+    chosen = sf.topk_blocks(q[:, :, -2:], k, KEEP, every=1, block_size=BLOCK)
+    torch.library.opcheck(module._operator, (q[:, :, -2:], k, k, chosen.picks, BLOCK, 1, None, None, 0.3))
 
 
 @parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
@@ -82,7 +149,8 @@ def test_decoding_equals_dense_attention_over_the_picked_pairs(dtype, tolerance,
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_queries_before_the_first_key_keep_nothing():
+@on_each
+def test_queries_before_the_first_key_keep_nothing(backend):
     q, k, v = (t[:2] for t in inputs(20))
     lens = torch.tensor([2, 0], device=DEVICE)
     k[1], v[1] = float("nan"), float("nan")
@@ -90,7 +158,7 @@ def test_queries_before_the_first_key_keep_nothing():
     means.update(k, 2, kv_lens=lens)
     chosen = means.choose(q[:, :, :5], KEEP, kv_lens=lens)
     assert (chosen.picks[0, :, :3] == -1).all() and (chosen.picks[0, :, 3:, 0] == 0).all() and (chosen.picks[1] == -1).all()
-    out, lse = sf.attention_decode(q[:, :, :5], k, v, chosen, kv_lens=lens, return_lse=True)
+    out, lse = sf.attention_decode(q[:, :, :5], k, v, chosen, kv_lens=lens, return_lse=True, backend=backend)
     assert not out[0, :, :3].any() and lse[0, :, :3].isneginf().all() and lse[0, :, 3:].isfinite().all()
     assert not out[1].any() and lse[1].isneginf().all()
 
@@ -133,7 +201,12 @@ def test_what_does_not_fit_is_refused():
             "a cache of 32, without kv_lens; choose again",
             lambda: sf.attention_decode(Q, K[:, :, :32], K[:, :, :32], chosen),
         ),
-        (ValueError, "PyTorch operations decode alone; pass", lambda: sf.attention_decode(Q, K, K, chosen, backend="triton")),
+        (ValueError, "over picked blocks it does not decode", lambda: sf.attention_decode(Q, K, K, chosen, backend="reference")),
+        (
+            ValueError,
+            "float16, bfloat16 and float32; got torch.float64",
+            lambda: sf.attention_decode(Q.double(), K.double(), K.double(), chosen, backend="triton"),
+        ),
         (ValueError, "picks must be of batch 1", lambda: sf.attention_decode(Q[:1], K[:1], K[:1], chosen)),
     ]:
         with pytest.raises(error, match=message):
@@ -153,8 +226,10 @@ def test_means_refuse_a_cache_of_fewer_tokens_than_they_were_made_for():
 def test_means_refuse_what_they_were_not_made_for():
     means = sf.BlockMeans(3, 2, 64, 32, BLOCK, device=DEVICE)
     for error, message, call in [
-        (ValueError, "length must be positive; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
+        (ValueError, "length must be an integer of at least 1; got 0", lambda: sf.BlockMeans(1, 1, 0, 8, 16)),
         (ValueError, "block_size of a selection must be one of", lambda: sf.BlockMeans(1, 1, 64, 8, 24)),
+        (TypeError, "k must be a tensor; got list", lambda: means.update([K], 1)),
+        (TypeError, "q must be a tensor; got list", lambda: means.choose([Q], 3)),
         (ValueError, r"k must have shape \(3, 2, capacity, 32\), .* got \(3, 1,", lambda: means.update(K[:, :1], 1)),
         (ValueError, r"k must have shape \(pages, 2, page_size, 32\)", lambda: means.update(K[0], 1, block_table=K)),
         (ValueError, "tokens must be how many were appended, at least 1; got 0", lambda: means.update(K, 0)),

@@ -13,6 +13,8 @@ from examples.train_lm import model as model_module
 from examples.train_lm.generate import Cache, generate, step
 from examples.train_lm.model import IGNORED, ChunkedLoss, Decoder, Documents, chunk_loss
 
+CHOOSING = "topk_blocks(2, block=16) | local(20)"
+
 
 def made(**changes) -> Decoder:
     torch.manual_seed(0)
@@ -51,9 +53,18 @@ def test_a_causal_mask_gives_what_pytorchs_dense_attention_gives():
     torch.testing.assert_close(ours, sdpa, rtol=1e-4, atol=1e-4)
 
 
+def test_queries_that_choose_all_blocks_attend_as_dense_ones_do_and_those_that_choose_few_do_not():
+    masks = "causal", "topk_blocks(4, block=16)", CHOOSING
+    dense, every, few = (loss_and_gradients(made(masks=(mask,))) for mask in masks)
+    torch.testing.assert_close(every, dense, rtol=1e-4, atol=1e-4)
+    assert abs(few[0] - dense[0]) > 1e-2
+
+
+@pytest.mark.parametrize("masks", [SETTINGS.masks, (CHOOSING,)], ids=["masks", "choices"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_activations_give_the_same_gradients(recompute):
-    torch.testing.assert_close(loss_and_gradients(made(recompute=recompute)), loss_and_gradients(made()), rtol=1e-4, atol=1e-4)
+def test_recomputed_activations_give_the_same_gradients(recompute, masks):
+    recomputed, kept = (loss_and_gradients(made(recompute=how, masks=masks)) for how in (recompute, "none"))
+    torch.testing.assert_close(recomputed, kept, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_documents_are_what_each_is_alone():
@@ -72,9 +83,9 @@ def test_no_token_sees_a_later_one():
     assert not torch.equal(model(IDS)[:, 33:], model(changed)[:, 33:])
 
 
-@pytest.mark.parametrize("prompt", [1, 30, 70])
-def test_generation_through_the_cache_gives_the_logits_of_the_whole_sequence(prompt):
-    model = made().requires_grad_(False)
+@pytest.mark.parametrize(("prompt", "masks"), [(1, SETTINGS.masks), (30, SETTINGS.masks), (70, SETTINGS.masks), (70, (CHOOSING,))])
+def test_generation_through_the_cache_gives_the_logits_of_the_whole_sequence(prompt, masks):
+    model = made(masks=masks).requires_grad_(False)
     ids = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(2))
     cache = Cache(model, 90)
     wanted = model(ids)[0]
@@ -112,6 +123,8 @@ def test_a_hugging_face_export_gives_the_same_logits_dense_and_sparse(tmp_path):
     assert generated == list(generate(model, IDS[0, :20].tolist(), 5))
     with pytest.raises(FileExistsError, match="not empty"):
         export(model, SETTINGS, tmp_path / "none.json", tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"a model with mask 'topk_blocks\(2, block=16\) .*' cannot be exported"):
+        export(model, replace(SETTINGS, masks=(CHOOSING,)), tmp_path / "none.json", tmp_path / "other")
 
 
 @pytest.mark.parametrize("layout", ["whole", "padded", "packed"])

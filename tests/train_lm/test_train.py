@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -268,6 +269,9 @@ BAD = {
     "mask": (["--mask", "causal & locl(3)"], "locl"),
     "looks ahead": (["--mask", "local(64)"], "write 'causal & (local(64))'"),
     "packed sdpa": (["--mask", "sdpa", "--packed"], "use 'causal'"),
+    "packed choice": (["--mask", "topk_blocks(2, block=16)", "--packed"], "does not keep packed documents apart here"),
+    "blocks": (["--mask", "topk_blocks(2, block=24)"], "block_size"),
+    "always": (["--mask", "topk_blocks(2, block=16) | locl(3)"], "locl"),
     "extension": (["--length", "64", "--extend-to", "128"], "--extend-to and --extend-at go together"),
     "chunk": (["--length", "96", "--chunk", "128"], "pass --chunk 192"),
     "micro": (["--length", "64", "--micro-tokens", "100"], "pass --micro-tokens 64"),
@@ -293,13 +297,26 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
 
 
 @pytest.mark.parametrize(
-    "changes, said", [({"packed": True}, "--packed"), ({"check_every": 5}, "--check-every"), ({"masks": ("sdpa",)}, "mask 'sdpa'")]
+    ("changes", "said"),
+    [
+        ({"check_every": 5}, "--check-every"),
+        ({"masks": ("sdpa",)}, "mask 'sdpa'"),
+        ({"masks": ("topk_blocks(2, block=16)",)}, "mask 'topk_blocks(2, block=16)'"),
+    ],
 )
 def test_what_gpus_that_share_a_sequence_cannot_do_is_refused_by_name(changes, said):
     settings = replace(SETTINGS, context=2, **changes)
-    with pytest.raises(ValueError, match=f"{said} is not supported where GPUs share a sequence"):
+    with pytest.raises(ValueError, match=f"{re.escape(said)} is not supported where GPUs share a sequence"):
         checked(settings, 4)
     assert checked(replace(settings, **{name: getattr(SETTINGS, name) for name in changes}), 4).accumulated(2) == 1
+
+
+def test_gpus_that_share_packed_sequences_take_masks_of_distances_alone():
+    settings = replace(SETTINGS, context=2, packed=True)
+    with pytest.raises(ValueError, match=r"mask 'causal & \(local\(16\) \| sinks\(4\)\)' counts positions from the start of each"):
+        checked(settings, 4)
+    for mask in ("causal & local(16)", "causal & ~local(3)", "causal & (local(8) | power_of_two(block=1))"):
+        assert checked(replace(settings, masks=(mask,)), 4).packed
 
 
 def test_too_little_memory_is_said_with_what_to_use(monkeypatch):
@@ -376,9 +393,12 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     assert "positions" in invoke(
         "evaluate", tmp_path / "run", "--length", 64, "--length", 128, "--windows", 2, *data, "--device", "cpu"
     )
-    chosen = tmp_path / "picks.json"
-    said = invoke("picks", tmp_path / "run", "--keep", 2, "--block-size", 16, "--out", chosen, *data, "--device", "cpu")
+    chosen, saved = tmp_path / "picks.json", tmp_path / "picks.pt"
+    into = ["--out", chosen, "--save", saved]
+    said = invoke("picks", tmp_path / "run", "--keep", 2, "--block-size", 16, *into, *data, "--device", "cpu")
     assert "2 blocks of 16 a query" in said and len(json.loads(chosen.read_text())["heads"]) == 8
+    picks = torch.load(saved)["picks"]
+    assert picks.shape == (4, 2, 64, 2) and picks[:, :, -1, -1].eq(3).all()  # the last query's own block
     assert invoke("generate", tmp_path / "run", "--prompt", "x1_1 =", "--count", 5, *data, "--device", "cpu").startswith("x1_1 =")
     assert "from_pretrained" in invoke("export", tmp_path / "run", tmp_path / "hf", *data)
     assert (tmp_path / "hf" / "tokenizer.json").exists()

@@ -232,6 +232,21 @@ def test_each_term_is_as_it_is_defined(backend, name):
 
 
 @every_backend
+@parametrize("softcap", [30.0, 1e4])
+def test_a_soft_cap_loses_nothing_that_its_size_multiplies(backend, softcap):
+    q, k, v, dout = accepted(backend, {"softcap": softcap})
+    kept = torch.ones((), dtype=torch.bool, device=DEVICE)
+    ours = results(lambda *t: sf.attention(*t, softcap=softcap, return_lse=True, backend=backend), (q, k, v), {}, dout)
+    exact = [t.double() for t in (q, k, v)]
+    wanted = results(lambda *t: definition(*t, kept, {"softcap": softcap}, None), exact, {}, dout.double())
+    plain = results(lambda *t: sf.attention(*t, return_lse=True, backend=backend), (q, k, v), {}, dout)
+    uncapped = results(lambda *t: definition(*t, kept, {}, None), exact, {}, dout.double())
+    for mine, right, without, right_without in zip(ours, wanted, plain, uncapped, strict=True):
+        of_plain = (without - right_without).abs().max()
+        assert (mine - right).abs().max() <= 4 * of_plain + 1e-6 * right.abs().max()
+
+
+@every_backend
 @parametrize("mask, name", [("dense", "lengths"), ("local", "all"), ("bits", "lengths"), ("bits", "all")])
 def test_terms_are_right_under_any_kind_of_mask(backend, mask, name):
     check(backend, name, MASKS[mask])

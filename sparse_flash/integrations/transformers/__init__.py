@@ -33,6 +33,7 @@ from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...masks.block_mask import BlockMask
+from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern, parse
 from ...variant.definition import with_sinks
 from .layers import others_of, self_attention, tower
@@ -116,6 +117,8 @@ def use_sparse_flash(
     masks that do not fit them; the model is then unchanged.
     """
     check_deterministic(deterministic)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
     part = tower(model)
     layers = self_attention(part)
     masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
@@ -260,10 +263,11 @@ def _masked(
     cu_seq_lens_k=None,
     max_length_q=None,
     max_length_k=None,
+    block_indices=None,
     **kwargs,
 ):
     """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start. max_length_q
-    and max_length_k are not needed."""
+    and max_length_k are not needed. block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks of keys."""
     # An option that is off is None, or False for a switch.
     unknown = sorted(
         name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
@@ -280,6 +284,7 @@ def _masked(
         own = given(own, query, key)
     if settings.plan is not None:
         unsupported = {"a soft cap": softcap, "a 4-D attention_mask": own.dense, "padding": own.starts}
+        unsupported["a choice of blocks"] = block_indices
         options = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "deterministic": settings.deterministic}
         return attended(settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options), None
     if own.refusal is not None:
@@ -290,6 +295,11 @@ def _masked(
             f"and {own.kv_length}, which {NAME!r} does not support"
         )
     mask = settings.mask
+    if block_indices is not None:
+        cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
+        return _of_chosen_blocks(
+            settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
+        )
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
@@ -339,6 +349,43 @@ def _masked(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _of_chosen_blocks(
+    settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
+):  # fmt: skip
+    """The layer's attention over the blocks that its queries chose, its own among them, up to each query."""
+    unsupported = {
+        "a mask of its own: leave it out, or pass 'own' for this layer": settings.mask != OWN,
+        "padding": own.starts is not None,
+        "packed sequences": cu_seqlens is not None,
+        "a 4-D attention_mask": own.dense is not None,
+        "a window": bool(own.limits) or own.base != "causal" or bool(own.kv_offset),
+        "dropout": dropout,
+        "a soft cap": softcap,
+    }
+    if any(unsupported.values()):
+        raise ValueError(
+            f"{type(module).__name__} chooses blocks of keys, beside which {NAME!r} does not support "
+            f"{next(name for name, given in unsupported.items() if given)}; or use another implementation, such as "
+            "model.set_attn_implementation('eager')"
+        )
+    kv_lens = None
+    if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
+        kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
+    elif own.end != own.kv_length:
+        key, value = key[:, :, : own.end], value[:, :, : own.end]
+    size = module.config.index_block_size
+    options = {"q_len": query.shape[2], "kv_len": key.shape[2], "own": False, "check": False}
+    selection = BlockSelection.from_picks(block_indices, size, **options)
+    call = {"scale": scaling, "backend": settings.backend}
+    if kv_lens is not None or (takes(query, key) and not torch.compiler.is_compiling()):
+        out, lse = attention_decode(query, key, value, selection, kv_lens=kv_lens, return_lse=True, **call)
+        if s_aux is not None:
+            out, _ = with_sinks(out, lse, s_aux, None)
+    else:
+        out = attention(query, key, value, selection, sinks=s_aux, deterministic=settings.deterministic, **call)
+    return out.transpose(1, 2).contiguous(), None
+
+
 def _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
     """Where packed sequences start in all tokens of the batch; None for sequences that are not packed."""
     if cu_seq_lens_q is not None:
@@ -381,7 +428,8 @@ def _as_before(module, query, key, value, attention_mask, **kwargs):
     before = getattr(module, _BEFORE, None)
     if before is None:
         raise ValueError(
-            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it"
+            f"{type(module).__name__} was switched to {NAME!r} without a mask; call use_sparse_flash(model, mask) to switch it. If "
+            "another model was switched, the two were made of one config, where the choice is kept: copy.deepcopy(config) for each"
         )
     if isinstance(attention_mask, ModelMask):
         attention_mask = attention_mask.made_for(before)

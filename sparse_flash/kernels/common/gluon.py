@@ -1,5 +1,7 @@
 """One set of names for what differs between the Triton releases that these kernels run on (3.6 to 3.9)."""
 
+from math import prod
+
 import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -32,9 +34,14 @@ def async_add(tensor, coord, source, _semantic=None):
 
 @_core.builtin
 def view(buffer, dtype, shape, layout, _semantic=None):
-    """The bytes of a shared-memory buffer as another dtype, shape and layout."""
+    """The first bytes of a shared-memory buffer as another dtype, shape and layout."""
     method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
-    return method(dtype, shape, layout, _semantic=_semantic)
+    dtype, *shape = (_core._unwrap_if_constexpr(value) for value in (dtype, *_core._unwrap_if_constexpr(shape)))
+    bits, wanted = (of.primitive_bitwidth * prod(sizes) for of, sizes in ((buffer.dtype, buffer.shape), (dtype, shape)))
+    if bits == wanted:
+        return method(dtype, shape, layout, _semantic=_semantic)
+    # Triton 3.8 reinterprets a whole buffer, not a part of one and not as fewer bytes.
+    return method(dtype, [bits // wanted, *shape], layout, _semantic=_semantic).index(0, _semantic=_semantic)
 
 
 @gluon.jit

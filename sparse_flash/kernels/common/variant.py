@@ -1,7 +1,6 @@
 """A variant in the form that the portable kernels take: one tuple of pointers and numbers, None for absent fields, and the
 compile-time switches."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,15 +72,6 @@ def kernel_variant(variant, rel_bias_gradient: torch.Tensor | None = None) -> tu
     }
     kinds = (*(field is not None for field in given), *(param.dtype for param in variant.score_params))
     return given, switches, kinds
-
-
-def within_memory(config: Config, given: KernelVariant, switches: dict, dim: int) -> Config:
-    """The config of dQ for this variant. dim: padded. A bias with a user's function takes 262 KB for 128 queries at head_dim 128,
-    more than any chip has. Half the queries take 164 to 172 KB, and with the same warps spill half as much as with four."""
-    biased = given.rel_bias is not None and switches["SCORE"] is not None
-    if biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
-        return replace(config, tile_m=config.tile_m // 2)
-    return config
 
 
 def launch_options(config: Config, given: KernelVariant, switches: dict, rows: int) -> dict[str, int]:

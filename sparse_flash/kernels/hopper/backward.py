@@ -886,8 +886,10 @@ def attention_backward_kernel(
     k = ring_of(gl.allocate_shared_memory(dtype, [K_STAGES, KEYS, DIM], flat), K_STAGES)
     SHARED: gl.constexpr = gl.num_warps() * 16 > KEYS
     LATE: gl.constexpr = KEYS * PIECES > 2 * QUERIES
-    values = gl.allocate_shared_memory(dtype, [1, KEYS, DIM if LATE else DIM_V], flat)
-    v = ring_of(values if DIM_V == DIM else view(values, dtype, [1, KEYS, DIM_V], flat), 1)
+    WIDTH: gl.constexpr = DIM if LATE else DIM_V
+    values = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], flat)
+    # Of the tiles of v that fit, the first is used.
+    v = ring_of(values if DIM_V == WIDTH else view(values, dtype, [WIDTH // DIM_V, KEYS, DIM_V], flat), 1)
     q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES)
     dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM_V], flat), DOUT_STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)

@@ -181,7 +181,7 @@ def backward_of_variant(dim: int, block_size: int | None, scored: bool) -> Backw
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of shared memory per program, and of stack per thread, into which registers spill: the maximum over dense and
-    table-driven kernels of bf16 on triton 3.6 and 3.9. Tests enforce these limits."""
+    table-driven kernels of bf16 on triton 3.6 to 3.9. Tests enforce these limits."""
 
     shared: int
     stack: int
@@ -224,7 +224,7 @@ FOOTPRINT = {
     ("forward_of_alibi", 128): Footprint(197128, 0),
     ("backward_of_alibi", 128): Footprint(231340, 168),
     ("forward_of_alibi_of_64", 128): Footprint(98756, 0),
-    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 144),
+    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 152),
     ("forward_of_own", 64): Footprint(131656, 0),
     ("backward_of_own", 64): Footprint(141756, 0),
     ("forward_of_own", 128): Footprint(197128, 0),
@@ -233,15 +233,15 @@ FOOTPRINT = {
     ("backward_of_own_of_64_alone", 128): Footprint(108012, 104),
     ("forward_of_lengths", 64): Footprint(131776, 112),
     ("backward_of_lengths", 64): Footprint(141900, 120),
-    ("forward_of_lengths", 128): Footprint(197248, 120),
-    ("backward_of_lengths", 128): Footprint(231484, 128),
-    ("forward_of_lengths_of_64", 128): Footprint(98908, 48),
+    ("forward_of_lengths", 128): Footprint(197248, 184),
+    ("backward_of_lengths", 128): Footprint(231484, 240),
+    ("forward_of_lengths_of_64", 128): Footprint(98908, 72),
     ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
     ("forward", 256): Footprint(200964, 72),
     ("forward_of_64_alone", 256): Footprint(231684, 24),
     ("forward_of_dropout", 256): Footprint(200964, 96),
     ("forward_of_alibi", 256): Footprint(200964, 224),
-    ("forward_of_lengths", 256): Footprint(201092, 104),
+    ("forward_of_lengths", 256): Footprint(201092, 200),
     ("forward", 192): Footprint(225540, 0),
     ("forward_of_64_alone", 192): Footprint(198916, 0),
     ("forward_of_dropout", 192): Footprint(225540, 40),
@@ -249,7 +249,7 @@ FOOTPRINT = {
     ("forward_of_192_and_128_of_64", 192): Footprint(108804, 0),
     ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 88),
     ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 144),
-    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 120),
+    ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 184),
     ("backward", 192): Footprint(231612, 0),
     ("backward_of_192_and_128", 192): Footprint(198860, 0),
     ("backward", 256): Footprint(231612, 104),
@@ -258,7 +258,7 @@ FOOTPRINT = {
     ("backward_of_softcap", 256): Footprint(231068, 88),
     ("backward_of_alibi", 256): Footprint(231068, 128),
     ("backward_of_own", 256): Footprint(231068, 96),
-    ("backward_of_lengths", 256): Footprint(231228, 128),
+    ("backward_of_lengths", 256): Footprint(231228, 160),
 }
 
 

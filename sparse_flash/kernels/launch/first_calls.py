@@ -52,18 +52,34 @@ def compiling_ahead(device: torch.device, workers: int | None = None) -> Iterato
     """Inside, launches of this thread only compile their kernels; all are compiled and loaded when the block ends. Yields what was
     requested. workers: kernels compiled at a time; by default the number of cores, at most 8. Raises what the compiler raises."""
     asked = Ahead([])
-    workers = workers or min(8, os.cpu_count() or 1)
+    with _compiling(asked, workers or _workers()):
+        yield asked
+    load(asked, device)
+
+
+@contextmanager
+def _compiling(asked: Ahead, workers: int) -> Iterator[None]:
+    """``compiling_ahead`` without loading. asked: gets what is requested."""
     with ThreadPoolExecutor(workers) as pool:
         compilers = _Forking(pool, workers)
         with AsyncCompileMode(compilers, ignore_errors=True):  # else Triton 3.6 leaves the mode active after an error
             token = _ahead.set(asked)
             try:
-                yield asked
+                yield
             finally:
                 _ahead.reset(token)
         for future in compilers.futures:
             future.result()
+
+
+def load(asked: Ahead, device: torch.device) -> None:
+    """Loads what was requested and compiled."""
+    with ThreadPoolExecutor(_workers()) as pool:
         list(pool.map(lambda kernel: _load(kernel[1], device), asked.kernels))
+
+
+def _workers() -> int:
+    return min(8, os.cpu_count() or 1)
 
 
 class _Forking:
@@ -120,16 +136,23 @@ def _load(kernel, device: torch.device) -> None:
         kernel.run  # noqa: B018 (a property that loads)
 
 
-def together(device: torch.device, *calls: Callable[[], object]) -> None:
+def together(*calls: Callable[[], object]) -> Ahead:
     """Compiles what these calls launch, in parallel. Compilation errors surface later, at the real call."""
-    with suppress(Exception), compiling_ahead(device):
+    asked = Ahead([])
+    with suppress(Exception), _compiling(asked, _workers()):
         for call in calls:
             call()
+    return asked
 
 
 @contextmanager
 def first_call(what: str, key: tuple) -> Iterator[None]:
-    """Wraps the first launch of a kernel in this process. what: text for the terminal. key: everything that it is compiled for."""
+    """Wraps the compilation of a kernel for its first launch in this process. what: text for the terminal. key: everything that it
+    is compiled for.
+
+    It does not wrap the launch: CUDA may load a kernel only when all that runs on the GPU has ended, and that may be an exchange
+    with another rank, which waits here.
+    """
     with _said(what), _one_process(key):
         yield
 

@@ -33,7 +33,7 @@ from ..common.tiles import (
     step_position,
     store_tile,
 )
-from ..common.variant import kernel_variant, launch_options, within_memory
+from ..common.variant import kernel_variant, launch_options
 from ..launch import tuned
 from ..launch.launch import (
     NOT_SPECIALIZED,
@@ -46,7 +46,7 @@ from ..launch.launch import (
     walk_arguments,
 )
 from ..launch.replay import known_call
-from .configs import grad_kv_config, grad_q_config, takes_one_launch
+from .configs import family_of, for_variant, grad_kv_config, grad_q_config, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
@@ -588,7 +588,7 @@ def attention_backward(
             run_both(kv_config)
         else:
             config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-            config = within_memory(config, given, switches, max(dim, dim_v))
+            config = for_variant(config, "grad_q", family_of(q.device), given, switches, max(dim, dim_v))
             run_within_memory(run_both, config, lambda: ("grad_qkv", *shape, kinds, *switches.values(), has_dlse))
         if variant is None and not own_configs:
             recording.finish()
@@ -621,7 +621,7 @@ def attention_backward(
         run_grad_q(q_config)
     else:
         config = grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-        config = within_memory(config, given, switches, max(dim, dim_v))
+        config = for_variant(config, "grad_q", family_of(q.device), given, switches, max(dim, dim_v))
         more = drel_bias is not None, has_dlse
         run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
 
@@ -653,6 +653,7 @@ def attention_backward(
         run_grad_kv(kv_config)
     else:
         config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+        config = for_variant(config, "grad_kv", family_of(q.device), kv_given, kv_switches, max(dim, dim_v))
         run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
     if variant is None and not own_configs:
         recording.finish()

@@ -7,19 +7,23 @@ one maximum. Of equal scores the first block stays: a later one does not beat it
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..common.config import padded_head_dim
+from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_specialized, launch
 
 _NONE = tl.constexpr(1 << 30)  # in place of a block: slots without one, told apart by what is added
 GIVEN = tl.constexpr(0)  # scores are read
 MEAN = tl.constexpr(1)  # products with the means of blocks
 MOST = tl.constexpr(2)  # the maximum of the products with a block's keys
-_KINDS = {"given": GIVEN, "mean": MEAN, "max": MOST}
-_KEYS = 64  # of a step of "max"
+WEIGHTS = tl.constexpr(3)  # the weights that a softmax gives to compressed keys of a block's tokens
+_KINDS = {"given": GIVEN, "mean": MEAN, "max": MOST, "softmax": WEIGHTS}
+_KEYS = 64  # of a step of "max", and of the pass that sums the softmax
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,12 @@ class ChoiceConfig:
 # 2.13, 8 warps 2.85. "given" was measured with this config alone: docs/internals/selection.md.
 # Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 166 registers
 # and 2 KiB of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
-_CONFIGS = {"given": ChoiceConfig(64, 64, 4, 1), "mean": ChoiceConfig(64, 64, 4, 1), "max": ChoiceConfig(64, 16, 4, 2)}
+_CONFIGS = {
+    "given": ChoiceConfig(64, 64, 4, 1),
+    "mean": ChoiceConfig(64, 64, 4, 1),
+    "max": ChoiceConfig(64, 16, 4, 2),
+    "softmax": ChoiceConfig(64, 64, 4, 2),
+}
 
 
 @triton.jit
@@ -65,17 +74,58 @@ def _keep_best(scores, column, best, block):
     return best, block
 
 
-@triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width"])
+@triton.jit
+def _weights_of_blocks(
+    rows, keys, logs, position, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
+    SHARED: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(TILE, COLUMNS) weights of the tokens of blocks, over the query heads that share a choice. A compressed key that has tokens
+    in several blocks counts for each by its strides there.
+
+    rows: of the first head's queries. logs: of their softmax sums, natural, -inf where a query reads nothing; log_head: from one
+    head's to the next. compressed: how many keys. factor: of products, log2(e) included.
+    """
+    PER_BLOCK: tl.constexpr = BLOCK // STRIDE
+    REACH: tl.constexpr = LENGTH // STRIDE
+    scores = tl.zeros((position.shape[0], column.shape[1]), tl.float32)
+    for step in range(1 - REACH, PER_BLOCK):
+        number = column * PER_BLOCK + step
+        exists = (number >= 0) & (number < compressed)
+        load = tl.trans(exists) & (dim < head_dim)[None, :]
+        values = tl.load(keys + tl.trans(number).to(tl.int64) * k_token + dim[None, :], mask=load, other=0.0)
+        seen = exists & (number * STRIDE + (LENGTH - 1) <= position[:, None])
+        weights = tl.zeros_like(scores)
+        rows_of_head, logs_of_head = rows, logs
+        # Not unrolled: the queries of all heads at once would not fit.
+        for _ in range(SHARED):
+            query = tl.load(rows_of_head, mask=some, other=0.0)
+            log = tl.load(logs_of_head) * LOG2_E
+            rows_of_head += q_head
+            logs_of_head += log_head
+            # Where nothing is read, nothing is seen either.
+            log = tl.where(log == -float("inf"), 0.0, log)
+            products = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
+            weights += tl.where(seen, tl.math.exp2(products - log[:, None]), 0.0)
+        inside = tl.minimum(step + REACH, PER_BLOCK) - tl.maximum(step, 0)
+        scores += weights * inside.to(tl.float32)
+    return scores
+
+
+@triton.jit(do_not_specialize=["heads", "groups", "kv_len", "offset", "width", "compressed", "log_head"])
 def choose_blocks_kernel(
     source,
     keys,
     picks,
     bounds,
+    logs,
     heads,
     groups,
     kv_len,
     offset,
     width,
+    compressed,
+    log_head,
+    factor,
     head_dim,
     q_batch,
     q_head,
@@ -94,13 +144,16 @@ def choose_blocks_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """source: q, (batch, heads x SHARED, tokens, head_dim), or scores, (batch, heads, groups, columns): then q_token is of groups.
-    keys: what a key head's scores are products with, (batch, key heads, blocks or tokens, head_dim). picks: (batch, heads, groups,
-    CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED, (groups, 2) int32: the
-    first column that a group may choose, and its own; then EVERY is 1."""
+    keys: what a key head's scores are products with, (batch, key heads, blocks or tokens or compressed keys, head_dim). picks:
+    (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
+    (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
+    of WEIGHTS, see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
     line = tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     group = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -149,6 +202,12 @@ def choose_blocks_kernel(
                     other=0.0,
                 )
                 scores = tl.dot(query, tl.trans(means), input_precision=PRECISION)
+            elif KIND == WEIGHTS:
+                line_logs = logs + (batch * heads + head) * SHARED * log_head + tl.minimum(group, groups - 1)
+                scores = _weights_of_blocks(
+                    rows, keys, line_logs, first, column, some, dim, head_dim, compressed, q_head, k_token, log_head, factor,
+                    SHARED, BLOCK, LENGTH, STRIDE, PRECISION,
+                )  # fmt: skip
             else:
                 scores = tl.zeros((TILE, COLUMNS), tl.float32)
                 for number in range(tl.minimum(COLUMNS, tl.max(own, 0) - start)):
@@ -178,6 +237,87 @@ def choose_blocks_kernel(
     tl.store(place, tl.where(block < _NONE, block, -1), mask=exists[:, None] & (slot < CHOSEN + OWN))
 
 
+@triton.jit(do_not_specialize=["heads", "groups", "offset", "width", "compressed"])
+def compressed_lse_kernel(
+    q,
+    keys,
+    logs,
+    heads,
+    groups,
+    offset,
+    width,
+    compressed,
+    factor,
+    head_dim,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    EVERY: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
+    token after it. The rest as for ``choose_blocks_kernel``."""
+    line = tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = group < groups
+    position = group * EVERY + offset
+    dim = tl.arange(0, DIM)
+    place = batch * q_batch + head * q_head + (group * EVERY).to(tl.int64)[:, None] * q_token + dim[None, :]
+    query = tl.load(q + place, mask=exists[:, None] & (dim < head_dim)[None, :], other=0.0)
+    keys += batch * k_batch + head // width * k_head
+    # Of each row how many keys it reads.
+    read = tl.where(exists & (position >= LENGTH - 1), (position - (LENGTH - 1)) // STRIDE + 1, 0)
+    read = tl.minimum(read, compressed)
+    running_max = tl.full((TILE,), FLOOR, tl.float32)
+    running_sum = tl.zeros((TILE,), tl.float32)
+    for start in range(0, tl.max(read, 0), KEYS):
+        number = start + tl.arange(0, KEYS)
+        load = (number < compressed)[:, None] & (dim < head_dim)[None, :]
+        values = tl.load(keys + number.to(tl.int64)[:, None] * k_token + dim[None, :], mask=load, other=0.0)
+        scores = tl.dot(query, tl.trans(values), input_precision=PRECISION) * factor
+        scores = tl.where(number[None, :] < read[:, None], scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        running_sum = running_sum * tl.math.exp2(running_max - new_max) + tl.sum(tl.math.exp2(scores - new_max[:, None]), 1)
+        running_max = new_max
+    total = tl.where(read == 0, 1.0, running_sum)
+    result = tl.where(read == 0, -float("inf"), (running_max + tl.math.log2(total)) * LN_2)
+    tl.store(logs + line.to(tl.int64) * groups + group, result, mask=exists)
+
+
+class Compressed(NamedTuple):
+    """How keys were compressed. length: tokens of one. stride: tokens from one to the next. logs: (batch, heads, groups) float32,
+    of the softmax sums over them, or None: to be computed."""
+
+    length: int
+    stride: int
+    logs: torch.Tensor | None
+
+
+def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed, every: int, kv_len: int) -> torch.Tensor:
+    """(batch, heads, groups) float32, see ``compressed_lse_kernel``. q, keys: as for ``choose_blocks``."""
+    config, (batch, heads, q_len, head_dim) = _CONFIGS["softmax"], q.shape
+    groups = triton.cdiv(q_len, every)
+    logs = torch.empty((batch, heads, groups), dtype=torch.float32, device=q.device)
+    sizes = head_dim, *q.stride()[:3], *keys.stride()[:3]
+    arguments = [q, keys, logs, heads, groups, kv_len - q_len, heads // keys.shape[1], keys.shape[2]]
+    arguments += [head_dim**-0.5 * LOG2_E.value, *sizes]
+    constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile, "KEYS": _KEYS}
+    constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": _precision(q)}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    grid = triton.cdiv(groups, config.tile), batch * heads
+    launch(compressed_lse_kernel, grid, arguments, constants, options, integers_specialized(sizes))
+    return logs
+
+
 def choose_blocks(
     source: torch.Tensor,
     keys: torch.Tensor | None,
@@ -191,29 +331,38 @@ def choose_blocks(
     kv_len: int,
     config: ChoiceConfig | None = None,
     bounds: torch.Tensor | None = None,
+    compression: Compressed | None = None,
 ) -> torch.Tensor:
     """(batch, heads, groups, chosen + own) int32, ascending, then -1.
 
     source: q, (batch, heads or more, q_len, head_dim), or with kind "given" scores, (batch, heads, groups, blocks). keys: means of
-    whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; else None. The last dimensions are
-    contiguous. chosen, own: how many blocks of the best, and at most of the queries' own. config: the kind's by default. bounds:
-    (groups, 2) int32, the first block that a group may choose, and its own, in place of what the lengths say; with every=1.
+    whole blocks with kind "mean", (batch, kv_heads, blocks, head_dim) float32; with "max" k; with "softmax" compressed keys, which
+    ``compression`` tells of; else None. The last dimensions are contiguous. chosen, own: how many blocks of the best, and at most
+    of the queries' own. config: the kind's by default. bounds: (groups, 2) int32, the first block that a group may choose, and its
+    own, in place of what the lengths say; with every=1.
     """
     config = config or _CONFIGS[kind]
     groups = triton.cdiv(q_len, every)
     picks = torch.empty((source.shape[0], heads, groups, chosen + own), dtype=torch.int32, device=source.device)
     keys = source if keys is None else keys
     given = kind == "given"
+    logs = None
+    if compression is not None:
+        logs = compressed_lse(source, keys, compression, every, kv_len) if compression.logs is None else compression.logs
     arguments = [
         source,
         keys,
         picks,
         picks if bounds is None else bounds,
+        picks if logs is None else logs,
         heads,
         groups,
         kv_len,
         kv_len - q_len,
         1 if given else heads // keys.shape[1],
+        keys.shape[2],
+        groups,
+        source.shape[-1] ** -0.5 * LOG2_E.value,
     ]
     sizes = 1 if given else source.shape[3], *source.stride()[:3], *keys.stride()[:3]
     arguments += sizes
@@ -224,7 +373,14 @@ def choose_blocks(
         "KIND": _KINDS[kind].value,
         "BOUNDED": bounds is not None,
     }
-    constants |= {"TILE": config.tile, "COLUMNS": config.columns, "KEYS": min(block_size, _KEYS)}
+    length, stride = (1, 1) if compression is None else compression[:2]
+    constants |= {
+        "TILE": config.tile,
+        "COLUMNS": config.columns,
+        "KEYS": min(block_size, _KEYS),
+        "LENGTH": length,
+        "STRIDE": stride,
+    }
     constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     grid = triton.cdiv(groups, config.tile), source.shape[0] * heads

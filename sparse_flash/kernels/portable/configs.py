@@ -12,6 +12,7 @@ from math import log2
 import torch
 
 from ..common.config import Config, padded_head_dim
+from ..common.variant import KernelVariant
 from ..launch.tuned import choose, key_of, remembered
 
 # By padded head_dim. Measured on an H200 (bf16, torch 2.11, triton 3.6, 2026-11-20) over dense, causal, window and butterfly masks
@@ -62,6 +63,8 @@ _FLOAT32 = {
     128: Config(32, 32, 4, 2),
     256: Config(16, 16, 4, 2),
 }
+# With four warps dK and dV spill 880 bytes a thread at head_dim 64, and 1,400 to 1,800 at 128; with eight, at most 8.
+_GRAD_KV_FLOAT32 = _FLOAT32 | {64: Config(32, 32, 8, 2), 128: Config(32, 32, 8, 2)}
 
 
 # Compute capability 8.0. mma.sync products read operands from registers, so tiles are 64 x 64; three stages fit.
@@ -98,15 +101,15 @@ _FLOAT32_64 |= {256: Config(16, 16, 4, 1)}
 @dataclass(frozen=True)
 class Family:
     """Chips that share tables. chips: compute capabilities, or AMD's names. shared: bytes of shared memory available to a program.
-    measured: on which chip, where and when, or None: only compiled. tables: for 16-bit types, by kernel. float32: for all
-    kernels."""
+    measured: on which chip, where and when, or None: only compiled. tables: for 16-bit types, by kernel. float32: the same for
+    float32."""
 
     name: str
     chips: tuple[tuple[int, int] | str, ...]
     shared: int
     measured: str | None
     tables: dict[str, dict[int, Config]]
-    float32: dict[int, Config]
+    float32: dict[str, dict[int, Config]]
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -115,9 +118,14 @@ class Family:
     def amd(self) -> bool:
         return isinstance(self.chips[0], str)
 
+    @property
+    def holds_operands(self) -> bool:
+        """Whether the tensor cores take operands from registers alone (mma.sync)."""
+        return not self.amd and self.chips[0][0] not in (9, 10)
+
     def config(self, kernel: str, dtype: torch.dtype, dim: int) -> Config:
         """The config before it is fitted to a table's block. dim: padded."""
-        return (self.float32 if dtype == torch.float32 else self.tables[kernel])[dim]
+        return (self.float32 if dtype == torch.float32 else self.tables)[kernel][dim]
 
 
 def _tables(forward, grad_q, grad_kv, decode) -> dict[str, dict[int, Config]]:
@@ -125,25 +133,21 @@ def _tables(forward, grad_q, grad_kv, decode) -> dict[str, dict[int, Config]]:
 
 
 _HOPPER_TABLES = _tables(_FORWARD, _GRAD_Q, _GRAD_KV, _DECODE)
+_TABLES_80 = _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE)
+_TABLES_99 = _tables(_FORWARD_99, _GRAD_Q_99, _GRAD_KV_99, _DECODE_99)
+_TABLES_64 = _tables(_FORWARD_64, _GRAD_Q_64, _GRAD_KV_64, _DECODE_64)
+_FLOAT32_TABLES = _tables(_FLOAT32, _FLOAT32, _GRAD_KV_FLOAT32, _FLOAT32)
+_FLOAT32_TABLES_64 = _tables(*[_FLOAT32_64] * 4)
 HOPPER = Family(
-    "compute capability 9.0", ((9, 0),), 232448, "an H200, torch 2.11, triton 3.6, 2026-11-20", _HOPPER_TABLES, _FLOAT32
+    "compute capability 9.0", ((9, 0),), 232448, "an H200, torch 2.11, triton 3.6, 2026-11-20", _HOPPER_TABLES, _FLOAT32_TABLES
 )
 FAMILIES = (
     HOPPER,
     # tcgen05 products: two thirds of the registers of 9.0, and no spills.
-    Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32),
-    Family(
-        "compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _tables(_FORWARD_80, _GRAD_Q_80, _GRAD_KV_80, _DECODE), _FLOAT32
-    ),
-    Family(
-        "compute capability 8.6, 8.9, 12.x",
-        ((8, 6), (8, 9), (12, 0), (12, 1)),
-        101376,
-        None,
-        _tables(_FORWARD_99, _GRAD_Q_99, _GRAD_KV_99, _DECODE_99),
-        _FLOAT32,
-    ),
-    Family("gfx942", ("gfx942",), 65536, None, _tables(_FORWARD_64, _GRAD_Q_64, _GRAD_KV_64, _DECODE_64), _FLOAT32_64),
+    Family("compute capability 10.x", ((10, 0), (10, 3)), 232448, None, _HOPPER_TABLES, _FLOAT32_TABLES),
+    Family("compute capability 8.0", ((8, 0), (8, 7)), 166912, None, _TABLES_80, _FLOAT32_TABLES),
+    Family("compute capability 8.6, 8.9, 12.x", ((8, 6), (8, 9), (12, 0), (12, 1)), 101376, None, _TABLES_99, _FLOAT32_TABLES),
+    Family("gfx942", ("gfx942",), 65536, None, _TABLES_64, _FLOAT32_TABLES_64),
 )
 OLDEST = (8, 0)  # the oldest compute capability that Triton supports
 
@@ -212,9 +216,26 @@ def fitted(
     if block_size is None:
         return config
     tile_m, tile_n = min(config.tile_m, block_size), min(config.tile_n, block_size)
+    if (tile_m, tile_n) == (config.tile_m, config.tile_n):
+        return config
     # A tensor-core step needs 64 x 64 per warp group; smaller tiles leave warps idle.
     warps = max(1, min(config.num_warps, tile_m * tile_n // 512))
     return replace(config, tile_m=tile_m, tile_n=tile_n, num_warps=warps)
+
+
+def for_variant(config: Config, kernel: str, family: Family, given: KernelVariant, switches: dict, dim: int) -> Config:
+    """The config for a variant of a kernel. kernel: one of KERNELS. dim: padded.
+
+    dQ: a bias with a user's function takes 262 KB for 128 queries at head_dim 128, more than any chip has. Half the queries take
+    164 to 172 KB, and with the same warps spill half as much as with four. Lengths: where products hold their operands in
+    registers, four warps spill 200 to 1,600 bytes a thread at head_dim 128, and eight at most 100.
+    """
+    biased = given.rel_bias is not None and switches["SCORE"] is not None
+    if kernel == "grad_q" and biased and dim >= 128 and config.tile_m * config.tile_n > 64 * 64:
+        config = replace(config, tile_m=config.tile_m // 2)
+    if given.q_lens is not None and family.holds_operands and dim >= 128 and config.tile_m * config.tile_n >= 32 * 64:
+        config = replace(config, num_warps=max(8, config.num_warps))
+    return config
 
 
 KERNELS = ("forward", "grad_q", "grad_kv")

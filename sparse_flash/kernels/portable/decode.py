@@ -36,7 +36,7 @@ from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors,
 from .configs import decode_config, family_of
 
 
-class _Cache(NamedTuple):
+class Cache(NamedTuple):
     """Keys and values of all sequences. Strides are in units of VECTOR elements; without pages (PAGE 0) page strides are batch
     strides. tokens: of the program's sequence. HEAD_DIM, DIM: actual and padded."""
 
@@ -114,7 +114,7 @@ class _Output(NamedTuple):
     DIM_V: Any
 
 
-class _Splits(NamedTuple):
+class Splits(NamedTuple):
     """Which split of its tile a program is, and where programs that share a tile's keys (SPLIT) store their results: the outputs of
     all tiles, then their logs, ROWS rows per split. arrived: int32 zeros, one per tile. COMBINED: splits that are combined at a
     time."""
@@ -131,7 +131,7 @@ class _Splits(NamedTuple):
 
 
 @triton.jit
-def _page(pages, cache, position):
+def page_of_step(pages, cache, position):
     """The pages that hold a step's tokens: one, or (TILE_N,) if a step spans several; not used without pages."""
     if cache.PAGE == 0:
         page = position
@@ -144,7 +144,7 @@ def _page(pages, cache, position):
 
 
 @triton.jit
-def _rows(cache, page, token, page_stride, token_stride):
+def rows_of_cache(cache, page, token, page_stride, token_stride):
     """The start of these tokens' rows, (TILE_N, 1), as offsets within their head."""
     if cache.PAGE == 0:
         row = token.to(tl.int64) * token_stride
@@ -166,15 +166,15 @@ def _walk(state, tile, queries, cache, split, table):
     in_block = position - split.row * BLOCK if table.SPARSE else position
     within = (in_block >= 0) & (in_block < BLOCK) if table.SPARSE else in_block >= 0
     first = step_position(table, split.begin, split.end, TILE_N)
-    page = _page(tile.pages, cache, first)
+    page = page_of_step(tile.pages, cache, first)
     for step in tl.range(split.begin, split.end):
         token = first + tl.arange(0, TILE_N)
         exists = token < cache.tokens
         # Memory past the last key may hold anything, even NaN, which a weight of 0 would not cancel.
         load, load_v = exists[:, None] & (dim < cache.HEAD_DIM), exists[:, None] & (dim_v < cache.HEAD_DIM_V)
-        key_rows = tile.k + _rows(cache, page, token, cache.k_page_stride, cache.k_token_stride)
+        key_rows = tile.k + rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride)
         keys = tl.load(key_rows + dim, mask=load, other=0.0)
-        value_rows = tile.v + _rows(cache, page, token, cache.v_page_stride, cache.v_token_stride)
+        value_rows = tile.v + rows_of_cache(cache, page, token, cache.v_page_stride, cache.v_token_stride)
         values = tl.load(value_rows + dim_v, mask=load_v, other=0.0)
         kept = exists[None, :]
         if queries.SEVERAL:
@@ -193,7 +193,7 @@ def _walk(state, tile, queries, cache, split, table):
                 kept = kept & kept_pairs(table, entry, pairs, RUNS)
         # The table is read one step ahead, so no key load waits for it.
         first = step_position(table, step + 1, split.end, TILE_N)
-        page = _page(tile.pages, cache, first)
+        page = page_of_step(tile.pages, cache, first)
         scores = tl.dot(q, keys.T, input_precision="ieee")
         scores = tl.where(kept, scores * queries.score_scale, -float("inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
@@ -228,7 +228,7 @@ def _query_of(queries, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _finished(state):
+def finished(state):
     """(out, log2 of the softmax sum) of a softmax state: 0 and -inf if nothing was kept."""
     accumulator, running_max, running_sum = state
     keeps_nothing = running_sum == 0.0
@@ -239,7 +239,7 @@ def _finished(state):
 @triton.jit
 def _store(state, output, queries, ROWS: tl.constexpr):
     """Stores the results of a tile's ROWS rows."""
-    values, log = _finished(state)
+    values, log = finished(state)
     member, query, exists = _query_of(queries, ROWS)
     row = queries.batch * output.batch_stride + (queries.head + member) * output.head_stride + query * output.token_stride
     dim = tl.arange(0, output.DIM_V)[None, :]
@@ -250,18 +250,28 @@ def _store(state, output, queries, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _store_split(state, results, logs, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
-    """Stores this program's results among the splits of its tile."""
-    values, log = _finished(state)
+def stored_split(state, splits, TILE_M: tl.constexpr, DIM_V: tl.constexpr):
+    """Stores this program's results among the splits of its tile. Returns where those are, (results, logs), and whether it is the
+    last one to arrive, which combines them."""
+    first_row = splits.tile.to(tl.int64) * splits.count * splits.ROWS
+    logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
+    results = splits.results + first_row * DIM_V
+    values, log = finished(state)
     row = tl.arange(0, TILE_M)
     place = splits.number * splits.ROWS + row
     # A split that keeps nothing stores 0, so loading it need not wait for its log.
     tl.store(results + place[:, None] * DIM_V + tl.arange(0, DIM_V)[None, :], values, mask=(row < splits.ROWS)[:, None])
     tl.store(logs + place, log, mask=row < splits.ROWS)
+    # Every thread must have written its part of the split before one of them signals it.
+    tl.debug_barrier()
+    last = tl.atomic_add(splits.arrived + splits.tile, 1, sem="acq_rel", scope="gpu") == splits.count - 1
+    if last:
+        tl.store(splits.arrived + splits.tile, 0)
+    return results, logs, last
 
 
 @triton.jit
-def _combined(results, logs, splits, DIM_V: tl.constexpr):
+def combined(results, logs, splits, DIM_V: tl.constexpr):
     """The softmax state of a tile, combined from its splits in order. COMBINED of them are in flight at a time; each thread holds
     the same elements of every split, so no data moves between threads."""
     ROWS: tl.constexpr = splits.ROWS
@@ -331,15 +341,9 @@ def _compute_tile(queries, cache, splits, rows, table, output):
         end = (steps * (splits.number + 1)) // splits.count
         state = _walk(state, tile, queries, cache, _Split(begin, end, None, None), table)
     if splits.SPLIT:
-        first_row = splits.tile.to(tl.int64) * splits.count * splits.ROWS
-        logs = splits.results + splits.tiles.to(tl.int64) * splits.count * splits.ROWS * DIM_V + first_row
-        results = splits.results + first_row * DIM_V
-        _store_split(state, results, logs, splits, TILE_M, DIM_V)
-        # Every thread must have written its part of the split before one of them signals it.
-        tl.debug_barrier()
-        if tl.atomic_add(splits.arrived + splits.tile, 1, sem="acq_rel", scope="gpu") == splits.count - 1:
-            tl.store(splits.arrived + splits.tile, 0)
-            _store(_combined(results, logs, splits, DIM_V), output, queries, splits.ROWS)
+        results, logs, last = stored_split(state, splits, TILE_M, DIM_V)
+        if last:
+            _store(combined(results, logs, splits, DIM_V), output, queries, splits.ROWS)
     else:
         _store(state, output, queries, TILE_M)
 
@@ -412,7 +416,7 @@ def decode_kernel(
 
     group: query heads that share a key head. members: how many of them are stacked, all or one. Strides of q, k and v are in units
     of VECTOR elements. HEAD_DIM, DIM: of q and k, actual and padded; HEAD_DIM_V, DIM_V: of v and out. Without pages, page strides
-    are batch strides. split_results, arrived, SPLIT, ROWS, COMBINED: see ``_Splits``.
+    are batch strides. split_results, arrived, SPLIT, ROWS, COMBINED: see ``Splits``.
     AT_END: the table is square, and the queries are the last of the sequence; otherwise its rows are the queries.
     """
     tile, number = tl.program_id(0), tl.program_id(1)
@@ -427,9 +431,9 @@ def decode_kernel(
     _compute_tile(
         _Queries(q_ptr, q_batch_stride, q_head_stride, q_token_stride, batch, head, kv_head, heads, members, first_row, q_len,
                  score_scale, SEVERAL, CAUSAL, AT_END, TILE_M),
-        _Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
+        Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
                block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
-        _Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
+        Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED),
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, None, q_blocks),
         WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         _Output(out_ptr, lse_ptr, out_batch_stride, out_head_stride, out_token_stride, HEAD_DIM_V, DIM_V),
@@ -518,9 +522,7 @@ def _plan(
     stored = min(tile_m, 1 << (rows - 1).bit_length())
     tokens = k_shape[2] if pages is None else k_shape[2] * pages[1]
     splits = splits or _splits(tiles, tokens, table, tile_n, device)
-    strides = *q_strides[:3], *k_strides[:3], *v_strides[:3]
-    vector = 16 // dtype.itemsize
-    vector = vector if gcd(vector, *strides) == vector else 1
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides)
     like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
     constants = {
         "HEAD_DIM": head_dim,
@@ -542,7 +544,7 @@ def _plan(
         "VECTOR": vector,
     }
     numbers = (
-        *(stride // vector for stride in strides),
+        *strides,
         *empty_out(like_q, v_head_dim).stride()[:3],
         0 if pages is None else pages[1],
         heads,
@@ -555,6 +557,14 @@ def _plan(
     )
     split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
     return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
+
+
+def strides_in_vectors(dtype: torch.dtype, *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(VECTOR, strides of batch, head and token of each tensor in units of it): 16 bytes, if all are multiples."""
+    some = [stride for of_tensor in strides for stride in of_tensor[:3]]
+    vector = 16 // dtype.itemsize
+    vector = vector if gcd(vector, *some) == vector else 1
+    return vector, tuple(stride // vector for stride in some)
 
 
 def combined_at_a_time(rows: int, dim: int) -> int:

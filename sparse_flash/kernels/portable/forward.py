@@ -29,7 +29,7 @@ from ..common.variant import kernel_variant, launch_options
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
 from ..launch.replay import known_call
-from .configs import forward_config
+from .configs import family_of, for_variant, forward_config
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import scored
@@ -212,6 +212,7 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
         run(config)
         return out, lse
     config = forward_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
+    config = for_variant(config, "forward", family_of(q.device), given, switches, max(dim, dim_v))
     run_within_memory(run, config, lambda: ("forward", q.device, q.dtype, dim, dim_v, block_size, kinds, *switches.values()))
     if variant is None:
         recording.finish()

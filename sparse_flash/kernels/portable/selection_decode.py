@@ -1,0 +1,303 @@
+"""The portable kernel for few queries that each picked blocks of keys: walks the picked blocks of a cache and no others.
+
+As in ``decode``, programs share a query's keys, and the last one of a tile to arrive combines their results in a fixed order: one
+launch, and bitwise repeatable. A tile has the query heads that share a choice as its rows.
+
+Source: arXiv:2307.08691, Alg. 1 (softmax and the log of its sum); https://pytorch.org/blog/flash-decoding (the splits).
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.config import padded_head_dim
+from ..common.layout import empty_out
+from ..common.tiles import FLOOR, LN_2, LOG2_E
+from ..launch.launch import arrival_counters, launch_or_repeat, multiprocessors
+from .configs import decode_config, family_of
+from .decode import (
+    Cache,
+    DecodePlan,
+    Splits,
+    combined,
+    combined_at_a_time,
+    finished,
+    page_of_step,
+    rows_of_cache,
+    stored_split,
+    strides_in_vectors,
+)
+
+
+@triton.jit
+def _position_of_step(picks, step, end, BLOCK: tl.constexpr, TILE_N: tl.constexpr):
+    """The first key of a step over the picks of a query."""
+    STEPS: tl.constexpr = BLOCK // TILE_N
+    return tl.load(picks + step // STEPS, mask=step < end, other=0) * BLOCK + step % STEPS * TILE_N
+
+
+@triton.jit
+def _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
+    """The softmax state of steps begin .. end - 1 over the picks of a query at this position."""
+    accumulator = tl.zeros([TILE_M, cache.DIM_V], tl.float32)
+    running_max = tl.full([TILE_M], FLOOR, tl.float32)
+    running_sum = tl.zeros([TILE_M], tl.float32)
+    TILE_N: tl.constexpr = cache.TILE_N
+    dim, dim_v = tl.arange(0, cache.DIM)[None, :], tl.arange(0, cache.DIM_V)[None, :]
+    first = _position_of_step(picks, begin, end, BLOCK, TILE_N)
+    page = page_of_step(pages, cache, first)
+    for step in tl.range(begin, end):
+        token = first + tl.arange(0, TILE_N)
+        # Memory past the last key may hold anything, even NaN, which a weight of 0 would not cancel.
+        kept = token <= position
+        load, load_v = kept[:, None] & (dim < cache.HEAD_DIM), kept[:, None] & (dim_v < cache.HEAD_DIM_V)
+        keys = tl.load(k + rows_of_cache(cache, page, token, cache.k_page_stride, cache.k_token_stride) + dim, mask=load, other=0.0)
+        value_rows = v + rows_of_cache(cache, page, token, cache.v_page_stride, cache.v_token_stride)
+        values = tl.load(value_rows + dim_v, mask=load_v, other=0.0)
+        # Picks are read one step ahead, so no key load waits for them.
+        first = _position_of_step(picks, step + 1, end, BLOCK, TILE_N)
+        page = page_of_step(pages, cache, first)
+        scores = tl.dot(q, keys.T, input_precision="ieee")
+        scores = tl.where(kept[None, :], scores * score_scale, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.math.exp2(scores - new_max[:, None])
+        rescale = tl.math.exp2(running_max - new_max)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * rescale[:, None], input_precision="ieee")
+        running_max = new_max
+    return accumulator, running_max, running_sum
+
+
+class _Members(NamedTuple):
+    """Members ``first`` and later of a query's heads, which share a choice. q, out, lse: those of member 0. Strides are from one
+    member to the next; q_stride in units of the cache's VECTOR. TILE_M: rows of a tile."""
+
+    q: Any
+    out: Any
+    lse: Any
+    first: Any
+    members: Any
+    q_stride: Any
+    out_stride: Any
+    lse_stride: Any
+    TILE_M: Any
+
+
+@triton.jit
+def _store(state, rows, cache, ROWS: tl.constexpr):
+    values, log = finished(state)
+    member = rows.first + tl.arange(0, ROWS).to(tl.int64)
+    dim = tl.arange(0, cache.DIM_V)[None, :]
+    place = rows.out + (member * rows.out_stride)[:, None] + dim
+    exists = member < rows.members
+    tl.store(place, values.to(rows.out.dtype.element_ty), mask=exists[:, None] & (dim < cache.HEAD_DIM_V))
+    tl.store(rows.lse + member * rows.lse_stride, log * LN_2, mask=exists)
+
+
+@triton.jit
+def _compute(rows, position, k, v, pages, cache, picks, steps, splits, score_scale, BLOCK: tl.constexpr):
+    """out and lse of this program's rows, or its split of them. steps: over all picks of the query."""
+    member = rows.first + tl.arange(0, rows.TILE_M).to(tl.int64)
+    dim = tl.arange(0, cache.DIM)[None, :]
+    load = (member < rows.members)[:, None] & (dim < cache.HEAD_DIM)
+    q = tl.load(rows.q + (member * rows.q_stride * cache.VECTOR)[:, None] + dim, mask=load, other=0.0)
+    begin, end = (steps * splits.number) // splits.count, (steps * (splits.number + 1)) // splits.count
+    state = _walk(q, position, k, v, pages, cache, picks, begin, end, score_scale, BLOCK, rows.TILE_M)
+    if splits.SPLIT:
+        results, logs, last = stored_split(state, splits, rows.TILE_M, cache.DIM_V)
+        if last:
+            _store(combined(results, logs, splits, cache.DIM_V), rows, cache, splits.ROWS)
+    else:
+        _store(state, rows, cache, rows.TILE_M)
+
+
+NOT_SPECIALIZED = ["pickers", "groups", "group", "members", "row_tiles", "q_len", "kv_len"]
+NOT_SPECIALIZED += [f"{name}_stride" for name in ("q_batch", "q_head", "q_token", "out_batch", "out_head", "out_token")]
+NOT_SPECIALIZED += [f"{name}_stride" for name in ("k_page", "k_head", "k_token", "v_page", "v_head", "v_token", "table")]
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def selection_decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    picks,
+    split_results,
+    arrived,
+    kv_lens,
+    block_table,
+    q_batch_stride: tl.int64,
+    q_head_stride: tl.int64,
+    q_token_stride: tl.int64,
+    k_page_stride: tl.int64,
+    k_head_stride: tl.int64,
+    k_token_stride: tl.int64,
+    v_page_stride: tl.int64,
+    v_head_stride: tl.int64,
+    v_token_stride: tl.int64,
+    out_batch_stride: tl.int64,
+    out_head_stride: tl.int64,
+    out_token_stride: tl.int64,
+    table_stride: tl.int64,
+    pickers,
+    groups,
+    group,
+    members,
+    row_tiles,
+    q_len,
+    kv_len,
+    score_scale,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    DIM_V: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    EVERY: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One program for a query, up to TILE_M of the heads that share its choice, and a share of its picked blocks.
+
+    picks: (batch, pickers, groups, SLOTS) int32, ascending, then -1; EVERY queries share a group's. members: query heads that share
+    a choice. group: those that share a key head. row_tiles: tiles of members. score_scale: scale * log2(e). PADDED: SLOTS as a
+    power of two. The rest as for ``decode_kernel``.
+    """
+    tile, number = tl.program_id(0), tl.program_id(1)
+    tiles, count = tl.num_programs(0), tl.num_programs(1)
+    first = tile % row_tiles * TILE_M
+    query = tile // row_tiles % q_len
+    picker = tile // row_tiles // q_len % pickers
+    batch = (tile // row_tiles // q_len // pickers).to(tl.int64)
+    head = (picker * members).to(tl.int64)
+    length = tl.maximum(tl.minimum(tl.load(kv_lens + batch), kv_len), 0) if HAS_LENS else kv_len
+    position = length - q_len + query
+    picks += ((batch * pickers + picker) * groups + query // EVERY) * SLOTS
+    slot = tl.arange(0, PADDED)
+    pick = tl.load(picks + slot, mask=slot < SLOTS, other=-1)
+    # The first ones, as picks ascend.
+    steps = tl.sum(((pick >= 0) & (pick * BLOCK <= position)).to(tl.int32), 0) * (BLOCK // TILE_N)
+    k = k_ptr + head // group * k_head_stride * VECTOR
+    v = v_ptr + head // group * v_head_stride * VECTOR
+    if PAGE == 0:
+        k += batch * k_page_stride * VECTOR
+        v += batch * v_page_stride * VECTOR
+    q = q_ptr + (batch * q_batch_stride + head * q_head_stride + query * q_token_stride) * VECTOR
+    out = out_ptr + batch * out_batch_stride + head * out_head_stride + query * out_token_stride
+    lse = lse_ptr + (batch * pickers * members + head) * q_len + query
+    # fmt: off
+    _compute(
+        _Members(q, out, lse, first, members, q_head_stride, out_head_stride, q_len, TILE_M), position, k, v,
+        block_table + batch * table_stride,
+        Cache(k_ptr, v_ptr, k_page_stride, k_head_stride, k_token_stride, v_page_stride, v_head_stride, v_token_stride,
+              block_table, table_stride, length, HEAD_DIM, DIM, HEAD_DIM_V, DIM_V, TILE_N, PAGE, VECTOR),
+        picks, steps, Splits(tile, number, tiles, count, split_results, arrived, SPLIT, ROWS, COMBINED), score_scale, BLOCK,
+    )
+    # fmt: on
+
+
+def selection_decode(
+    q, k, v, picks, block_size, every, scale, *, kv_lens=None, block_table=None, config=None, splits=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads, q_len, v's head_dim) in q's memory order, lse (batch, heads, q_len) float32.
+
+    q, k, v, kv_lens, block_table: as for ``attention_decode`` in ``decode``. picks: (batch, heads that pick, groups, n) int32,
+    contiguous, of blocks of block_size keys, ascending, each once, then -1; every: queries of a group. splits: programs that share
+    a query's blocks; by default enough to fill the GPU.
+    """
+    pages = None if block_table is None else tuple(block_table.shape)
+    layout = tuple(q.shape), q.stride(), tuple(k.shape), k.stride(), v.shape[3], v.stride(), tuple(picks.shape)
+    shape = q.device, q.dtype, *layout, block_size, every, pages, kv_lens is not None, config, splits
+    plan = _plan(*shape)
+    out = empty_out(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    split_results = arrived = lse
+    if plan.split_numbers:
+        split_results = torch.empty(plan.split_numbers, dtype=torch.float32, device=q.device)
+        arrived = arrival_counters(plan.grid[0], q.device)
+    lens = lse if kv_lens is None else kv_lens
+    where = lse if block_table is None else block_table
+    tensors = q, k, v, out, lse, picks, split_results, arrived, lens, where
+
+    def prepared():
+        return plan.grid, [*tensors, *plan.numbers, scale * LOG2_E.value], plan.constants, plan.options
+
+    launch_or_repeat(selection_decode_kernel, None, (*shape, scale), tensors, prepared)
+    return out, lse
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device,
+    dtype,
+    q_shape,
+    q_strides,
+    k_shape,
+    k_strides,
+    v_head_dim,
+    v_strides,
+    picks_shape,
+    block_size,
+    every,
+    pages,
+    has_lens,
+    config,
+    splits,
+) -> DecodePlan:
+    """pages: the shape of the block table, or None."""
+    batch, heads, q_len, head_dim = q_shape
+    pickers, groups, slots = picks_shape[1:]
+    members = heads // pickers
+    config = config or decode_config(dtype, head_dim, block_size, members, v_head_dim, family_of(device))
+    tile_m, tile_n, dim_v = config.tile_m, config.tile_n, padded_head_dim(v_head_dim)
+    row_tiles = -(-members // tile_m)
+    tiles = batch * pickers * q_len * row_tiles
+    stored = min(tile_m, 1 << (members - 1).bit_length())
+    # Two programs per multiprocessor, but none without a step.
+    splits = splits or max(1, min(2 * multiprocessors(device) // tiles, slots * (block_size // tile_n)))
+    vector, strides = strides_in_vectors(dtype, q_strides, k_strides, v_strides)
+    like_q = torch.empty_strided(q_shape, q_strides, dtype=dtype, device="meta")
+    constants = {
+        "HEAD_DIM": head_dim,
+        "DIM": padded_head_dim(head_dim),
+        "HEAD_DIM_V": v_head_dim,
+        "DIM_V": dim_v,
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "ROWS": stored,
+        "COMBINED": combined_at_a_time(stored, dim_v),
+        "BLOCK": block_size,
+        "SLOTS": slots,
+        "PADDED": max(2, triton.next_power_of_2(slots)),
+        "EVERY": every,
+        "HAS_LENS": has_lens,
+        "SPLIT": splits > 1,
+        "PAGE": 0 if pages is None else k_shape[2],
+        "VECTOR": vector,
+    }
+    numbers = (
+        *strides,
+        *empty_out(like_q, v_head_dim).stride()[:3],
+        0 if pages is None else pages[1],
+        pickers,
+        groups,
+        heads // k_shape[1],
+        members,
+        row_tiles,
+        q_len,
+        k_shape[2] if pages is None else k_shape[2] * pages[1],
+    )
+    split_numbers = tiles * splits * stored * (dim_v + 1) if splits > 1 else 0
+    return DecodePlan((tiles, splits), split_numbers, numbers, constants, config.options)
