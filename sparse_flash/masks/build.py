@@ -414,18 +414,7 @@ def in_tall_rows(mask: BlockMask) -> TallRows | None:
 
 def in_document_blocks(mask: BlockMask) -> DocumentBlocks | None:
     """See ``BlockMask.by_document``."""
-    make = mask.__dict__.get("_make_by_document")
-    if make is None:
-        return _derived(mask, "_by_document", document_blocks)
-    if "_by_document" not in mask.__dict__:
-        mask.__dict__.setdefault("_by_document", make(mask))
-    return cast("DocumentBlocks | None", mask.__dict__["_by_document"])
-
-
-def may_lie_by_document(mask: BlockMask, make: Callable[[BlockMask], DocumentBlocks | None]) -> None:
-    """Lets a mask made at run time have blocks by document, which ``make`` makes of it without synchronization if a kernel wants
-    them."""
-    mask.__dict__["_make_by_document"] = make
+    return _derived(mask, "_by_document", document_blocks)
 
 
 def _derived(mask: BlockMask, name: str, make: Callable[[BlockMask], DERIVED]) -> DERIVED | None:

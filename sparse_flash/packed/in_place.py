@@ -10,7 +10,7 @@ nothing synchronizes with the host, and shapes depend only on the numbers of tok
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property
 from operator import index
 from typing import NamedTuple
 
@@ -21,9 +21,9 @@ from ..backends import triton as portable
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_mask import BlockMask
-from ..masks.build import from_entries, may_lie_by_document
+from ..masks.build import from_entries
 from ..masks.cache import as_operations_take_them, keep_if_captured, made_apart
-from ..masks.document_blocks import DocumentBlocks, document_blocks
+from ..masks.document_blocks import DocumentBlocks
 from ..masks.grid import BlockGrid, ranges
 from ..masks.memory import remembered
 from ..masks.select_blocks import work_of
@@ -44,15 +44,14 @@ from .repack import (
     power_of_two,
 )
 
-# Blocks that start where documents start pay for documents of so many tokens on average, of drawn lengths, under patterns of which a
-# query keeps runs of up to so many keys (docs/performance.md).
-_LEAST_MEAN, _LEAST_RUN = 512, 1024
+# Blocks that start where documents start pay for calls of so many tokens, with so many in a document on average, of drawn lengths,
+# under patterns of which a query keeps runs of up to so many keys (docs/performance.md).
+_LEAST_TOKENS, _LEAST_MEAN, _LEAST_RUN = 16384, 512, 1024
 
 
 class InPlacePlan(NamedTuple):
     """What the host knows of a call: tokens and longest document of queries and keys; queries of the long document before position
-    0; capacity for entries and for tiles; whether keys share the documents of the queries; capacity for blocks that start where
-    documents start, their entries and their tiles, 0 if documents are too short for them."""
+    0; capacity for entries and for tiles; whether keys share the documents of the queries."""
 
     q_tokens: int
     k_tokens: int
@@ -62,9 +61,6 @@ class InPlacePlan(NamedTuple):
     entries: int
     tiles: int
     same: int  # 0 or 1: operators take a plan as integers
-    own_blocks: int
-    own_entries: int
-    own_tiles: int
 
 
 def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None:
@@ -79,39 +75,31 @@ def mask_in_place(pattern, queries: Side, keys: Side | None) -> BlockMask | None
     # index() turns symbolic lengths into plain numbers: a compiled graph holds the runs of one long document.
     q_tokens, q_longest, k_tokens, k_longest = map(index, (*queries[1:], *keys[1:]))
     plain = is_plain_eager(*starts)
-    documents = len(starts[0]) - 1 if plain and same else 0
-    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents, starts[0].device)
+    if plain and same and _may_lie_by_document(starts[0], q_tokens):
+        runs = _runs_of(pattern, q_longest, q_longest, True, starts[0].device)
+        if runs is not None and runs.longest >= _LEAST_RUN:
+            return _MaskOfDocuments(runs, starts[0], q_tokens, q_longest)
+    plan, constants = _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, starts[0].device)
     if not plan:
         return None
-    constants = as_operations_take_them(constants)
-    if not plain:
-        return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, _assemble_operator(constants, *starts, plan))
-    tensors, make = _assemble(constants, *starts, plan)
-    mask = BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, tensors)
-    if InPlacePlan(*plan).own_blocks:
-        may_lie_by_document(mask, make)
-    return mask
+    run = _assemble if plain else _assemble_operator
+    return BlockMask.from_tensors(queries.tokens, keys.tokens, BLOCK, run(as_operations_take_them(constants), *starts, plan))
+
+
+def _may_lie_by_document(starts: torch.Tensor, tokens: int) -> bool:
+    documents = len(starts) - 1
+    return documents > 1 and tokens >= max(_LEAST_TOKENS, documents * _LEAST_MEAN) and gather_rows.by_kernels(starts.device)
 
 
 @constant_in_graphs
-def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, documents, device) -> tuple[list[int], list[torch.Tensor]]:
-    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs.
-
-    documents: their number, if their blocks may start where they start, otherwise 0.
-    """
-    # Rounded to powers of two, to compile for few lengths.
-    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
-    runs = _long_runs(pattern, k_height, 0 if same else before, device)
+def _planned(pattern, q_tokens, q_longest, k_tokens, k_longest, same, device) -> tuple[list[int], list[torch.Tensor]]:
+    """(the fields of an InPlacePlan, the arguments of _assemble); both empty for a pattern that does not keep single runs."""
+    runs = _runs_of(pattern, q_longest, k_longest, same, device)
     if runs is None:
         return [], []
     q_blocks, k_blocks = -(-q_tokens // BLOCK), -(-k_tokens // BLOCK)
     room = runs.room(q_blocks, k_blocks, -(-k_longest // BLOCK))
-    own = (0, 0, 0)
-    if documents > 1 and documents * _LEAST_MEAN <= q_tokens and runs.longest >= _LEAST_RUN:
-        own_blocks = most_blocks(q_tokens, documents)
-        own = (own_blocks, *runs.room(own_blocks, own_blocks, -(-k_longest // BLOCK)))
-    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *room, same, *own)
-    keep_if_captured(runs, device)
+    sizes = (q_tokens, k_tokens, q_longest, k_longest, runs.before * BLOCK, *room, same)
     return [*map(int, sizes)], runs.constants
 
 
@@ -159,6 +147,16 @@ class _LongRuns:
         return int(np.ceil(q_blocks * each.max())) + 2 * (k_blocks + q_blocks)
 
 
+def _runs_of(pattern, q_longest: int, k_longest: int, same: bool, device) -> _LongRuns | None:
+    """Of documents up to these lengths; None for a pattern that does not keep single runs."""
+    # Rounded to powers of two, to compile for few lengths.
+    k_height, before = (power_of_two(-(-longest // BLOCK)) for longest in (k_longest, q_longest))
+    runs = _long_runs(pattern, k_height, 0 if same else before, device)
+    if runs is not None:
+        keep_if_captured(runs, device)
+    return runs
+
+
 @remembered(maxsize=64)
 def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     def make() -> _LongRuns | None:
@@ -168,25 +166,63 @@ def _long_runs(pattern, k_blocks, before, device) -> _LongRuns | None:
     return made_apart(make)
 
 
-def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
-    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask, and what makes its ``DocumentBlocks`` if the plan has
-    room for them."""
-    if not gather_rows.by_kernels(q_starts.device):
-        return _on_host(constants, q_starts, k_starts, InPlacePlan(*plan)), document_blocks
-    from ..kernels.packed.repack import lay_out
+class _MaskOfDocuments(BlockMask):
+    """Its blocks may also start where documents start. A call walks either these or the mask's own: kernels make each table when it
+    is first read, for the documents that there were when the mask was made."""
 
+    def __init__(self, runs: _LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
+        plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, same=1)
+        _, mask_index, tile_bits = runs.constants
+        vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index, tile_bits=tile_bits)
+        vars(self).update(_runs=runs, _plan=plan, _layout=_layout(cu_seqlens, cu_seqlens, plan))
+
+    @property
+    def by_query(self) -> Table:
+        return self._on_grid.by_query
+
+    @property
+    def by_key(self) -> Table:
+        return self._on_grid.by_key
+
+    @property
+    def tile_runs(self) -> torch.Tensor:
+        return self._on_grid.tile_runs
+
+    @cached_property
+    def _on_grid(self) -> BlockMask:
+        entries, tiles = self._room(-(-self.q_len // BLOCK))
+        plan = self._plan._replace(entries=entries, tiles=tiles)
+        return BlockMask.from_tensors(*self.sizes, _on_device(self._runs.constants, self._layout, plan))
+
+    @cached_property
+    def by_document(self) -> DocumentBlocks:
+        from ..kernels.packed.document_blocks import fill_document_blocks
+
+        runs, mask_index, tile_bits = self._runs.constants
+        blocks = most_blocks(self.q_len, self._layout.shape[1] - 1)
+        with portable.current_device(self.device):
+            rows, columns, tile_runs, starts = fill_document_blocks(self._layout, runs, blocks, self.q_len, *self._room(blocks), BLOCK)
+        no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
+        by_query, by_key = (Table(*lines, no_splits) for lines in (rows, columns))
+        return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
+
+    def _room(self, blocks: int) -> tuple[int, int]:
+        return self._runs.room(blocks, blocks, -(-self._plan.k_longest // BLOCK))
+
+
+def _assemble(constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]):
+    """constants, plan: from ``_planned``. Returns the tensors of a BlockMask."""
     whole = InPlacePlan(*plan)
-    q_tokens, k_tokens, q_longest, k_longest, *_ = plan
-    with portable.current_device(q_starts.device):
-        layout = lay_out(q_starts, k_starts, q_tokens, k_tokens, q_longest, k_longest, BLOCK, bool(whole.same))
-        return _on_device(constants, layout, whole), partial(_document_blocks, constants, layout, whole)
+    if not gather_rows.by_kernels(q_starts.device):
+        return _on_host(constants, q_starts, k_starts, whole)
+    return _on_device(constants, _layout(q_starts, k_starts, whole), whole)
 
 
 @torch.library.custom_op("sparse_flash::assemble_runs", mutates_args=())
 def _assemble_operator(
     constants: list[torch.Tensor], q_starts: torch.Tensor, k_starts: torch.Tensor, plan: list[int]
 ) -> list[torch.Tensor]:
-    return own_tensors(_assemble(constants, q_starts, k_starts, plan)[0], constants)
+    return own_tensors(_assemble(constants, q_starts, k_starts, plan), constants)
 
 
 @_assemble_operator.register_fake
@@ -199,32 +235,27 @@ def _(constants, q_starts, k_starts, plan):
     return [constants[0].new_empty(shape) for shape in shapes]
 
 
+def _layout(q_starts: torch.Tensor, k_starts: torch.Tensor, plan: InPlacePlan) -> torch.Tensor:
+    from ..kernels.packed.repack import lay_out
+
+    with portable.current_device(q_starts.device):
+        return lay_out(q_starts, k_starts, plan.q_tokens, plan.k_tokens, plan.q_longest, plan.k_longest, BLOCK, bool(plan.same))
+
+
 def _on_device(constants, layout: torch.Tensor, plan: InPlacePlan) -> list[torch.Tensor]:
-    """The tensors of a BlockMask, by kernels."""
+    """``_assemble`` using kernels. layout: from ``_layout``."""
     from ..kernels.packed.spans import fill_spans
 
     runs, mask_index, tile_bits = constants
     rows, k_rows = -(-plan.q_tokens // BLOCK), -(-plan.k_tokens // BLOCK)
-    by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
-    work = work_of(by_query[:3], by_key[:3], k_rows, rows)
+    with portable.current_device(layout.device):
+        by_query, by_key, tile_runs = fill_spans(layout, runs, rows, k_rows, plan.before, plan.entries, plan.tiles, BLOCK)
+        work = work_of(by_query[:3], by_key[:3], k_rows, rows)
     return [mask_index, *by_query, *work[0], *by_key, *work[1], tile_runs, tile_bits]
 
 
-def _document_blocks(constants, layout: torch.Tensor, plan: InPlacePlan, mask: BlockMask) -> DocumentBlocks:
-    """The same mask in blocks that start where documents start, by kernels."""
-    from ..kernels.packed.document_blocks import fill_document_blocks
-
-    runs, mask_index, tile_bits = constants
-    with portable.current_device(layout.device):
-        room = plan.own_blocks, plan.q_tokens, plan.own_entries, plan.own_tiles
-        rows, columns, tile_runs, starts = fill_document_blocks(layout, runs, *room, BLOCK)
-        no_splits = starts.new_zeros((1, 2, SPLIT_FIELDS))
-    by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
-    return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
-
-
 def _on_host(constants, q_starts, k_starts, plan: InPlacePlan) -> list[torch.Tensor]:
-    """``_on_device`` using NumPy: the reference for the kernels."""
+    """``_assemble`` using NumPy: the reference for the kernels."""
     grid = BlockGrid(plan.q_tokens, plan.k_tokens, BLOCK)
     first, stop = _packed_runs(constants[0].cpu().numpy().astype(np.int64), q_starts, k_starts, plan)
     padded = np.zeros((2, grid.q_blocks * BLOCK), np.int64)

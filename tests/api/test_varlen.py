@@ -337,7 +337,7 @@ def test_there_is_room_for_any_lengths(pattern, lengths, same, beyond, slack):
     longest = max(q_lens) + slack, max(k_lens) + slack
     sides = [repack.Side(torch.tensor(bounds(n)), *rest) for n, *rest in zip((q_lens, k_lens), tokens, longest, strict=True)]
     sizes = sides[0][1:] + sides[1][1:]
-    plan, constants = in_place._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, 0, torch.device("cpu"))
+    plan, constants = in_place._planned("full" if pattern == "none" else SINGLE_RUNS[pattern], *sizes, same, torch.device("cpu"))
     plan = in_place.InPlacePlan(*plan)
     first, stop = in_place._packed_runs(constants[0].numpy(), sides[0].cu_seqlens, sides[1].cu_seqlens, plan)
     blocks = [slice(low, low + 128) for low in range(0, tokens[0], 128)]
@@ -467,7 +467,7 @@ def test_opcheck_passes():
     # On a GPU, the unused room of a table holds arbitrary values.
     compared = {} if DEVICE == "cpu" else {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
     torch.library.opcheck(repack._pack_operator, (tables, starts, starts, plan), **compared)
-    plan, constants = in_place._planned("causal", *[300] * 4, True, 0, starts.device)
+    plan, constants = in_place._planned("causal", *[300] * 4, True, starts.device)
     torch.library.opcheck(in_place._assemble_operator, (constants, starts, starts, plan), **compared)
     axis = repack.pack("causal", repack.Side(starts, 300, 300), None).queries
     x = torch.randn(300, 2, 16, device=DEVICE, requires_grad=True)

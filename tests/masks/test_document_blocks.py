@@ -16,7 +16,7 @@ from sparse_flash.masks import document_blocks
 from sparse_flash.masks.document_blocks import BLOCK, DocumentBlocks
 from sparse_flash.masks.tiles import unpack_runs
 from sparse_flash.packed import gather_rows, in_place
-from sparse_flash.packed.repack import Side
+from sparse_flash.packed.repack import Side, most_blocks
 
 SPECS = {
     "causal": ("causal & documents((0, 33, 40, 200, 385, 900))", 900),
@@ -30,8 +30,8 @@ SPECS = {
 @pytest.fixture
 def at_any_cost(monkeypatch):
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
-    monkeypatch.setattr(in_place, "_LEAST_MEAN", 0)
-    monkeypatch.setattr(in_place, "_LEAST_RUN", 0)
+    for limit in ("_LEAST_TOKENS", "_LEAST_MEAN", "_LEAST_RUN"):
+        monkeypatch.setattr(in_place, limit, 0)
 
 
 def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:
@@ -120,6 +120,13 @@ PACKED = {  # pattern, cu_seqlens, tokens, the longest document
 }
 
 
+@pytest.fixture
+def by_kernels(at_any_cost, monkeypatch):
+    if reason := backend("triton").available():
+        pytest.skip(reason)
+    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+
+
 def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
     pattern, bounds, tokens, longest = PACKED[name]
     starts = torch.tensor(bounds, device=DEVICE) if cu_seqlens is None else cu_seqlens
@@ -128,10 +135,7 @@ def packed_mask(name: str, cu_seqlens=None) -> sf.BlockMask:
 
 @pytest.mark.parametrize("table", ["by_query", "by_key"])
 @pytest.mark.parametrize("name", PACKED)
-def test_kernels_lay_packed_documents_out_by_document(at_any_cost, monkeypatch, name, table):
-    if reason := backend("triton").available():
-        pytest.skip(reason)
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
     mask = packed_mask(name)
     assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().cpu().numpy())
 
@@ -144,12 +148,9 @@ def test_kernels_lay_packed_documents_out_by_document(at_any_cost, monkeypatch, 
 )
 @settings(max_examples=30)
 def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
-    tokens, longest = sum(lengths) + beyond, max(lengths) + slack
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "_LEAST_MEAN", 0)
-        patch.setattr(in_place, "_LEAST_RUN", 0)
-        plan, constants = in_place._planned(pattern, tokens, longest, tokens, longest, True, len(lengths), torch.device("cpu"))
-    plan, (first, stop) = in_place.InPlacePlan(*plan), constants[0].numpy()
+    longest = max(lengths) + slack
+    runs, blocks = in_place._runs_of(pattern, longest, longest, True, torch.device("cpu")), most_blocks(sum(lengths) + beyond, len(lengths))
+    (entries, tiles), (first, stop) = runs.room(blocks, blocks, -(-longest // BLOCK)), runs.constants[0].numpy()
     rows = touched = full = 0
     for length, more in zip(lengths, [0] * (len(lengths) - 1) + [beyond], strict=True):
         rows += -(-(length + more) // BLOCK)
@@ -160,26 +161,33 @@ def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, sl
             if some.any():
                 touched += -(-end.max() // BLOCK) - begin[some].min() // BLOCK
                 full += some.all() and max(0, end.min() // BLOCK + -begin.max() // BLOCK)
-    assert rows <= plan.own_blocks and touched <= plan.own_entries and touched - full <= plan.own_tiles
+    assert rows <= blocks and touched <= entries and touched - full <= tiles
 
 
-@pytest.mark.parametrize("limit, at, beyond", [("_LEAST_MEAN", 180, 181), ("_LEAST_RUN", 1024, 1025)])
-def test_packed_documents_lie_by_document_unless_they_or_the_runs_of_a_pattern_are_short(at_any_cost, monkeypatch, limit, at, beyond):
+LIMITS = [("_LEAST_TOKENS", 900, 901), ("_LEAST_MEAN", 180, 181), ("_LEAST_RUN", 1024, 1025)]
+
+
+@pytest.mark.parametrize("limit, at, beyond", LIMITS)
+def test_packed_documents_lie_by_document_unless_the_call_they_or_runs_are_short(by_kernels, monkeypatch, limit, at, beyond):
     for least, lies in ((at, True), (beyond, False)):
         monkeypatch.setattr(in_place, limit, least)
         assert (packed_mask("causal").by_document is not None) == lies
 
 
-def test_packed_documents_that_a_compiler_sees_keep_the_grid(at_any_cost, monkeypatch):
+def test_packed_documents_that_a_compiler_sees_keep_the_grid(by_kernels, monkeypatch):
     monkeypatch.setattr(in_place, "is_plain_eager", lambda *tensors: False)
     assert packed_mask("causal").by_document is None
 
 
-def test_lengths_that_change_after_a_call_change_nothing_of_its_blocks(at_any_cost, monkeypatch):
-    if reason := backend("triton").available():
-        pytest.skip(reason)
-    monkeypatch.setattr(gather_rows, "by_kernels", lambda device: True)
+def test_one_of_the_tables_of_packed_documents_is_made_without_the_other(by_kernels, monkeypatch):
+    one, other = packed_mask("causal"), packed_mask("causal")
+    assert one.by_document is one.by_document and other.by_query is other.by_query
+    assert "_on_grid" not in vars(one) and "by_document" not in vars(other)
+
+
+def test_lengths_that_change_after_a_call_change_nothing_of_its_tables(by_kernels):
     bounds = torch.tensor(PACKED["causal"][1], device=DEVICE)
-    mask = packed_mask("causal", bounds)
+    mask, wanted = packed_mask("causal", bounds), packed_mask("causal").to_dense()
     bounds.fill_(0)
-    assert np.array_equal(pairs_of(mask.by_document, "by_query", mask.q_len), mask.to_dense().cpu().numpy())
+    assert np.array_equal(pairs_of(mask.by_document, "by_query", mask.q_len), wanted.cpu().numpy())
+    assert torch.equal(mask.to_dense(), wanted)

@@ -705,7 +705,7 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
 
     def tiles_of(queries: int) -> int:
-        walked = _walked(mask, queries)
+        walked = _walked(mask, by_document, queries)
         return 0 if mask and walked is None else _items_and_tiles(q, walked, queries)[1]
 
     if config is None and wide:
@@ -714,15 +714,17 @@ def _config_and_walked(q, v, mask, of_variant: HopperVariant, config=None):
         config = forward_of_call(q.dtype, dim, block_size, tiles_of, q.device, multiprocessors(q.device))
     elif config is None:
         config = forward_of_variant(q.dtype, dim, block_size, q.device)
-    if by_document is not None and config.queries == config.keys == by_document.block_size:
-        return config, by_document
-    walked = _walked(mask, config.queries)
+    if by_document is not None and not config.queries == config.keys == by_document.block_size:
+        by_document = None
+    walked = _walked(mask, by_document, config.queries)
     return (FORWARD[dim], mask) if mask and walked is None else (config, walked)
 
 
-def _walked(mask, queries: int):
-    """What tiles of so many queries walk: the mask, or its tall rows, which it may not have."""
-    return mask.tall if mask and mask.block_size % queries else mask
+def _walked(mask, by_document, queries: int):
+    """What tiles of so many queries walk: the mask, its blocks by document, or its tall rows, which it may not have."""
+    if mask and mask.block_size % queries:
+        return mask.tall
+    return by_document or mask
 
 
 def _items_and_tiles(q, walked, queries: int) -> tuple[int, int]:
