@@ -12,6 +12,8 @@ from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
 ALIGNED = {"dim", "source_row", "source_head", "target_row", "target_head"}
 SCALARS = {"documents", "rows", "before", "run_tiles", "bit_tiles", "heads", *ALIGNED}
 SCALARS |= {"k_rows", "masks", "least", "lines", "tokens", "q_tokens", "k_tokens", "q_longest", "k_longest"}
+# Of fill_spans_kernel, where blocks start at multiples of their size.
+ON_GRID = {"starts": None, "work": None, "k_work": None}
 
 
 def compiled(kernel, warps: int, target=TARGET, **constants):
@@ -43,7 +45,7 @@ if __name__ == "__main__":
     report(repack.take_rows_kernel, 4, ROWS=1024, DIM=1, FILL=float("-inf"), source_dim=1)
     report(spans.find_spans_kernel, 4, BLOCK=128)
     report(spans.count_spans_kernel, 4, ROWS=512)
-    report(spans.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512)
+    for given in (ON_GRID, {}):
+        report(spans.fill_spans_kernel, 4, BLOCK=128, TILES=16, ROWS=512, **given)
     report(document_blocks.find_own_spans_kernel, 4, BLOCK=128, CHUNK=512)
-    report(document_blocks.write_starts_kernel, 1, BLOCK=128)
     report(splits.split_rows_kernel, 4, SPLITS=64, ROOM=64, K_ROOM=64, ITEMS=128, MASKS=16)

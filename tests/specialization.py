@@ -26,7 +26,7 @@ from sparse_flash.kernels.hopper import backward as hopper_backward
 from sparse_flash.kernels.hopper import descriptors, selection_grads, selection_parts
 from sparse_flash.kernels.hopper import forward as hopper_forward
 from sparse_flash.kernels.launch import launch
-from sparse_flash.kernels.packed import repack, spans, splits
+from sparse_flash.kernels.packed import document_blocks, repack, spans, splits
 from sparse_flash.kernels.portable import (
     backward,
     choose_blocks,
@@ -49,7 +49,7 @@ SELECTION = (
     selection_grads,
     selection_decode,
 )
-MODULES = (forward, backward, decode, repack, spans, splits, hopper_forward, hopper_backward, *SELECTION)
+MODULES = (forward, backward, decode, repack, spans, document_blocks, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -151,7 +151,9 @@ def packed_calls() -> None:
             source = torch.zeros(rows, heads, dim)
             repack.take_rows(source, numbers[:rows], 0.0, torch.zeros_like(source))
         splits.split_rows(table[:3], table[:3], 0, 0, 64, 16 * tokens)
-        spans.fill_spans(layout, torch.zeros(2, tokens, dtype=torch.int32), rows, tokens, tokens, 64, 64, 128)
+        runs = torch.zeros(2, tokens, dtype=torch.int32)
+        spans.fill_spans(layout, runs, rows, tokens, tokens, 64, 64, 128)
+        document_blocks.fill_document_blocks(layout, runs, rows, tokens, 64, 64, 128)
 
 
 def choice_calls() -> None:

@@ -2,8 +2,7 @@
 
     1. lay_out              where each document starts and ends, see ``repack.py``                           one program
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
-    3. tables_of_spans      both tables, by the numbers of blocks, see ``spans.py``                          two launches
-    4. write_starts         starts in place of numbers                                                       one program per line
+    3. tables_of_spans      both tables, see ``spans.py``                                                    two launches
 
 Tokens behind a document that belong to none lie in its last blocks and in some of their own.
 """
@@ -16,7 +15,6 @@ from ..launch.launch import launch
 from .repack import Q_LEN, Q_START
 from .spans import empty_spans, store_span, tables_of_spans
 
-_ITEM = tl.constexpr(8)  # fields of ``Table.work``
 _DOCUMENTS_TOGETHER = 512
 
 
@@ -62,51 +60,6 @@ def find_own_spans_kernel(
     store_span(spans, bounds, row, rows, first, stop, first_row * BLOCK + start - first_token, exists, BLOCK)
 
 
-@triton.jit
-def _write_line(row_ptr, row_split, row_order, col_idx, work, starts, slot, rows, BLOCK: tl.constexpr):
-    """The work item of a slot, and the entries of its row."""
-    row = tl.load(row_order + slot)
-    start, stop = tl.load(starts + row), tl.load(starts + row + 1)
-    begin, end = tl.load(row_ptr + row), tl.load(row_ptr + row + 1)
-    item = work + slot * _ITEM
-    tl.store(item, start)
-    tl.store(item + 1, begin)
-    tl.store(item + 2, tl.load(row_split + row * 2))
-    tl.store(item + 3, tl.load(row_split + row * 2 + 1))
-    tl.store(item + 4, end)
-    tl.store(item + 5, tl.load(starts + rows + 1))
-    tl.store(item + 6, row * BLOCK - start)
-    tl.store(item + 7, stop)
-    for first in range(begin, end, BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        some = entry < end
-        column = tl.load(col_idx + entry, mask=some, other=0)
-        tl.store(col_idx + entry, tl.load(starts + column), mask=some)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def write_starts_kernel(
-    row_ptr,
-    row_split,
-    row_order,
-    col_idx,
-    work,
-    k_row_ptr,
-    k_row_split,
-    k_row_order,
-    k_col_idx,
-    k_work,
-    starts,
-    rows,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    if program < rows:
-        _write_line(row_ptr, row_split, row_order, col_idx, work, starts, program, rows, BLOCK)
-    else:
-        _write_line(k_row_ptr, k_row_split, k_row_order, k_col_idx, k_work, starts, program - rows, rows, BLOCK)
-
-
 def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, tiles: int, block: int):
     """(row_ptr, row_split, row_order, col_idx, tile_idx, work) of by_query and of by_key, tile_runs, starts.
 
@@ -119,8 +72,4 @@ def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, til
     arguments = [layout, runs, spans, bounds, starts, documents, rows, tokens, runs.shape[1]]
     constants = {"BLOCK": block, "CHUNK": min(_DOCUMENTS_TOGETHER, triton.next_power_of_2(documents))}
     launch(find_own_spans_kernel, (rows, 1), arguments, constants, {"num_warps": 4})
-    by_query, by_key, new_runs = tables_of_spans(spans, bounds, rows, entries, tiles, block)
-    work, k_work = (torch.empty((1, rows, _ITEM.value), dtype=torch.int32, device=layout.device) for _ in range(2))
-    arguments = [*by_query[:4], work, *by_key[:4], k_work, starts, rows]
-    launch(write_starts_kernel, (2 * rows, 1), arguments, {"BLOCK": block}, {"num_warps": 1})
-    return [*by_query, work], [*by_key, k_work], new_runs, starts[:-1]
+    return *tables_of_spans(spans, bounds, rows, entries, tiles, block, starts), starts[:-1]

@@ -38,6 +38,7 @@ _TOUCHED = tl.constexpr(4)
 _PARTIAL = tl.constexpr(5)
 SPAN_FIELDS = 6
 
+_ITEM = tl.constexpr(8)  # fields of a work item: see ``Table.work``
 _TILES_TOGETHER = 16
 
 
@@ -115,18 +116,45 @@ def count_spans_kernel(spans, counts, rows, k_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
+def _names(starts, block, some):
+    """What entries call blocks: their numbers, or the tokens with which they start."""
+    names = block
+    if starts is not None:
+        names = tl.load(starts + block, mask=some, other=0)
+    return names
+
+
+@triton.jit
+def _store_item(work, starts, row, rank, bounds, rows, BLOCK: tl.constexpr):
+    """The work item of a row of blocks that start at ``starts``: see ``DocumentBlocks``. Otherwise ``splits.py`` makes items."""
+    if starts is not None:
+        item = work + rank * _ITEM
+        start = tl.load(starts + row)
+        tl.store(item, start)
+        tl.store(item + 1, bounds.begin)
+        tl.store(item + 2, bounds.runs)
+        tl.store(item + 3, bounds.bits)
+        tl.store(item + 4, bounds.end)
+        tl.store(item + 5, tl.load(starts + rows + 1))
+        tl.store(item + 6, row * BLOCK - start)
+        tl.store(item + 7, tl.load(starts + row + 1))
+
+
+@triton.jit
+def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr):
     """A query block's part of by_query, and its tiles."""
-    row_ptr, row_split, row_order, col_idx, tile_idx = table
+    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     low, full_low, full_high, high = _spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
     begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, ROWS)
     end = begin + touched
-    store_row(NewTable(row_ptr, row_split, row_order, rows), row, rank, RowBounds(begin, begin + full, end, end))
+    found = RowBounds(begin, begin + full, end, end)
+    store_row(NewTable(row_ptr, row_split, row_order, rows), row, rank, found)
+    _store_item(work, starts, row, rank, found, rows, BLOCK)
     for start in range(0, full, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        tl.store(col_idx + begin + e, full_low + e, mask=e < full)
+        tl.store(col_idx + begin + e, _names(starts, full_low + e, e < full), mask=e < full)
         tl.store(tile_idx + begin + e, e * 0, mask=e < full)
 
     first_tile, _ = place_of(spans + _PARTIAL * rows, row, 0, rows, ROWS)
@@ -138,7 +166,7 @@ def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TI
         e = start + tl.arange(0, TILES)
         some = e < touched - full
         column = low + tl.where(e < before, e, e + full)
-        tl.store(col_idx + begin + full + e, column, mask=some)
+        tl.store(col_idx + begin + full + e, _names(starts, column, some), mask=some)
         tl.store(tile_idx + begin + full + e, first_tile + e, mask=some)
         key = column[:, None] * BLOCK
         here = tl.minimum(tl.maximum(first - key, 0), BLOCK)
@@ -148,14 +176,16 @@ def _fill_row(spans, bounds, table, new_runs, row, rows, BLOCK: tl.constexpr, TI
 
 
 @triton.jit
-def _fill_column(spans, counts, table, column, rows, k_rows, ROWS: tl.constexpr):
+def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """A key block's part of by_key."""
-    row_ptr, row_split, row_order, col_idx, tile_idx = table
+    row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     touched = tl.load(counts + column)
     begin, rank = place_of(counts, column, touched, k_rows, ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
-    store_row(NewTable(row_ptr, row_split, row_order, k_rows), column, rank, RowBounds(begin, partial, end, end))
+    found = RowBounds(begin, partial, end, end)
+    store_row(NewTable(row_ptr, row_split, row_order, k_rows), column, rank, found)
+    _store_item(work, starts, column, rank, found, k_rows, BLOCK)
     first_tile = column * 0
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -166,10 +196,11 @@ def _fill_column(spans, counts, table, column, rows, k_rows, ROWS: tl.constexpr)
         tile = first_tile + tl.cumsum(tiles, 0) - tiles + column - low
         tile -= tl.where(column < full_low, 0, full_high - full_low)
         entry = begin + tl.cumsum(is_full.to(tl.int32), 0) - 1
-        tl.store(col_idx + entry, row, mask=is_full)
+        name = _names(starts, row, row < rows)
+        tl.store(col_idx + entry, name, mask=is_full)
         tl.store(tile_idx + entry, row * 0, mask=is_full)
         entry = partial + tl.cumsum(is_partial.to(tl.int32), 0) - 1
-        tl.store(col_idx + entry, row, mask=is_partial)
+        tl.store(col_idx + entry, name, mask=is_partial)
         tl.store(tile_idx + entry, tile, mask=is_partial)
         begin += tl.sum(is_full.to(tl.int32), 0)
         partial += tl.sum(is_partial.to(tl.int32), 0)
@@ -187,24 +218,29 @@ def fill_spans_kernel(
     row_order,
     col_idx,
     tile_idx,
+    work,
     k_row_ptr,
     k_row_split,
     k_row_order,
     k_col_idx,
     k_tile_idx,
+    k_work,
+    starts,
     rows,
     k_rows,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens; None, as work then is, if blocks start
+    at multiples of their size."""
     program = tl.program_id(0)
     if program < rows:
-        table = (row_ptr, row_split, row_order, col_idx, tile_idx)
-        _fill_row(spans, bounds, table, new_runs, program, rows, BLOCK, TILES, ROWS)
+        table = (row_ptr, row_split, row_order, col_idx, tile_idx, work)
+        _fill_row(spans, bounds, table, new_runs, starts, program, rows, BLOCK, TILES, ROWS)
     else:
-        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx)
-        _fill_column(spans, counts, table, program - rows, rows, k_rows, ROWS)
+        table = (k_row_ptr, k_row_split, k_row_order, k_col_idx, k_tile_idx, k_work)
+        _fill_column(spans, counts, table, starts, program - rows, rows, k_rows, BLOCK, ROWS)
 
 
 def fill_spans(layout, runs, rows: int, k_rows: int, before: int, entries: int, tiles: int, block: int):
@@ -226,14 +262,18 @@ def empty_spans(rows: int, block: int, device) -> tuple[torch.Tensor, torch.Tens
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
-def tables_of_spans(spans, bounds, k_rows: int, entries: int, tiles: int, block: int):
-    """What ``fill_spans`` returns."""
+def tables_of_spans(spans, bounds, k_rows: int, entries: int, tiles: int, block: int, starts=None):
+    """What ``fill_spans`` returns. starts: see ``fill_spans_kernel``; then each table also has its work items."""
     rows, device = spans.shape[1], spans.device
     counts, new_runs = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((2, k_rows), (tiles, block)))
     together = {"ROWS": ROWS_TOGETHER}
     launch(count_spans_kernel, (k_rows, 1), [spans, counts, rows, k_rows], together, {"num_warps": 4})
     by_query, by_key = (empty_table(lines, entries, device) for lines in (rows, k_rows))
-    arguments = [spans, counts, bounds, new_runs, *by_query, *by_key, rows, k_rows]
+    if starts is not None:
+        for table, lines in ((by_query, rows), (by_key, k_rows)):
+            table.append(torch.empty((1, lines, _ITEM.value), dtype=torch.int32, device=device))
+    work = () if starts is not None else (None,)
+    arguments = [spans, counts, bounds, new_runs, *by_query, *work, *by_key, *work, starts, rows, k_rows]
     constants = {"BLOCK": block, "TILES": _TILES_TOGETHER, **together}
-    launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4})
+    launch(fill_spans_kernel, (rows + k_rows, 1), arguments, constants, {"num_warps": 4}, (starts is not None,))
     return by_query, by_key, new_runs
