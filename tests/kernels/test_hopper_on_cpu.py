@@ -207,6 +207,30 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
     assert set(blocks_by_document) == {True} and all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
 
 
+@pytest.mark.parametrize(
+    "spec, tokens, sinks",
+    [
+        ("causal & documents((0, 33, 40, 200, 385))", 385, torch.tensor([0.5, -1.0], requires_grad=True)),
+        ("causal & local(100) & documents((0, 5, 8001, 8300))", 8300, None),
+    ],
+    ids=["sinks", "a long document"],
+)
+def test_results_by_document_are_those_of_another_back_end(blocks_by_document, spec, tokens, sinks):
+    mask = sf.compile_mask(spec, tokens)
+    leaves = [torch.randn(1, heads, tokens, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
+    dout = torch.randn(1, 2, tokens, 64, dtype=torch.float16)
+
+    def results(backend):
+        out = sf.attention(*leaves, mask, backend=backend, sinks=sinks)
+        return out, *torch.autograd.grad(out, leaves + ([] if sinks is None else [sinks]), dout)
+
+    with emulated.gluon_on_cpu(seed=1):
+        found = results("hopper")
+    assert blocks_by_document == [True, True]
+    for one, other in zip(found, results("torch"), strict=True):
+        assert (one.float() - other.float()).norm() < 2e-3 * other.float().norm()
+
+
 def test_a_short_call_has_blocks_by_document_made_for_its_backward_pass(blocks_by_document, monkeypatch):
     from sparse_flash.kernels.hopper import configs
 
