@@ -271,8 +271,8 @@ class BlockMask:
     @property
     def by_document(self) -> DocumentBlocks | None:
         """Both tables in blocks that start where documents do, for kernels that are faster over these; made at the first use, which
-        reads the table, or launches kernels where ``attention_varlen`` made the mask. None where they are not, for masks that
-        differ between heads, and for other masks made at run time."""
+        reads the table. None where they are not, for masks that differ between heads, and for masks made at run time, except by
+        ``attention_varlen``."""
         return cast("DocumentBlocks | None", build.in_document_blocks(self))
 
     @property

@@ -170,11 +170,15 @@ class _MaskOfDocuments(BlockMask):
     """Its blocks may also start where documents start. A call walks either these or the mask's own: kernels make each table when it
     is first read, for the documents that there were when the mask was made."""
 
+    _runs: _LongRuns
+    _plan: InPlacePlan
+    _layout: torch.Tensor
+
     def __init__(self, runs: _LongRuns, cu_seqlens: torch.Tensor, tokens: int, longest: int):
         plan = InPlacePlan(tokens, tokens, longest, longest, before=0, entries=0, tiles=0, same=1)
         _, mask_index, tile_bits = runs.constants
-        vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index, tile_bits=tile_bits)
-        vars(self).update(_runs=runs, _plan=plan, _layout=_layout(cu_seqlens, cu_seqlens, plan))
+        vars(self).update(q_len=tokens, kv_len=tokens, block_size=BLOCK, keeps_all=False, mask_index=mask_index)
+        vars(self).update(tile_bits=tile_bits, _runs=runs, _plan=plan, _layout=_layout(cu_seqlens, cu_seqlens, plan))
 
     @property
     def by_query(self) -> Table:
@@ -199,11 +203,12 @@ class _MaskOfDocuments(BlockMask):
         from ..kernels.packed.document_blocks import fill_document_blocks
 
         runs, mask_index, tile_bits = self._runs.constants
-        blocks = most_blocks(self.q_len, self._layout.shape[1] - 1)
+        blocks, tokens = most_blocks(self.q_len, self._layout.shape[1] - 1), self.q_len
         with portable.current_device(self.device):
-            rows, columns, tile_runs, starts = fill_document_blocks(self._layout, runs, blocks, self.q_len, *self._room(blocks), BLOCK)
+            tables = fill_document_blocks(self._layout, runs, blocks, tokens, *self._room(blocks), BLOCK)
+        rows, columns, tile_runs, starts = tables
         no_splits = tile_bits[:1, :2, :SPLIT_FIELDS]
-        by_query, by_key = (Table(*lines, no_splits) for lines in (rows, columns))
+        by_query, by_key = (Table(*lines) for lines in ([*rows, no_splits], [*columns, no_splits]))
         return DocumentBlocks(BLOCK, mask_index, by_query, by_key, tile_runs, tile_bits, starts)
 
     def _room(self, blocks: int) -> tuple[int, int]:

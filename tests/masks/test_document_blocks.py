@@ -149,7 +149,8 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
 @settings(max_examples=30)
 def test_there_is_room_for_documents_of_any_lengths(pattern, lengths, beyond, slack):
     longest = max(lengths) + slack
-    runs, blocks = in_place._runs_of(pattern, longest, longest, True, torch.device("cpu")), most_blocks(sum(lengths) + beyond, len(lengths))
+    runs = in_place._runs_of(pattern, longest, longest, True, torch.device("cpu"))
+    blocks = most_blocks(sum(lengths) + beyond, len(lengths))
     (entries, tiles), (first, stop) = runs.room(blocks, blocks, -(-longest // BLOCK)), runs.constants[0].numpy()
     rows = touched = full = 0
     for length, more in zip(lengths, [0] * (len(lengths) - 1) + [beyond], strict=True):

@@ -232,8 +232,8 @@ def fill_spans_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens; None, as work then is, if blocks start
-    at multiples of their size."""
+    """starts: (rows + 2,) int32, where each block starts and, in the end, how many have tokens; None, and so is work, if blocks
+    start at multiples of their size."""
     program = tl.program_id(0)
     if program < rows:
         table = (row_ptr, row_split, row_order, col_idx, tile_idx, work)
