@@ -66,7 +66,7 @@ def document_blocks(mask: BlockMask) -> DocumentBlocks | None:
     if mask.block_size != BLOCK or mask.masks > 1 or mask.q_len != mask.kv_len or many:
         return None
     here = mask.to("cpu")
-    runs = single_runs(here)
+    runs = single_runs(here) if _may_have_documents(here.by_query) else None
     if runs is None:
         return None
     first_token = _documents(*runs)
@@ -102,6 +102,23 @@ def _by_starts(table: Table, starts: torch.Tensor) -> Table:
 
 def _time(is_partial: np.ndarray, rows: int) -> float:
     return len(is_partial) + (_TIME_OF_PARTIAL - 1) * np.count_nonzero(is_partial) + _TIME_OF_ROW * rows
+
+
+def _may_have_documents(by_query: Table) -> bool:
+    """Whether the blocks leave room for a second document. One that starts with block r has none to the left of r in its row or
+    below; one that starts inside r has no full one to the left of r in its row, nor one up to r below. Not looked for inside the
+    last block, which the end may leave without full ones: such a document saves nothing."""
+    ptr, split, cols = (t.numpy() for t in (by_query.row_ptr[0], by_query.row_split[0], by_query.col_idx))
+    begin, end = np.stack([ptr[:-1], *split.T]), np.stack([*split.T, ptr[1:]])  # of full, run and bit entries, each in order
+    full, *others = np.where(begin < end, cols[np.minimum(begin, len(cols) - 1)], len(ptr))
+    other, row = np.minimum(*others), np.arange(len(full))
+
+    def from_here(first: np.ndarray) -> np.ndarray:
+        return np.minimum.accumulate(first[::-1])[::-1]
+
+    starts_with = from_here(np.minimum(full, other))[1:] >= row[1:]
+    starts_inside = (full >= row) & (np.append(from_here(np.minimum(full - 1, other))[1:], len(row)) >= row)
+    return bool(starts_with.any() or starts_inside[:-1].any())
 
 
 def _documents(first: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -92,6 +92,12 @@ def test_blocks_lie_by_document_where_that_takes_fewer_steps(spec, pays):
     assert (sf.compile_mask(spec, 15000).by_document is not None) == pays
 
 
+def test_masks_without_documents_are_told_by_their_rows_of_blocks(at_any_cost, monkeypatch):
+    monkeypatch.setattr(document_blocks, "single_runs", None)
+    for spec in ("causal", "full", "local(300)", "prefix(70)"):
+        assert sf.compile_mask(spec, 15000).by_document is None
+
+
 def test_only_square_masks_of_one_head_and_blocks_of_128_lie_by_document(at_any_cost):
     spec = "causal & documents((0, 300, 1000))"
     mask = sf.compile_mask(spec, 1000)
