@@ -24,7 +24,7 @@ import sparse_flash as sf
 from sparse_flash.kernels.common.gluon import GluonASTSource
 from sparse_flash.kernels.hopper import selection_grads, selection_parts
 from sparse_flash.kernels.launch.launch import FUSED
-from sparse_flash.kernels.portable import selection_backward, selection_decode, selection_forward, selection_tables
+from sparse_flash.kernels.portable import newest_blocks, selection_backward, selection_decode, selection_forward, selection_tables
 from sparse_flash.selection import hopper, portable
 
 BACKEND = make_backend(TARGET)
@@ -88,13 +88,21 @@ def compile_case(case: tuple, known: set, dtype=torch.bfloat16) -> None:
             masses = portable.block_lse(q, k, selection, 1.0)
             portable.block_lse_backward(masses, q, k, masses, selection, 1.0)
         launch_or_repeat = partial(report_decoding, case, known)
-        with mock.patch.object(selection_decode, "launch_or_repeat", launch_or_repeat):
-            for page in (0, 64):
-                pages = torch.zeros(1, q_len // 64, dtype=torch.int32) if page else None
-                cache = torch.zeros(q_len // 64, kv_heads, 64, dim, dtype=dtype) if page else k
-                lens = torch.zeros(1, dtype=torch.int32)
-                newest = picks[:, :, :1].contiguous(), block, 1, 1.0
-                selection_decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
+        for module in (selection_decode, newest_blocks):
+            stack.enter_context(mock.patch.object(module, "launch_or_repeat", launch_or_repeat))
+        for page in (0, 64):
+            pages = torch.zeros(1, q_len // 64, dtype=torch.int32) if page else None
+            cache = torch.zeros(q_len // 64, kv_heads, 64, dim, dtype=dtype) if page else k
+            lens = torch.zeros(1, dtype=torch.int32)
+            newest = picks[:, :, :1].contiguous(), block, 1, 1.0
+            selection_decode.selection_decode(q[:, :, :1], cache, cache, *newest, kv_lens=lens, block_table=pages)
+            means = torch.zeros(1, kv_heads, q_len // block + 1, dim)
+            newest_blocks.update_means(means, cache, q_len // block, 1, block, lens, pages)
+            newest_blocks.choose_newest(q[:, :, :1], means[:, :, :-1], lens, q_len, slots, block, kv_heads)
+            # As many blocks as several programs share.
+            newest_blocks.choose_newest(
+                q[:, :, :1], torch.zeros(1, kv_heads, 1024, dim), lens, 1024 * block, slots, block, kv_heads
+            )
         if block in hopper.BLOCK_SIZES and dim in (64, 128):
             hopper.forward(q, k, k, selection, 1.0)
             hopper.backward(q, None, q, k, k, q, lse, selection, 1.0)

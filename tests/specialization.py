@@ -32,6 +32,7 @@ from sparse_flash.kernels.portable import (
     choose_blocks,
     decode,
     forward,
+    newest_blocks,
     selection_backward,
     selection_decode,
     selection_forward,
@@ -48,6 +49,7 @@ SELECTION = (
     selection_parts,
     selection_grads,
     selection_decode,
+    newest_blocks,
 )
 MODULES = (forward, backward, decode, repack, spans, document_blocks, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
@@ -189,6 +191,10 @@ def picked_decoding_calls() -> None:
             k, v = (torch.zeros(kv_len, kv_heads, 16, 64, dtype=q.dtype) for _ in range(2))
         for programs in (1, 2):
             selection_decode.selection_decode(q, k, v, picks, 64, 1, 1.0, splits=programs, **options)
+        blocks = 3 * kv_len
+        means = torch.zeros(batch, kv_heads, blocks + 1, 64)
+        newest_blocks.update_means(means, k, blocks, 2, 16, lens, options.get("block_table"))
+        newest_blocks.choose_newest(q, means[:, :, :-1], lens, 16 * blocks, 3, 16, kv_heads)
 
 
 def main() -> None:

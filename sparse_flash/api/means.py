@@ -6,8 +6,7 @@ import torch
 
 from ..backends import cache_capacity
 from ..masks.block_selection import BlockSelection, check_selection_block
-from ..selection.choice import choose_by_means
-from ..selection.decode import positions, update_means
+from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
 from .arguments import MAX_QUERIES, check_keep, checked_cache_lengths
 
@@ -99,9 +98,8 @@ class BlockMeans:
         if isinstance(keep, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
         kv_lens, _ = checked_cache_lengths(q, 1, kv_lens, None)
-        position = positions(q, self.length, kv_lens)
         keep = min(keep, -(-self.length // self.block_size))
-        picks = choose_by_means(q, self.means, position, keep, self.block_size, share_group)
+        picks = choose_newest(q, self.means, kv_lens, self.length, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)
 
     def _check_tensor(self, name: str, x: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ def choose_blocks(
     heads = k.shape[1] if share_group else q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
     means = block_means(k[:, :, : kv_len // block_size * block_size], block_size) if score == "mean" else None
-    if _by_kernel(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+    if kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
@@ -72,7 +72,7 @@ def choose_blocks(
     with own_precision(q):
         best = _best(scored, rows.shape[3], room, keep - 1, every, block_size, q_len, kv_len, q.device, bounds)
     if bounds is not None:
-        return _with_own(best, bounds[:, 1:], -(-kv_len // block_size))
+        return with_own(best, bounds[:, 1:], -(-kv_len // block_size))
     return normalized(best, every, block_size, q_len, kv_len, True)
 
 
@@ -96,7 +96,7 @@ def choose_by_scores(
 ) -> torch.Tensor:
     """Like ``choose_blocks``, by given scores: (batch, heads that pick, groups, blocks) of a floating-point type. -inf and NaN are
     never chosen."""
-    if _by_kernel(scores, scores.shape[1], keep):
+    if kernel_chooses(scores, scores.shape[1], keep):
         from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
 
         own = own_width(every, block_size, kv_len - q_len)
@@ -108,7 +108,7 @@ def choose_by_scores(
     sizes = groups, batch * heads * blocks, keep - 1, every, block_size, q_len, kv_len
     best = _best(lambda low, high: scores[:, :, low:high], *sizes, scores.device, bounds)
     if bounds is not None:
-        return _with_own(best, bounds[:, 1:], blocks)
+        return with_own(best, bounds[:, 1:], blocks)
     return normalized(best, every, block_size, q_len, kv_len, True)
 
 
@@ -142,7 +142,7 @@ def choose_by_compressed(
     heads = keys.shape[1] if share_group else q.shape[1]
     lse = None if lse is None else lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     sizes = keep - 1, every, block_size, q.shape[2], kv_len
-    if keys.shape[2] and _by_kernel(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
+    if keys.shape[2] and kernel_chooses(q, heads, keep) and q.shape[3] * q.element_size() <= _MOST_BYTES:
         from ..kernels.portable.choose_blocks import Compressed
         from ..kernels.portable.choose_blocks import choose_blocks as by_kernel
 
@@ -209,7 +209,7 @@ def _(
     return _fake(q, keys.shape[1] if share_group else q.shape[1], keep, every, block_size, q.shape[2], kv_len)
 
 
-def _by_kernel(x: torch.Tensor, heads: int, keep: int) -> bool:
+def kernel_chooses(x: torch.Tensor, heads: int, keep: int) -> bool:
     """Whether the kernel chooses. Elsewhere PyTorch operations do, which do not synchronize either."""
     fits = x.dtype in portable.DTYPES and 0 < x.shape[0] * heads <= portable.MAX_BATCH_HEADS and keep <= _MOST_KEPT
     return fits and portable.by_kernels(x.device)
@@ -244,11 +244,11 @@ def _best(
     parts = []
     for low in range(0, groups, step):
         some = slice(low, low + step)
-        parts.append(_ranked(scored(low, low + step), before[some], chosen, None if least is None else least[some]))
+        parts.append(ranked(scored(low, low + step), before[some], chosen, None if least is None else least[some]))
     return torch.cat(parts, 2)
 
 
-def _ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
+def ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torch.Tensor | None = None) -> torch.Tensor:
     """(batch, heads, groups, chosen) int64: the columns with the best scores, -1 for none. least, before: (.., groups, 1): columns
     from the one on and below the other may be chosen; None: from 0 on."""
     column = torch.arange(scores.shape[3], device=scores.device)
@@ -260,22 +260,7 @@ def _ranked(scores: torch.Tensor, before: torch.Tensor, chosen: int, least: torc
     return torch.nn.functional.pad(best, (0, chosen - best.shape[3]), value=-1)
 
 
-def choose_by_means(
-    q: torch.Tensor, means: torch.Tensor, position: torch.Tensor, keep: int, block_size: int, share_group: bool
-) -> torch.Tensor:
-    """Like ``choose_blocks``, for few queries of each sequence, by means that are kept. A query at a negative position picks none.
-
-    means: (batch, kv_heads, blocks, head_dim), in the dtype of ``block_means``. position: (batch, q_len) int64.
-    """
-    own = position.div(block_size, rounding_mode="floor")[:, None, :, None]
-    rows = q.unflatten(1, (means.shape[1], -1)).to(means.dtype)
-    with own_precision(q):
-        rows = rows.sum(2, keepdim=True) if share_group else rows
-        scores = (rows @ means[:, :, None].mT).flatten(1, 2)
-    return _with_own(_ranked(scores, own, keep - 1), own, means.shape[2] + 1)
-
-
-def _with_own(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
+def with_own(best: torch.Tensor, own: torch.Tensor, none: int) -> torch.Tensor:
     """Picks in the format of ``BlockSelection`` from the best blocks, all of them before the own one. own: (.., groups, 1). none:
     more than any block."""
     picks = torch.cat([best, own.expand(*best.shape[:3], 1)], 3)

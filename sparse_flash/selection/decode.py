@@ -1,5 +1,5 @@
 """Decoding over picked blocks, by a kernel or in PyTorch operations of fixed shapes, which read from the cache the blocks that the
-newest queries picked and no others. Also the mean keys of blocks, kept as a cache grows, by which they pick."""
+newest queries picked and no others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def by_operations(
             token = torch.where(kept, token, 0).flatten(2)
             read = kept.flatten(2)
             keys, values = (
-                _taken(x, token, read, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v)
+                taken(x, token, read, heads, block_table).unflatten(2, (-1, slots * block_size)).to(exact) for x in (k, v)
             )
             # What is not kept may be NaN, which a weight of 0 does not undo.
             values = values.masked_fill(~kept[..., None], 0.0)
@@ -117,15 +117,15 @@ def by_operations(
 def positions(q: torch.Tensor, capacity: int, kv_lens: torch.Tensor | None) -> torch.Tensor:
     """(batch, q_len) int64, those of the queries, the last ones of each sequence. kv_lens: None: ``capacity``."""
     last = torch.arange(q.shape[2], device=q.device) - q.shape[2]
-    return last + _lengths(len(q), capacity, kv_lens, q.device)[:, None]
+    return last + lengths_of(len(q), capacity, kv_lens, q.device)[:, None]
 
 
-def _lengths(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def lengths_of(batch: int, capacity: int, kv_lens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """(batch,) int64."""
     return torch.full((batch,), capacity, device=device) if kv_lens is None else kv_lens.long().clamp(max=capacity)
 
 
-def _taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
+def taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int, block_table: torch.Tensor | None) -> torch.Tensor:
     """(batch, heads, n, head_dim): tokens of a cache, for so many heads, as many for each of its own. token: (batch, heads | 1, n),
     int64. read: like token, bool; what is taken for others is not used. Raises as ``check_pages`` does."""
     head = (torch.arange(heads, device=x.device) * x.shape[1] // heads)[:, None]
@@ -135,29 +135,3 @@ def _taken(x: torch.Tensor, token: torch.Tensor, read: torch.Tensor, heads: int,
     page = block_table[sequence, token // x.shape[2]].long()
     check_read_pages(page, read.expand_as(page), len(x))
     return x[page.clamp(0, len(x) - 1), head, token % x.shape[2]]
-
-
-def update_means(
-    means: torch.Tensor,
-    k: torch.Tensor,
-    tokens: int,
-    block_size: int,
-    kv_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> None:
-    """Writes the means of the blocks that the last ``tokens`` of each sequence made whole.
-
-    means: (batch, kv_heads, blocks + 1, head_dim); the last one takes what is of no whole block.
-    """
-    batch, heads, blocks = means.shape[0], means.shape[1], means.shape[2] - 1
-    length = _lengths(batch, cache_capacity(k, block_table), kv_lens, k.device)
-    touched = (tokens + block_size - 2) // block_size + 1
-    block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
-    sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))
-    for some in block.split(max(1, _CHUNK // (batch * heads * block_size * k.shape[3])), 1):
-        exists = (some >= 0) & (some < blocks)
-        token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
-        read = exists.repeat_interleave(block_size, 1)[:, None]
-        keys = _taken(k, token.flatten(1)[:, None], read, heads, block_table).unflatten(2, (-1, block_size))
-        target = torch.where(exists, some, blocks)[:, None]
-        means[sequence[:, None, None], head[:, None], target] = keys.mean(3, dtype=means.dtype)

@@ -27,6 +27,8 @@ def test_they_fit_and_spill_no_more_than_recorded(kernels):
         "sum_key_grads",
         "rows_of_softmax",
         "selection_decode",
+        "choose_newest",
+        "update_means",
     }
     assert [k for k in kernels if k["shared"] > 232448 or k["stack"] > STACK_LIMIT.get(k["kernel"], 0)] == []
 

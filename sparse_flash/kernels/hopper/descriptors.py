@@ -40,8 +40,9 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
 
 
 def heads_together(row_bytes: int, rows: int) -> int:
-    """How many heads fit the L2 cache with their walked operands: two tensors of ``rows`` rows each."""
-    return max(1, L2_BYTES // (2 * rows * row_bytes))
+    """How many heads fit the L2 cache with their walked operands: two tensors of ``rows`` rows each. At least two, though: one
+    alone is 0.5 to 8 % slower backward and up to 6 % forward (docs/performance.md)."""
+    return max(2, L2_BYTES // (2 * rows * row_bytes))
 
 
 def tile_queue(device: torch.device) -> torch.Tensor:
