@@ -48,6 +48,7 @@ def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Deco
         "chance": 1 / trial.task.values,
         "by_distance": found.by_distance(),
         "by_hops": found.by_hops(),
+        "by_stops": found.by_stops(),
         "reach": reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
         "curve": curve,
     }
