@@ -15,6 +15,8 @@ from rich.table import Table
 from .task import Task
 
 _OWN = ("arm", "seed", "learning_rate", "compiled", "steps", "seconds")  # what may differ between results of one picture
+_MARKERS = "osv^D<>P"
+_APART = 1.04  # arms are drawn side by side, as several answer the same: so far from each other, as a ratio of distances
 Found = dict[str, dict[str, list[dict]]]  # results by budget, and by arm
 
 
@@ -50,9 +52,10 @@ def plot(found: Found, target: Path) -> Path:
     for axis, (title, of_budget) in zip(panels[0], found.items(), strict=True):
         for arm, results in of_budget.items():
             octaves = [row["first"] for row in results[0]["by_distance"]]
-            at, color = [1.5 * first for first in octaves], f"C{arms.index(arm)}"
+            number, color = arms.index(arm), f"C{arms.index(arm)}"
+            at = [1.5 * first * _APART ** (number - len(arms) / 2) for first in octaves]
             right = [[row["right"] for row in by_octave(results, first)] for first in octaves]
-            axis.plot(at, [mean(shares) for shares in right], "o-", color=color, markersize=4)
+            axis.plot(at, [mean(shares) for shares in right], f"{_MARKERS[number % 8]}-", color=color, markersize=4)
             if len(results) > 1:
                 axis.plot(at, right, "-", color=color, linewidth=0.5)
             axis.plot(at, [by_octave(results, first)[0]["within_reach"] for first in octaves], ":", color=color, linewidth=1)
@@ -65,7 +68,7 @@ def plot(found: Found, target: Path) -> Path:
         axis.grid(alpha=0.3)
     panels[0, 0].set_ylim(-0.03, 1.03)
     panels[0, 0].set_ylabel("share of right answers")
-    lines = [Line2D([], [], color=f"C{number}", marker="o", markersize=4, label=arm) for number, arm in enumerate(arms)]
+    lines = [Line2D([], [], color=f"C{n}", marker=_MARKERS[n % 8], markersize=4, label=arm) for n, arm in enumerate(arms)]
     reached = Line2D([], [], color="black", linestyle=":", linewidth=1, label="within reach")
     guessed = Line2D([], [], color="gray", linestyle="--", linewidth=1, label="guessing")
     figure.legend(handles=[*lines, reached, guessed], loc="outside right center")
