@@ -49,6 +49,7 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),
         "chosen-max": Arm((f"causal & {near}",), keep=1 + powers_past_window, by_query=True),
         "mixed": Arm((SDPA, *[f"causal & {near}"] * 3)),
+        "mixed-second": Arm((f"causal & {near}", SDPA, *[f"causal & {near}"] * 2)),
         "mixed-last": Arm((*[f"causal & {near}"] * 3, SDPA)),
     }
 

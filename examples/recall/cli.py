@@ -79,7 +79,7 @@ def _percent(share: float) -> str:
 
 @app.command()
 def train(
-    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-last: see arms.")],
+    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")],
     preset: Preset = "64K",
     length: Length = None,
     pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,

@@ -77,6 +77,17 @@ def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) 
     return Answers(*(torch.cat(parts).cpu() for parts in zip(*found, strict=True)), trial.shape.layers)
 
 
+@torch.no_grad()
+def without_each(model: Decoder, trial: Trial, questions: int, device: torch.device) -> list[float]:
+    """The share of right answers where one layer's attention is left out, for each layer: low for the layers that find the values."""
+    found = []
+    for block in model.blocks:
+        left_out = block.attention.register_forward_hook(lambda _, given, out: torch.zeros_like(out))
+        found.append(answers(model, trial, questions, device).right.double().mean().item())
+        left_out.remove()
+    return found
+
+
 def _from_statement(least: torch.Tensor, unit: int, question: torch.Tensor, stated: torch.Tensor) -> torch.Tensor:
     """Hops to a question from the value stated after its key, or from the token after it, which knows it too: see PairEmbedding."""
     return torch.minimum(*(least[question // unit, (stated + later) // unit] for later in (1, 2)))

@@ -78,7 +78,7 @@ def plot(found: Found, target: Path) -> Path:
 
 
 def tables(found: Found) -> list[Table]:
-    """For each budget right answers by distance and by hops, means over seeds; where keys are asked again, by stops too."""
+    """For each budget right answers by distance, by hops and without each layer, means over seeds; where keys are asked again, by stops."""
     return [table for title, of_budget in found.items() for table in _of_budget(title, of_budget)]
 
 
@@ -93,9 +93,21 @@ def _of_budget(title: str, found: dict[str, list[dict]]) -> list[Table]:
         about = f"{len(of_arm)}", f"{steps:,.0f}", f"{seconds:,.0f}", f"{speed:,.0f}", f"{of_arm[0]['reach']['density']:.1%}"
         by_distance.add_row(arm, *about, *(_percent(by_octave(of_arm, first)) for first in octaves))
     made = [by_distance, _by_count(found, "hops", "hops that the masks need")]
+    if all("without_layer" in result for result in results):
+        made.append(_without_layers(found))
     if results[0]["trial"]["task"].get("askings", 1) > 1:
         made.append(_by_count(found, "stops", "hops from question to question of the same key"))
     return made
+
+
+def _without_layers(found: dict[str, list[dict]]) -> Table:
+    table = Table(title="right answers in % where the attention of a layer is left out")
+    layers = next(iter(found.values()))[0]["trial"]["shape"]["layers"]
+    for heading in ("arm", *map(str, range(layers))):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for arm, of_arm in found.items():
+        table.add_row(arm, *(f"{100 * mean(result['without_layer'][layer] for result in of_arm):.1f}" for layer in range(layers)))
+    return table
 
 
 def _by_count(found: dict[str, list[dict]], name: str, of: str) -> Table:

@@ -20,7 +20,7 @@ from examples.train_lm.report import console
 from examples.train_lm.train import NotFinite, optimizer
 
 from .arms import reach
-from .evaluate import answers
+from .evaluate import answers, without_each
 from .model import decoder
 from .settings import Trial
 from .task import Task
@@ -30,11 +30,12 @@ _TOGETHER = 10  # steps of a row of the curve
 
 
 def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = decoder) -> dict:
-    """The result as plain data: what was run, right answers by distance and by hops, throughput, the mask's reach, the curve.
+    """The result as plain data: what was run, right answers by distance, by hops and without each layer, throughput, the mask's reach, the curve.
     model_of: (trial, device) -> a new model."""
     model = model_of(trial, world.device)
     curve = fit(model, trial, world)
     found, last = answers(model, trial, questions, world.device), curve[-1]
+    without = without_each(model, trial, max(1, questions // trial.shape.layers), world.device)
     free()
     return {
         "trial": asdict(trial),
@@ -49,6 +50,7 @@ def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Deco
         "by_distance": found.by_distance(),
         "by_hops": found.by_hops(),
         "by_stops": found.by_stops(),
+        "without_layer": without,
         "reach": reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
         "curve": curve,
     }

@@ -46,6 +46,7 @@ def test_what_is_within_reach_is_learned_and_what_is_not_is_guessed():
     assert window["by_hops"][0]["right"] > 0.9 and window["by_hops"][1]["within_reach"] == 0
     assert window["reach"]["density"] < dense["reach"]["density"] == pytest.approx(1)
     assert dense["final_loss"] < 0.5 < window["final_loss"]
+    assert dense["without_layer"] == [pytest.approx(dense["chance"], abs=0.07)]  # its one layer finds all
 
 
 def test_keys_that_are_asked_again_have_a_table_of_their_own(tmp_path):
@@ -145,7 +146,7 @@ def test_commands_list_arms_train_and_draw(tmp_path):
 BAD = {
     "arm": (
         ["nothing", "--steps", "1"],
-        "arm must be one of dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-last; got 'nothing'",
+        "arm must be one of dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last; got 'nothing'",
     ),
     "preset": (["dense", "--steps", "1", "--preset", "1M"], "preset must be one of tiny, 64K; got '1M'"),
     "no budget": (["dense"], "pass either --steps or --seconds, positive; got 0 and 0.0"),
