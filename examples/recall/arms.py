@@ -17,7 +17,7 @@ from sparse_flash.tools.explain import MOST_UNITS
 @dataclass(frozen=True)
 class Arm:
     """masks: spec texts for the layers in turn, "sdpa" for PyTorch's dense attention. keep: if not 0, the masks say what is always
-    kept, and ``sf.topk_blocks`` chooses: each block of queries visits ``keep`` blocks of keys in all, by mean queries and mean keys.
+    kept, and ``sf.topk_blocks`` chooses: each block of queries visits ``keep`` blocks of keys in all, by means of both.
     by_query: each query chooses instead, by its largest product with a key of a block, its own block and others, ``keep`` in all,
     beside what the masks say."""
 

@@ -79,12 +79,16 @@ def _percent(share: float) -> str:
 
 @app.command()
 def train(
-    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")],
+    arm: Annotated[
+        str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")
+    ],
     preset: Preset = "64K",
     length: Length = None,
     pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,
     askings: Annotated[int | None, typer.Option(help="How often each key is asked, where its questions fit in.")] = None,
-    apart: Annotated[int | None, typer.Option(help="At most so many tokens from a key to a question and on to the next. [any]")] = None,
+    apart: Annotated[
+        int | None, typer.Option(help="At most so many tokens from a key to a question and on to the next. [any]")
+    ] = None,
     layers: Layers = None,
     window: Window = None,
     block: Block = None,

@@ -79,7 +79,7 @@ def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) 
 
 @torch.no_grad()
 def without_each(model: Decoder, trial: Trial, questions: int, device: torch.device) -> list[float]:
-    """The share of right answers where one layer's attention is left out, for each layer: low for the layers that find the values."""
+    """For each layer the share of right answers where its attention is left out: low for layers that find the values."""
     found = []
     for block in model.blocks:
         left_out = block.attention.register_forward_hook(lambda _, given, out: torch.zeros_like(out))

@@ -45,8 +45,8 @@ def read(paths: list[Path]) -> Found:
 
 
 def plot(found: Found, target: Path) -> Path:
-    """Right answers against distance, a panel for each budget: for each arm the mean of its seeds, and a thin line for each, since a
-    seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
+    """Right answers against distance, a panel for each budget: for each arm the mean of its seeds, and a thin line for each, since
+    a seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
     figure, panels = plt.subplots(1, len(found), figsize=(2 + 7 * len(found), 5), layout="constrained", sharey=True, squeeze=False)
     arms = list(dict.fromkeys(arm for of_budget in found.values() for arm in of_budget))
     for axis, (title, of_budget) in zip(panels[0], found.items(), strict=True):
@@ -78,7 +78,7 @@ def plot(found: Found, target: Path) -> Path:
 
 
 def tables(found: Found) -> list[Table]:
-    """For each budget right answers by distance, by hops and without each layer, means over seeds; where keys are asked again, by stops."""
+    """For each budget right answers, means over seeds: by distance, hops, stops where there are any, and without each layer."""
     return [table for title, of_budget in found.items() for table in _of_budget(title, of_budget)]
 
 

@@ -30,12 +30,12 @@ _TOGETHER = 10  # steps of a row of the curve
 
 
 def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = decoder) -> dict:
-    """The result as plain data: what was run, right answers by distance, by hops and without each layer, throughput, the mask's reach, the curve.
-    model_of: (trial, device) -> a new model."""
+    """The result as plain data: what was run, right answers by distance, hops and stops, and without each layer, throughput, the
+    mask's reach, the curve. model_of: (trial, device) -> a new model."""
     model = model_of(trial, world.device)
     curve = fit(model, trial, world)
     found, last = answers(model, trial, questions, world.device), curve[-1]
-    without = without_each(model, trial, max(1, questions // trial.shape.layers), world.device)
+    without = without_each(model, trial, max(1, questions // (4 * trial.shape.layers)), world.device)
     free()
     return {
         "trial": asdict(trial),

@@ -128,7 +128,10 @@ def test_commands_list_arms_train_and_draw(tmp_path):
     assert all({"questions", "right", "error", "within_reach"} <= row.keys() for row in result["by_distance"])
     said = invoke("plot", *files, "--target", tmp_path / "recall.png")
     assert (tmp_path / "recall.png").stat().st_size > 10_000 and "out of reach" not in said
-    recorded_before = {"arm": "window", "task": {name: size for name, size in vars(TINY.task).items() if name not in ("askings", "apart")}}
+    recorded_before = {
+        "arm": "window",
+        "task": {name: size for name, size in vars(TINY.task).items() if name not in ("askings", "apart")},
+    }
     recorded_before["task"] |= {"length": 128, "pairs": 8}
     in_time = result | {"trial": result["trial"] | recorded_before | {"steps": 0, "seconds": 2.0}}
     (tmp_path / "in-time.json").write_text(json.dumps(in_time))
