@@ -61,8 +61,12 @@ class Trial:
     def stages(self) -> list[Task]:
         """The curriculum's tasks. In a long sequence, attention that does not match keys yet gives each value next to no weight:
         too weak a gradient to learn from."""
-        a_pair = _TOKENS_A_KEY * (1 + self.task.askings)
-        return [replace(self.task, length=n, pairs=min(self.task.pairs, max(1, n // a_pair))) for n in self.lengths]
+        stages = []
+        for length in self.lengths:
+            stage = replace(self.task, length=length)
+            askings = min(stage.askings, max(1, int(length / stage.usual)))  # more do not fit in
+            stages.append(replace(stage, pairs=min(stage.pairs, length // (_TOKENS_A_KEY * (1 + askings)))))
+        return stages
 
     def first_stage_ends(self, done: float, losses: list[float]) -> bool:
         """done: share of the budget. losses: of the last steps, nats an answer."""

@@ -7,6 +7,7 @@ again and again, a bounded way after the last time: a token that is asked knows 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,11 @@ class Task:
     def farthest(self) -> int:
         """No question is farther from its key, or from the question before it: 15/16 of the length, in tokens, or ``apart``."""
         return min(self.length * 15 // 16, self.apart or self.length)
+
+    @property
+    def usual(self) -> float:
+        """The mean of a question's distance from its key, or from the question before it, in tokens."""
+        return (self.farthest - self.nearest) / math.log(self.farthest / self.nearest)
 
     @property
     def vocabulary(self) -> int:

@@ -78,6 +78,8 @@ def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
     for task in trial.stages:  # compiles what each needs before the clock starts
         loss_of(model, trial, task, 0, world).backward()
     descent.zero_grad(set_to_none=True)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)  # or the first step would wait for these passes
     rows, step, seconds, first = [], 0, 0.0, None
     columns = TextColumn(trial.arm), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
     with Progress(*columns, console=console) as progress:

@@ -77,6 +77,13 @@ def test_the_curriculum_ends_with_the_task_itself_for_half_of_what_the_first_sta
     assert only.stage(0.0, None) == only.stage(0.9, 0.1) == SMALL.task
 
 
+def test_short_sequences_hold_several_pairs_however_often_they_are_asked():
+    preset = PRESETS["64K"]
+    often = replace(preset, task=replace(preset.task, pairs=64, askings=48, apart=1000))
+    assert [task.pairs for task in preset.stages] == [32, 128, 512, 1024, 1024]
+    assert [task.pairs for task in often.stages] == [16, 51, 56, 64, 64]
+
+
 def test_the_first_stage_ends_when_all_of_the_last_answers_are_good_or_at_half_of_the_budget():
     assert not SMALL.first_stage_ends(0.0, []) and not SMALL.first_stage_ends(0.49, [0.4, 0.6])
     assert SMALL.first_stage_ends(0.1, [0.4, 0.4]) and SMALL.first_stage_ends(0.5, [4.0])
