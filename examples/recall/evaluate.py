@@ -56,13 +56,13 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> Answers:
-    """To at least so many questions, less those that fell onto one place, in sequences of the seed's held-out stream."""
+    """To at least so many questions, less those that fell onto one place or did not fit in. Sequences are the seed's held-out ones."""
     task, arm = trial.task, trial.masks
     least, unit = hops(arm, trial.shape.layers, task.length, trial.block)
     least = least.to(device)
     sequences = trial.step_tokens // task.length
     found = []
-    batches = math.ceil(questions / (sequences * task.pairs))
+    batches = math.ceil(questions / (sequences * task.pairs * task.askings))
     with torch.compiler.set_stance("force_eager"):  # compiled again for this pass, it would take longer
         for number in track(range(batches), description="evaluating", transient=True):
             tokens, labels, distances = task.batch(trial.seed, number, sequences, device, held_out=True)

@@ -55,6 +55,7 @@ def test_keys_that_are_asked_again_have_a_table_of_their_own(tmp_path):
     (file,) = tmp_path.glob("*.json")
     rows = json.loads(file.read_text())["by_stops"]
     assert [row["stops"] for row in rows] == [1, 2] and rows[1]["questions"] > 10  # one layer: 2 is out of reach
+    assert sum(row["questions"] for row in rows) <= 64  # of two sequences, 8 pairs each, 4 times
 
 
 def test_a_budget_of_seconds_counts_training_steps_alone(monkeypatch):
