@@ -56,7 +56,7 @@ class Answers:
 
 @torch.no_grad()
 def answers(model: Decoder, trial: Trial, questions: int, device: torch.device) -> Answers:
-    """To at least so many questions, less those that fell onto one place or did not fit in. Sequences are the seed's held-out ones."""
+    """To at least so many questions, less those that fell onto one place or did not fit in; in held-out sequences of the seed."""
     task, arm = trial.task, trial.masks
     least, unit = hops(arm, trial.shape.layers, task.length, trial.block)
     least = least.to(device)
