@@ -90,6 +90,15 @@ def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
         assert reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
 
 
+def test_chosen_max_visits_the_block_of_each_querys_best_key():
+    arm, generator = ARMS["chosen-max"], torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, LENGTH, 16, generator=generator)
+    picks = sf.topk_blocks(q, k, **arm.choice(arm.masks[0], BLOCK)).picks[0, 0]
+    for query in range(BLOCK, LENGTH):
+        before = query // BLOCK * BLOCK  # blocks that end before the query's own
+        assert (q[0, 0, query] @ k[0, 0, :before].T).argmax() // BLOCK in picks[query]
+
+
 def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():
     embed = PairEmbedding(9, 4)
     tokens = torch.randint(9, (2, 5))
