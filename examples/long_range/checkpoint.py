@@ -1,4 +1,7 @@
-"""Checkpoints of one process: one file, written under another name and renamed when it is on the disk."""
+"""Checkpoints of one process: one file, written under another name and renamed when it is on the disk.
+
+With the optimizer's state it is three times as large as the parameters alone, which are enough for ``--start`` and ``evaluate``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,17 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
     }
-    target = folder / FILE
+    return _written(state, folder / FILE)
+
+
+def export(path: Path, target: Path) -> Path:
+    """Writes a checkpoint without the optimizer's state."""
+    _, _, state = read(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return _written({name: part for name, part in state.items() if name != "optimizer"}, target)
+
+
+def _written(state: dict, target: Path) -> Path:
     partial = target.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -42,7 +55,8 @@ def save(folder: Path, settings: Settings, progress: Progress, model: nn.Module,
 
 
 def read(path: Path) -> tuple[Settings, Progress, dict]:
-    """What was run, how far, and the states of "model" and "optimizer". Raises ValueError where this is no checkpoint."""
+    """What was run, how far, and the states of "model" and, if it is not exported, "optimizer". Raises ValueError where this is no
+    checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return Settings.from_dict(state["settings"]), Progress(**state["progress"]), state
@@ -55,6 +69,8 @@ def resume(path: Path, settings: Settings, model: nn.Module, optimizer: torch.op
     saved, progress, state = read(path)
     if found := differences(settings, saved):
         raise ValueError(f"{path} is of another run: {'; '.join(found)}; give the same settings, another --out, or --fresh")
+    if "optimizer" not in state:
+        raise ValueError(f"{path} holds parameters alone, with which no run can go on; pass it as --start, with another --out")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return progress

@@ -92,6 +92,7 @@ def plot(runs: list[Path], target: Path) -> Path:
         axis.set_xlabel(label)
         axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
         axis.grid(alpha=0.3)
+    axes[1].xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes[0].set_ylabel("held-out accuracy (shaded: its standard error)")
     axes[0].legend()
     figure.savefig(target, dpi=150)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,10 +17,17 @@ from sparse_flash.tools.explain import MOST_UNITS
 @dataclass(frozen=True)
 class Arm:
     """masks: spec texts for the layers in turn, "sdpa" for PyTorch's dense attention. keep: if not 0, the masks say what is always
-    kept, and each block of queries visits ``keep`` blocks of keys in all, chosen by ``sf.topk_blocks``."""
+    kept, and ``sf.topk_blocks`` chooses: each block of queries visits ``keep`` blocks of keys in all, by means of both.
+    by_query: each query chooses instead, by its largest product with a key of a block, its own block and others, ``keep`` in all,
+    beside what the masks say."""
 
     masks: tuple[str, ...]
     keep: int = 0
+    by_query: bool = False
+
+    def choice(self, mask: str, block: int) -> dict[str, Any]:
+        """What ``sf.topk_blocks`` takes besides queries and keys."""
+        return {"keep": self.keep, "block_size": block, "always": mask} | ({"every": 1, "score": "max"} if self.by_query else {})
 
     def readable(self, layer: int) -> str:
         """What a layer may read, as spec text: any earlier block may be chosen."""
@@ -39,7 +47,9 @@ def arms(window: int, block: int, length: int) -> dict[str, Arm]:
         "butterfly": Arm((f"causal & ({near} | butterfly(block={block}))",)),
         # As many blocks as the longest rows of powers have.
         "chosen": Arm((f"causal & {near}",), keep=window // block + 1 + powers_past_window),
+        "chosen-max": Arm((f"causal & {near}",), keep=1 + powers_past_window, by_query=True),
         "mixed": Arm((SDPA, *[f"causal & {near}"] * 3)),
+        "mixed-second": Arm((f"causal & {near}", SDPA, *[f"causal & {near}"] * 2)),
         "mixed-last": Arm((*[f"causal & {near}"] * 3, SDPA)),
     }
 
@@ -71,7 +81,8 @@ def reach(arm: Arm, layers: int, length: int, block: int) -> dict:
     explained = {mask: sf.explain(mask, q_len=length, block_size=block) for mask in counts}
     if arm.keep:
         q, k = torch.randn(2, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))  # any: how many are kept is fixed
-        kept = sf.topk_blocks(q, k, arm.keep, block_size=block, always=arm.masks[0]).density * 2 * length / (length + 1)
+        any_choice = arm.choice(arm.masks[0], block) | ({"score": "mean"} if arm.by_query else {})  # mean: in less time
+        kept = sf.topk_blocks(q, k, **any_choice).density * 2 * length / (length + 1)
     else:
         kept = sum(explained[mask].causal_density * count for mask, count in counts.items()) / layers
     least, _ = hops(arm, layers, length, block)

@@ -65,7 +65,8 @@ def arms(
             found = reach(arm, depth, base.task.length, base.block)
             masks = [f"{one['layers']}: {one['mask']}" for one in found["masks"]]
             if arm.keep:
-                masks = [f"{depth}: {arm.masks[0]} and more, {arm.keep} blocks by topk_blocks"]
+                by = "each query" if arm.by_query else "each block of queries"
+                masks = [f"{depth}: {arm.masks[0]} and more, {arm.keep} blocks for {by} by topk_blocks"]
             shares = [", ".join(f"{n}: {_percent(s)}" for n, s in one["explained"].items() if n <= depth) for one in found["masks"]]
             sums = _percent(found["density"]), "\n".join(shares), _percent(found["within_reach"]), f"{found['most_hops']}"
             table.add_row(name, "\n".join(masks), *sums)
@@ -78,10 +79,16 @@ def _percent(share: float) -> str:
 
 @app.command()
 def train(
-    arm: Annotated[str, typer.Argument(help="dense, window, powers, butterfly, chosen, mixed, mixed-last: see arms.")],
+    arm: Annotated[
+        str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")
+    ],
     preset: Preset = "64K",
     length: Length = None,
     pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,
+    askings: Annotated[int | None, typer.Option(help="How often each key is asked, where its questions fit in.")] = None,
+    apart: Annotated[
+        int | None, typer.Option(help="At most so many tokens from a key to a question and on to the next. [any]")
+    ] = None,
     layers: Layers = None,
     window: Window = None,
     block: Block = None,
@@ -106,7 +113,8 @@ def train(
         if questions < 1:
             raise ValueError(f"--questions must be at least 1; got {questions}")
         on = world.device.type == "cuda" if compiled is None else compiled
-        sizes = {"length": length, "pairs": pairs, "layers": layers, "window": window, "block": block, "step_tokens": step_tokens}
+        sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
+        sizes |= {"layers": layers, "window": window, "block": block}
         budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
         base = checked(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
         out.mkdir(parents=True, exist_ok=True)
@@ -120,21 +128,21 @@ def train(
             path = out / f"{arm}-{f'{steps}-steps' if steps else f'{seconds:g}-s'}-seed{number}.json"
             path.write_text(json.dumps(results[-1], indent=1))
             console.print(f"{path}: final loss {results[-1]['final_loss']:.3f}", soft_wrap=True, markup=False)
-        _show({arm: results})
+        _show({report.budget(results[0]): {arm: results}})
 
 
 @app.command()
 def plot(
-    results: Annotated[list[Path], typer.Argument(help="Files that train wrote, of one task and budget.")],
+    results: Annotated[list[Path], typer.Argument(help="Files that train wrote, of one task.")],
     target: Annotated[Path, typer.Option(help="The picture.")] = Path("recall.png"),
 ) -> None:
-    """Right answers against distance, of several arms and seeds: a picture, and tables."""
+    """Right answers against distance, of several arms and seeds, a panel for each budget: a picture, and tables."""
     with user_errors():
         found = report.read(results)
         _show(found)
         console.print(f"{report.plot(found, target)}", soft_wrap=True, markup=False)
 
 
-def _show(found: dict[str, list[dict]]) -> None:
+def _show(found: report.Found) -> None:
     for table in report.tables(found):
         console.print(table)

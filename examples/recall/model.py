@@ -12,6 +12,7 @@ import sparse_flash as sf
 from examples.train_lm.model import Attention, Decoder, Documents
 from examples.train_lm.settings import Shape
 
+from .arms import Arm
 from .settings import Trial
 
 
@@ -32,15 +33,15 @@ class PairEmbedding(nn.Embedding):
 
 
 class ChosenBlocks(Attention):
-    """Attention to the window's blocks and to those whose mean keys score highest with a block's mean queries."""
+    """Attention to the window, and to blocks that ``sf.topk_blocks`` chooses by the same queries and keys."""
 
-    def __init__(self, shape: Shape, mask: str, keep: int, block: int):
+    def __init__(self, shape: Shape, mask: str, arm: Arm, block: int):
         super().__init__(shape, mask)
-        self.keep, self.block = keep, block
+        self.choice = arm.choice(mask, block)
 
     def attend(self, q, k, v, documents: Documents | None):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return sf.attention(q, k, v, sf.topk_blocks(q, k, self.keep, block_size=self.block, always=self.mask)).transpose(1, 2)
+        return sf.attention(q, k, v, sf.topk_blocks(q, k, **self.choice)).transpose(1, 2)
 
 
 def decoder(trial: Trial, device: torch.device, attention: Callable[[], Attention] | None = None) -> Decoder:
@@ -54,7 +55,7 @@ def decoder(trial: Trial, device: torch.device, attention: Callable[[], Attentio
             if attention is not None:
                 block.attention = attention()
             elif arm.keep:
-                block.attention = ChosenBlocks(shape, block.attention.mask, arm.keep, trial.block)
+                block.attention = ChosenBlocks(shape, block.attention.mask, arm, trial.block)
     torch.manual_seed(trial.seed)
     model.reset_parameters()
     if trial.compiled:

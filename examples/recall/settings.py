@@ -16,7 +16,7 @@ from .task import SLOT, Task
 _MATCHED, _FIRST_STAGE = 0.5, 0.5
 _LAST_STAGE = 0.5  # of what is left of the budget; the stages between share the rest
 _SHORTER = 4
-_TOKENS_A_PAIR = 8  # at least, in short sequences
+_TOKENS_A_KEY = 4  # at least, in short sequences, counting each place where a key stands
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,12 @@ class Trial:
     def stages(self) -> list[Task]:
         """The curriculum's tasks. In a long sequence, attention that does not match keys yet gives each value next to no weight:
         too weak a gradient to learn from."""
-        return [replace(self.task, length=n, pairs=min(self.task.pairs, n // _TOKENS_A_PAIR)) for n in self.lengths]
+        stages = []
+        for length in self.lengths:
+            stage = replace(self.task, length=length)
+            askings = min(stage.askings, max(1, int(length / stage.usual)))  # more do not fit in
+            stages.append(replace(stage, pairs=min(stage.pairs, length // (_TOKENS_A_KEY * (1 + askings)))))
+        return stages
 
     def first_stage_ends(self, done: float, losses: list[float]) -> bool:
         """done: share of the budget. losses: of the last steps, nats an answer."""

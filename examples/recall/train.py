@@ -20,7 +20,7 @@ from examples.train_lm.report import console
 from examples.train_lm.train import NotFinite, optimizer
 
 from .arms import reach
-from .evaluate import answers
+from .evaluate import answers, without_each
 from .model import decoder
 from .settings import Trial
 from .task import Task
@@ -30,11 +30,12 @@ _TOGETHER = 10  # steps of a row of the curve
 
 
 def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Decoder] = decoder) -> dict:
-    """The result as plain data: what was run, right answers by distance and by hops, throughput, the mask's reach, the curve.
-    model_of: (trial, device) -> a new model."""
+    """The result as plain data: what was run, right answers by distance, hops and stops, and without each layer, throughput, the
+    mask's reach, the curve. model_of: (trial, device) -> a new model."""
     model = model_of(trial, world.device)
     curve = fit(model, trial, world)
     found, last = answers(model, trial, questions, world.device), curve[-1]
+    without = without_each(model, trial, max(1, questions // (4 * trial.shape.layers)), world.device)
     free()
     return {
         "trial": asdict(trial),
@@ -48,6 +49,8 @@ def run(trial: Trial, world: World, questions: int, model_of: Callable[..., Deco
         "chance": 1 / trial.task.values,
         "by_distance": found.by_distance(),
         "by_hops": found.by_hops(),
+        "by_stops": found.by_stops(),
+        "without_layer": without,
         "reach": reach(trial.masks, trial.shape.layers, trial.task.length, trial.block),
         "curve": curve,
     }
@@ -75,6 +78,8 @@ def fit(model: Decoder, trial: Trial, world: World) -> list[dict]:
     for task in trial.stages:  # compiles what each needs before the clock starts
         loss_of(model, trial, task, 0, world).backward()
     descent.zero_grad(set_to_none=True)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)  # or the first step would wait for these passes
     rows, step, seconds, first = [], 0, 0.0, None
     columns = TextColumn(trial.arm), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
     with Progress(*columns, console=console) as progress:

@@ -38,5 +38,5 @@ def main(
         base = replace(PRESETS[preset], seed=seed, **given)
         trials = [checked(replace(base, arm=name)) for name in layers or NAMES]
         found = {trial.arm: [run(trial, world, questions)] for trial in trials}
-        by_distance, _ = tables(found)
+        by_distance, *_ = tables({f"{base.steps:,} steps": found})
         console.print(by_distance)

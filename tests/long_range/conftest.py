@@ -27,7 +27,7 @@ def short(tmp_path_factory) -> Path:
 def run(short, tmp_path):
     """Makes a Run in the folder ``folder``, of SETTINGS with changes."""
 
-    def make(folder: str = "run", fresh: bool = False, **changes) -> Run:
-        return Run(checked(replace(SETTINGS, **changes)), tmp_path / folder, short, ON_CPU, fresh)
+    def make(folder: str = "run", fresh: bool = False, start: Path | None = None, **changes) -> Run:
+        return Run(checked(replace(SETTINGS, **changes)), tmp_path / folder, short, ON_CPU, fresh, start)
 
     return make

@@ -168,6 +168,19 @@ def test_a_checkpoint_of_another_run_and_files_that_are_none_are_errors(run):
         run()
 
 
+def test_exported_parameters_are_a_third_of_a_checkpoint_start_a_run_and_resume_none(run, tmp_path):
+    one = run("one")
+    one.train(evaluations=1)
+    checkpoint_file = checkpoint.of_run(one.folder)
+    exported = checkpoint.export(checkpoint_file, tmp_path / "parameters.pt")
+    assert exported.stat().st_size < 0.45 * checkpoint_file.stat().st_size
+    started = run("two", start=exported)
+    assert all(map(torch.equal, one.model.parameters(), started.model.parameters())) and started.progress.step == 0
+    checkpoint_file.write_bytes(exported.read_bytes())
+    with pytest.raises(ValueError, match=r"checkpoint.pt holds parameters alone.*pass it as --start, with another --out"):
+        run("one")
+
+
 def test_examples_of_another_task_or_too_few_are_errors(run):
     with pytest.raises(ValueError, match=r"holds .*listops.*the run is of .*'depth': 3"):
         run(task=described(replace(SHORT, depth=3)))
@@ -207,6 +220,9 @@ def test_commands_prepare_train_evaluate_compare_and_go_up_in_size(tmp_path):
     assert "0.8 " not in invoke("evaluate", tmp_path / "dense", "--data", tmp_path / "d32", "--device", "cpu")
     large = ["--data", tmp_path / "d64", "--steps", 1, "--batch", 2, "--start", tmp_path / "sparse", "--out", tmp_path / "large"]
     invoke("train", *large, "--attention", "local(64)", "--evaluations", 1, *model)
+    invoke("export", tmp_path / "dense", tmp_path / "out" / "dense.pt")
+    scores = [invoke("evaluate", tmp_path / of, "--data", tmp_path / "d32", "--device", "cpu") for of in ("dense", "out/dense.pt")]
+    assert scores[0] == scores[1]
     said = invoke("results", *(tmp_path / name for name in ("dense", "sparse", "large")))
     assert re.search(r"dense .*pathfinder 32 3 .*100.0%.* 8 .*±.*sparse .*54.7%.*large .*pathfinder 64 3 .*local\(64\)", said)
     invoke("plot", tmp_path / "dense", tmp_path / "sparse", "--target", tmp_path / "accuracy.png")

@@ -7,6 +7,7 @@ import torch
 
 import sparse_flash as sf
 from examples.recall.arms import Arm, arms, hops, reach
+from examples.recall.evaluate import stops
 from examples.recall.model import PairEmbedding, decoder
 from examples.recall.settings import PRESETS, Trial
 
@@ -35,6 +36,20 @@ def test_hops_count_what_explain_calls_within_reach(name):
     pairs = LENGTH * (LENGTH + 1) / 2
     for layers in (1, 2, 4):
         assert (least <= layers).sum() / pairs == pytest.approx(shares[layers])
+
+
+def test_stops_are_questions_of_the_same_key_alone():
+    least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
+    places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}
+    rows = [(pair, place, stated) for pair, (stated, asked) in places.items() for place in asked]
+    rows.sort(key=lambda row: row[1])  # as questions stand in a sequence: those of one pair are not next to each other
+    pair, question, stated = torch.tensor(rows).T
+    found = stops(least, unit, pair, question, stated, LAYERS)
+    by_pair = {number: found[pair == number].tolist() for number in places}
+    # 41 reads the value at 11, 70 reads 41, 100 reads 70; nothing that knows the key is within reach of 140. Of the second, 60
+    # could have the value through any token between, but none of its own, and 80 reads 60, which does not know it.
+    assert by_pair == {0: [1, 2, 3, LAYERS + 1, LAYERS + 1], 1: [LAYERS + 1, LAYERS + 1]}
+    assert (least[question, stated + 1] <= found).all()
 
 
 def test_layers_are_taken_in_their_order():
@@ -67,10 +82,21 @@ def test_in_the_first_stage_all_arms_attend_alike(name):
 
 def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
     powers = sf.compile_mask(ARMS["powers"].masks[0], LENGTH, block_size=BLOCK)
-    assert ARMS["chosen"].keep == powers.kept_blocks().sum(1).max()
-    found = reach(ARMS["chosen"], LAYERS, LENGTH, BLOCK)
-    assert found["most_hops"] == 1 and found["within_reach"] == 1
-    assert reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
+    most = powers.kept_blocks().sum(1).max()
+    assert ARMS["chosen"].keep == most == ARMS["chosen-max"].keep + WINDOW // BLOCK
+    for name in ("chosen", "chosen-max"):
+        found = reach(ARMS[name], LAYERS, LENGTH, BLOCK)
+        assert found["most_hops"] == 1 and found["within_reach"] == 1
+        assert reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
+
+
+def test_chosen_max_visits_the_block_of_each_querys_best_key():
+    arm, generator = ARMS["chosen-max"], torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, LENGTH, 16, generator=generator)
+    picks = sf.topk_blocks(q, k, **arm.choice(arm.masks[0], BLOCK)).picks[0, 0]
+    for query in range(BLOCK, LENGTH):
+        before = query // BLOCK * BLOCK  # blocks that end before the query's own
+        assert (q[0, 0, query] @ k[0, 0, :before].T).argmax() // BLOCK in picks[query]
 
 
 def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():
@@ -96,12 +122,13 @@ def test_no_arm_sees_later_tokens_or_farther_ones_than_its_hops_say(name):
     assert (differs & reads).sum() > 0.9 * reads.sum()
 
 
-def test_all_blocks_chosen_are_dense_attention_and_one_seed_gives_all_arms_the_same_weights(monkeypatch):
-    dense, chosen = decoder(trial("dense", seed=5), CPU), decoder(trial("chosen", seed=5), CPU)
+@pytest.mark.parametrize("name", ["chosen", "chosen-max"])
+def test_all_blocks_chosen_are_dense_attention_and_one_seed_gives_all_arms_the_same_weights(name):
+    dense, chosen = decoder(trial("dense", seed=5), CPU), decoder(trial(name, seed=5), CPU)
     assert all(map(torch.equal, dense.parameters(), chosen.parameters()))
     tokens = torch.randint(300, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(dense(tokens), chosen(tokens), rtol=1e-3, atol=1e-4)
     for block in chosen.blocks:
-        block.attention.keep = LENGTH // BLOCK
+        block.attention.choice["keep"] = LENGTH // BLOCK
     torch.testing.assert_close(dense(tokens), chosen(tokens), rtol=1e-4, atol=1e-4)
     assert not torch.equal(dense.head.weight, decoder(trial("dense", seed=6), CPU).head.weight)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from matplotlib import image
 from typer.testing import CliRunner
 
 from examples.recall import train as train_module
@@ -45,6 +46,16 @@ def test_what_is_within_reach_is_learned_and_what_is_not_is_guessed():
     assert window["by_hops"][0]["right"] > 0.9 and window["by_hops"][1]["within_reach"] == 0
     assert window["reach"]["density"] < dense["reach"]["density"] == pytest.approx(1)
     assert dense["final_loss"] < 0.5 < window["final_loss"]
+    assert dense["without_layer"] == [pytest.approx(dense["chance"], abs=0.07)]  # its one layer finds all
+
+
+def test_keys_that_are_asked_again_have_a_table_of_their_own(tmp_path):
+    again = ["--askings", "4", "--apart", "24", "--steps", "2", "--questions", "50", "--out", tmp_path]
+    assert "hops from question to question" in " ".join(invoke("train", "window", *SIZES, *again).split())
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["by_stops"]
+    assert [row["stops"] for row in rows] == [1, 2] and rows[1]["questions"] > 10  # one layer: 2 is out of reach
+    assert sum(row["questions"] for row in rows) <= 64  # of two sequences, 8 pairs each, 4 times
 
 
 def test_a_budget_of_seconds_counts_training_steps_alone(monkeypatch):
@@ -65,6 +76,13 @@ def test_the_curriculum_ends_with_the_task_itself_for_half_of_what_the_first_sta
         assert preset.stage(0.4, None).length == lengths[0]
     only = replace(SMALL, shortest=64)
     assert only.stage(0.0, None) == only.stage(0.9, 0.1) == SMALL.task
+
+
+def test_short_sequences_hold_several_pairs_however_often_they_are_asked():
+    preset = PRESETS["64K"]
+    often = replace(preset, task=replace(preset.task, pairs=64, askings=48, apart=1000))
+    assert [task.pairs for task in preset.stages] == [32, 128, 512, 1024, 1024]
+    assert [task.pairs for task in often.stages] == [16, 51, 56, 64, 64]
 
 
 def test_the_first_stage_ends_when_all_of_the_last_answers_are_good_or_at_half_of_the_budget():
@@ -118,6 +136,17 @@ def test_commands_list_arms_train_and_draw(tmp_path):
     assert all({"questions", "right", "error", "within_reach"} <= row.keys() for row in result["by_distance"])
     said = invoke("plot", *files, "--target", tmp_path / "recall.png")
     assert (tmp_path / "recall.png").stat().st_size > 10_000 and "out of reach" not in said
+    recorded_before = {
+        "arm": "window",
+        "task": {name: size for name, size in vars(TINY.task).items() if name not in ("askings", "apart")},
+    }
+    recorded_before["task"] |= {"length": 128, "pairs": 8}
+    in_time = result | {"trial": result["trial"] | recorded_before | {"steps": 0, "seconds": 2.0}}
+    (tmp_path / "in-time.json").write_text(json.dumps(in_time))
+    said = invoke("plot", *files, tmp_path / "in-time.json", "--target", tmp_path / "both.png")
+    assert "after 3 steps" in said and "after 2 s of training" in said
+    one, both = (image.imread(tmp_path / name).shape for name in ("recall.png", "both.png"))
+    assert both[0] == one[0] and both[1] > 1.5 * one[1]  # a panel for each budget
     other = result | {"trial": result["trial"] | {"window": 64}}
     files[1].write_text(json.dumps(other))
     refused = CliRunner().invoke(app, ["plot", *map(str, files), "--target", str(tmp_path / "other.png")])
@@ -128,7 +157,7 @@ def test_commands_list_arms_train_and_draw(tmp_path):
 BAD = {
     "arm": (
         ["nothing", "--steps", "1"],
-        "arm must be one of dense, window, powers, butterfly, chosen, mixed, mixed-last; got 'nothing'",
+        "arm must be one of dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last; got 'nothing'",
     ),
     "preset": (["dense", "--steps", "1", "--preset", "1M"], "preset must be one of tiny, 64K; got '1M'"),
     "no budget": (["dense"], "pass either --steps or --seconds, positive; got 0 and 0.0"),

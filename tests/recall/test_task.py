@@ -1,6 +1,7 @@
 """Sequences: what stands where, and what depends on what."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,25 @@ def test_each_answer_is_the_value_after_the_only_other_place_of_its_key_as_far_b
         assert torch.equal((tokens >= first_key).nonzero()[:, 0], torch.cat([asked, stated]).sort().values)
         assert len(tokens[stated].unique()) == len(stated)
         assert torch.equal(((tokens >= first_value) & (tokens < first_key)).nonzero()[:, 0], (stated + 1).sort().values)
+
+
+def test_keys_are_asked_again_and_again_within_reach_of_the_last_time():
+    task = replace(TASK, length=512, pairs=12, askings=5, apart=40)
+    batch = task.batch(0, 0, 50, "cpu")
+    asked, steps = 0, []
+    for tokens, labels, distances in zip(*batch, strict=True):
+        places = (labels != IGNORED).nonzero()[:, 0]
+        assert (tokens >= task.fillers + task.values).sum() == len(places) + len((places - distances[places]).unique())
+        for stated in (places - distances[places]).unique():
+            mine = places[places - distances[places] == stated]
+            assert (tokens[mine] == tokens[stated]).all() and (labels[mine] == tokens[stated + 1]).all()
+            assert task.nearest <= mine[0] - stated <= task.apart and len(mine) <= task.askings
+            steps.append(mine.diff())
+            asked += len(mine)
+    steps = torch.cat(steps)
+    # Now and then a question loses its place to another pair's, and the next one is farther from the one before.
+    assert steps.min() >= task.nearest and (steps <= task.apart).float().mean() > 0.9 and asked > 3 * 50 * 12
+    assert batch.distances.max() > 3 * task.apart
 
 
 def test_a_batch_depends_on_seed_number_and_stream_alone():
@@ -82,6 +102,8 @@ def test_distances_are_log_uniform_and_few_pairs_are_left_out():
         ({"length": 255}, "length must be even, as a pair takes 2 tokens; got 255"),
         ({"nearest": 7}, "nearest must be even"),
         ({"nearest": 240}, r"length must be more than nearest \* 16 / 15; got 256 and 240"),
+        ({"askings": 0}, "askings must be at least 1; got 0"),
+        ({"apart": 8}, "apart must be 0 or more than nearest; got 8 and 8"),
         ({"keys": 31}, "keys must be at least pairs, as no key stands for two values; got 31 and 32"),
     ],
 )
