@@ -13,7 +13,7 @@ from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
 from ..masks.block_selection import BlockSelection
 
-_CHUNK = 1 << 27  # numbers of keys and values read at a time
+CHUNK = 1 << 27  # numbers of keys and values read at a time
 
 
 def supports(name: str, call: Call) -> str | None:
@@ -91,7 +91,7 @@ def by_operations(
     rows = q.unflatten(1, (heads, -1)).transpose(2, 3).to(exact)
     out, lse = empty_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=exact)
     numbers = picks.shape[0] * heads * slots * block_size * (q.shape[3] + v.shape[3])
-    step = max(1, _CHUNK // max(1, numbers))
+    step = max(1, CHUNK // max(1, numbers))
     with own_precision(q):
         for low in range(0, q_len, step):
             some = slice(low, low + step)

@@ -11,10 +11,9 @@ from ..backends import cache_capacity
 from ..backends import triton as portable
 from ..backends.torch import own_precision
 from ..compat.pytorch import is_plain_eager
+from . import decode
 from .choice import kernel_chooses, ranked, with_own
 from .decode import lengths_of, positions, taken
-
-_CHUNK = 1 << 27  # numbers of keys read at a time
 
 
 def choose_newest(
@@ -78,7 +77,7 @@ def update_means(
     length = lengths_of(batch, cache_capacity(k, block_table), kv_lens, k.device)
     block = length[:, None] // block_size - touched + torch.arange(touched, device=k.device)
     sequence, head = (torch.arange(n, device=k.device) for n in (batch, heads))
-    for some in block.split(max(1, _CHUNK // (batch * heads * block_size * k.shape[3])), 1):
+    for some in block.split(max(1, decode.CHUNK // (batch * heads * block_size * k.shape[3])), 1):
         exists = (some >= 0) & (some < blocks)
         token = torch.where(exists, some, 0)[:, :, None] * block_size + torch.arange(block_size, device=k.device)
         read = exists.repeat_interleave(block_size, 1)[:, None]

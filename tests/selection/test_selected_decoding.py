@@ -39,7 +39,7 @@ def paged(cache, size):
     + [pytest.param("triton", True, 8, 1, marks=runs)],
 )
 def test_each_step_of_sequences_of_different_lengths_is_the_row_of_training(share_group, backend, page_size, chunk, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "CHUNK", chunk)
     q, k, v = inputs(100)
     out, lse = trained(q, k, v, share_group)
     room, lens = 128, torch.tensor([40, 0, 13], device=DEVICE)
@@ -142,7 +142,7 @@ def test_decoding_equals_dense_attention_over_the_picked_pairs(dtype, tolerance,
     chosen = sf.topk_blocks(q[:, :, -5:], k, KEEP, every=1, block_size=BLOCK)
     wanted, wanted_lse = dense_attention(q[:, :, -5:].double(), k.double(), v.double(), chosen.to_dense(), 0.3)
     for chunk in (1, 1 << 27):
-        monkeypatch.setattr(module, "_CHUNK", chunk)
+        monkeypatch.setattr(module, "CHUNK", chunk)
         out, lse = sf.attention_decode(q[:, :, -5:], k, v, chosen, scale=0.3, return_lse=True)
         assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)

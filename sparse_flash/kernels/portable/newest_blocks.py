@@ -95,7 +95,6 @@ def choose_newest_kernel(
     CHOSEN: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    KEPT: tl.constexpr,
     PIECE: tl.constexpr,
     HAS_LENS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -104,8 +103,8 @@ def choose_newest_kernel(
 
     q: (batch, pickers x SHARED, q_len, HEAD_DIM), the last tokens of each sequence. means: (batch, key heads, blocks, HEAD_DIM)
     float32; width: heads that pick per key head. picks: (batch, pickers, q_len, CHOSEN + 1) int32. length: tokens that the means
-    have room for; kv_lens: (batch,) int32, if HAS_LENS. SLOTS: CHOSEN + 1 or more, KEPT: of them what a program can have, powers of
-    two. candidates: KEPT int64 for each program, if SPLIT. arrived: int32 zeros, one for each query, and zeros again afterwards.
+    have room for; kv_lens: (batch,) int32, if HAS_LENS. SLOTS: CHOSEN + 1 or more, COLUMNS at most, both powers of two.
+    candidates: SLOTS int64 for each program, if SPLIT. arrived: int32 zeros, one for each query, and zeros again afterwards.
     """
     row, number, count = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     query, picker = row % q_len, row // q_len % pickers
@@ -120,16 +119,17 @@ def choose_newest_kernel(
     means += batch * mean_batch_stride + (picker // width).to(tl.int64) * mean_head_stride
     picks += row.to(tl.int64) * (CHOSEN + 1)
     key = _ordered(_scores(q, means, column, possible, q_head_stride, HEAD_DIM, DIM, SHARED), column, possible)
+    best = tl.topk(key, SLOTS)
     if SPLIT:
-        candidates += row.to(tl.int64) * count * KEPT
-        tl.store(candidates + number * KEPT + tl.arange(0, KEPT), tl.topk(key, KEPT))
+        candidates += row.to(tl.int64) * count * SLOTS
+        tl.store(candidates + number * SLOTS + tl.arange(0, SLOTS), best)
         # Every thread must have written its part before one of them signals it.
         tl.debug_barrier()
         if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == count - 1:
             tl.store(arrived + row, 0)
-            _store_picks(picks, _best_of_all(candidates, count * KEPT, SLOTS, PIECE), own, position >= 0, CHOSEN, SLOTS)
+            _store_picks(picks, _best_of_all(candidates, count * SLOTS, SLOTS, PIECE), own, position >= 0, CHOSEN, SLOTS)
     else:
-        _store_picks(picks, tl.topk(key, SLOTS), own, position >= 0, CHOSEN, SLOTS)
+        _store_picks(picks, best, own, position >= 0, CHOSEN, SLOTS)
 
 
 @triton.jit
@@ -236,7 +236,6 @@ def _choice_plan(q_shape, q_strides, means_shape, means_strides, length, keep, b
         "CHOSEN": keep - 1,
         "SLOTS": slots,
         "COLUMNS": columns,
-        "KEPT": slots,
         "PIECE": max(_PIECE, slots),
         "HAS_LENS": has_lens,
         "SPLIT": programs > 1,
