@@ -1390,7 +1390,15 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
     constants |= of_variant.switches
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
-    recording.launch(attention_backward_kernel, (grid, arguments, constants, config.options), of_variant.kinds)
+    kernel = attention_backward_kernel
+    if config.roles:
+        from .wide_backward import wide_backward_kernel as kernel
+
+        arguments[4] = sums
+        arguments[7:10] = [kv_sums]
+        for name in ("PIECES", "OWN_STARTS"):
+            del constants[name]
+    recording.launch(kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
     across = config.options["num_warps"] * 16 // config.queries
     finished = [(dq, sums, 1, room.padded_q, scale / share, config.queries, dim, across, config.pieces)]

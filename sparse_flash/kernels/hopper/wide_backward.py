@@ -1,0 +1,550 @@
+"""The backward pass for Hopper at head_dim 129 to 256: two warp groups with a role each, on tiles of 64 keys and steps of 64 queries.
+
+One warp group computes weights, and sums dV. The other computes gradients of scores, and sums dK. So each holds the left operand of
+its sum in registers, and reads only the right one from shared memory. Weights pass from the first to the second in the order in which
+threads hold them, gradients of scores back as an operand of dQ, of which each computes half the columns. While one waits for the
+other, or computes exponentials, the other's products keep the tensor cores busy.
+
+dQ is added to global memory from registers, 16 bytes a thread: at these head dimensions, writing it to shared memory for TMA, which
+reads it there, takes as long as two of the five products.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.tiles import BITS, FULL, RUNS
+from .backward import (
+    NOT_SPECIALIZED,
+    BackwardInputs,
+    _first_query,
+    _kept,
+    _load,
+    _existing_keys,
+    _mask_words,
+    _rounded,
+    _weights,
+)
+from .dropout import Dropout, score_gradients
+from .lengths import TokenLengths, new_lengths, own_barrier
+from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
+from .ring import Ring, ring_beside, ring_of
+from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scores import ScoreTerms
+
+
+@record
+class WideGradients:
+    """Where gradients go. dQ, and with ADDED or SPLIT dK and dV, are sums in register order."""
+
+    dq: gl.tensor  # a pointer to sums
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    kv_sums: gl.tensor  # a pointer to sums of dK, and after them of dV
+    padded_q_len: gl.tensor
+    padded_kv_len: gl.tensor
+    kv_lines: gl.tensor
+    splits: gl.tensor  # tiles of splits per head
+    ADDED: gl.constexpr  # whether query heads share dK and dV
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
+    FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
+
+
+@record
+class WideArguments:
+    """What the warps share. Names are those of ``BackwardArguments``."""
+
+    inputs: BackwardInputs
+    grads: WideGradients
+    table: TableArguments
+    heads: Heads
+    scale: gl.tensor
+    scoring: ScoreTerms
+    lengths: TokenLengths
+    arrived: gl.shared_memory_descriptor
+    dropout: Dropout
+    scheduler: Scheduler
+    k: Ring
+    v: Ring
+    q: Ring  # released by both warp groups
+    dout: Ring
+    lse: gl.shared_memory_descriptor
+    unit: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    weights: Ring  # one for each step, and one more for each tile, without data, after the last of its dQ
+    dscores: Ring
+    dk: Ring  # without data: that it lies in the buffer of k, or has been added
+    dv: Ring  # likewise, in that of v
+    DIM: gl.constexpr
+    USED: gl.constexpr
+    DIM_V: gl.constexpr
+    USED_V: gl.constexpr
+    KEYS: gl.constexpr
+    QUERIES: gl.constexpr
+    RAGGED: gl.constexpr
+
+
+@gluon.jit
+def _in_thread_order(tile):
+    """A (64, 64) tile of 16 bits as (4, 1024): each thread of four warps holds 16 adjacent bytes of each row."""
+    parts = tile.reshape([4, 2, 8, 4, 2, 4, 2])
+    return parts.permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
+
+
+@gluon.jit
+def _from_thread_order(tile):
+    """The reverse of ``_in_thread_order``."""
+    parts = tile.reshape([4, 4, 8, 4, 2, 2, 2])
+    return parts.permute((1, 5, 2, 0, 4, 3, 6)).reshape([64, 64])
+
+
+@gluon.jit
+def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns FIRST .. of a tile of 64 rows and WIDTH columns in register order, and where they go."""
+    ALONG: gl.constexpr = numbers.shape[1] // 16
+    rows = numbers.reshape([4, 2, 8, ALONG, 2, 4, 2]).permute((1, 3, 0, 2, 5, 4, 6)).reshape([2 * ALONG, 512])
+    # Of each row, a thread holds 16 adjacent bytes.
+    REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    WARPS: gl.constexpr = [[0, 128], [0, 256]]
+    DOWN: gl.constexpr = 4 if ALONG == 2 else 5 if ALONG == 4 else 6 if ALONG == 8 else 7
+    layout: gl.constexpr = gl.DistributedLinearLayout(REGISTERS[:DOWN], LANES, WARPS, [], [2 * ALONG, 512])
+    row = gl.arange(0, 2 * ALONG, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, layout))
+    row = row // ALONG * (WIDTH // 16) + (FIRST // 16 + row % ALONG)
+    return gl.convert_layout(rows, layout), place + ((row * 512)[:, None] + column[None, :])
+
+
+@gluon.jit
+def _queries_product(p, step, turn, zeros, FIRST: gl.constexpr):
+    """Starts the product of some columns of a step's dQ, FIRST .. ."""
+    keys = p.k.stage(turn, fresh_zero(step)).slice(FIRST, zeros.shape[1], dim=1)
+    return warpgroup_mma(p.dscores.stage(step).permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_queries(p, dq, step, place, FIRST: gl.constexpr):
+    """Adds some columns of a step's dQ. place: of the tile of sums of its queries."""
+    place += FIRST * p.QUERIES  # pieces of 64 columns follow each other
+    if p.grads.FIXED:
+        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
+        numbers, places = _places(place, _rounded(dq * unit[:, None]), 0, 64)
+    else:
+        numbers, places = _places(place, dq, 0, 64)
+    gl.atomic_add(places, numbers, sem="relaxed")
+
+
+@gluon.jit
+def _first_line(p, tile):
+    return tile.line * p.grads.padded_q_len
+
+
+@gluon.jit
+def _place_of_queries(p, line, position):
+    return p.grads.dq + ((line + position) // p.QUERIES).to(gl.int64) * (p.QUERIES * p.DIM)
+
+
+@gluon.jit
+def _zero_queries(p):
+    """64 columns of dQ. Of those in use, the group of weights computes the first 64, and of 256 the third; the other group the others."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    return gl.zeros([p.QUERIES, 64], gl.float32, layout=layout)
+
+
+@gluon.jit
+def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
+    """Adds steps begin .. end - 1, all of one kind, to dV, and half of the columns to dQ. state: dV, and the scores of the step, (keys,
+    queries). last: the tile's last step, during which scores are computed that nobody reads."""
+    dv, scores = state
+    dtype: gl.constexpr = p.q.data.dtype
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
+    PRODUCTS: gl.constexpr = 1 if p.USED == p.DIM else 2
+    score_layout: gl.constexpr = zeros.type.layout
+    existing = _existing_keys(p, tile, score_layout)
+    line = _first_line(p, tile)
+    for entry in range(begin, end):
+        dout = p.dout.stage(step)
+        words = entry
+        if KIND != FULL:
+            words = _mask_words(p, tile, entry, exists, KIND, score_layout)
+        position = _first_query(p, tile, entry, end, exists)
+        weights = _weights(p, tile, scores, step, words, existing, stream, place, position, KIND)
+        operand = gl.convert_layout(_kept(p, weights), operand_layout)
+        if p.scoring.SIGNED:
+            ones = gl.full([p.KEYS, p.QUERIES], 1.0, gl.float32, layout=score_layout)
+            derivative = p.scoring.times_derivative(ones, scores, place, position, tile.first)
+            p.weights.stage(0, 1).store(_in_thread_order(derivative.to(dtype)))
+        elif p.scoring.SCORED:
+            weights = p.scoring.times_derivative(weights, scores, place, position, tile.first)
+        p.weights.stage(0).store(_in_thread_order(weights.to(dtype)))
+        p.weights.commit(step + turn)
+        p.dout.wait(step)
+        started_dv = times(operand, dout, dv)
+        p.dscores.wait(step)
+        started_dq = _queries_product(p, step, turn, _zero_queries(p), 0)
+        dv = finished(started_dv, 1)
+        # The scores of a next tile wait for its keys.
+        p.q.wait(step + 1, pred=step != last)
+        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
+        dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
+        to = _place_of_queries(p, line, position)
+        _add_queries(p, dq, step, to, 0)
+        if p.USED == 256:
+            started_rest = _queries_product(p, step, turn, dq, 128)
+            scores = warpgroup_mma_wait(1, deps=(started_scores,))
+            dq = warpgroup_mma_wait(0, deps=(started_rest,))
+        else:
+            scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        if not p.grads.FIXED:
+            p.q.release(step)
+        if p.USED == 256:
+            _add_queries(p, dq, step, to, 128)
+        if p.grads.FIXED:  # units of dQ lie beside q
+            p.q.release(step)
+        step += 1
+    return (dv, scores), step
+
+
+@gluon.jit
+def _compute_weights(p):
+    """The warp group that computes weights and sums dV."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
+    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    step = 0
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        last = step + gl.maximum(tile.end - tile.begin, 1) - 1
+        p.k.wait(turn)
+        p.q.wait(step)
+        started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.USED)
+        state = (zero_sums(p.KEYS, p.DIM_V, p.USED_V), warpgroup_mma_wait(0, deps=(started,)))
+        stream = p.dropout.stream(tile.line)
+        place = p.scoring.place(p.heads, tile.line)
+        if p.table.SPARSE:
+            # A column that keeps nothing takes one empty step.
+            exists = tile.end > tile.begin
+            stop = gl.where(exists, tile.bits, tile.runs + 1)
+            state, step = _walk_weights(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, RUNS)
+            state, step = _walk_weights(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, BITS)
+        state, step = _walk_weights(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, FULL)
+        # The other group has read all of this step's weights.
+        p.weights.commit(step + turn)
+        dv, _ = state
+        _hand_over(p, tile, dv, p.v.stage(turn), p.dv, turn, 1)
+        turn += 1
+        tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _compute_gradients(p):
+    """The warp group that computes gradients of scores and sums dK."""
+    dtype: gl.constexpr = p.q.data.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
+    column: gl.constexpr = gl.SliceLayout(0, score_layout)
+    PRODUCTS: gl.constexpr = 1 if p.USED_V == p.DIM_V else 2
+    REST: gl.constexpr = p.USED - 64
+    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    thread_order: gl.constexpr = _in_thread_order(zeros.to(dtype)).type.layout
+    step = 0
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        last = step + gl.maximum(tile.end - tile.begin, 1) - 1
+        line = _first_line(p, tile)
+        p.v.wait(turn)
+        p.dout.wait(step)
+        started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.USED_V)
+        dk = zero_sums(p.KEYS, p.DIM, p.USED)
+        operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+        dweights = warpgroup_mma_wait(0, deps=(started,))
+        p.k.wait(turn)
+        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+            q = p.q.stage(step)
+            position = p.scheduler.position(tile, entry, tile.end)
+            delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)[None, :]
+            p.weights.wait(step + turn)
+            passed = p.weights.stage(fresh_zero(step)).load(thread_order)
+            weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
+            if p.dropout.ENABLED:
+                dscores = score_gradients(weights, dweights, delta)
+            else:
+                dscores = weights * (dweights - delta)
+            if p.scoring.SIGNED:
+                passed = p.weights.stage(fresh_zero(step), 1).load(thread_order)
+                dscores *= gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
+            rounded = dscores.to(dtype)
+            p.dscores.stage(0).store(rounded)
+            fence_async_shared()
+            p.dscores.commit(step)
+            p.q.wait(step)
+            started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
+            p.dscores.wait(step)
+            started_dq = _queries_product(p, step, turn, _zero_queries(p), 64)
+            dk = finished(started_dk, 1)
+            p.dout.wait(step + 1, pred=step != last)
+            started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.USED_V)
+            dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
+            to = _place_of_queries(p, line, position)
+            _add_queries(p, dq, step, to, 64)
+            started_rest = _queries_product(p, step, turn, dq, REST)
+            dweights = warpgroup_mma_wait(1, deps=(started,))
+            dq = warpgroup_mma_wait(0, deps=(started_rest,))
+            if not p.grads.FIXED:
+                p.q.release(step)
+            _add_queries(p, dq, step, to, REST)
+            if p.grads.FIXED:  # units of dQ lie beside q
+                p.q.release(step)
+            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            step += 1
+        # The other group's dQ also reads the keys, in whose buffer dK leaves.
+        p.weights.wait(step + turn)
+        _hand_over(p, tile, dk, p.k.stage(turn), p.dk, turn, 0)
+        turn += 1
+        tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _hand_over(p, tile, grad, place, ring, turn, WHICH: gl.constexpr):
+    """Hands over dK or dV of a tile: sums to global memory, results to the sending warp. WHICH: 1 for dV."""
+    if p.grads.ADDED:
+        # With FIXED, finish_kernel sums them later over query heads.
+        batch, head = p.heads.of_line(tile.line)
+        kv_head = head // p.heads.group
+        head_line = tile.line if p.grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
+        # An item of another mask that this one does not use names the column past the last.
+        exists = tile.first < p.grads.padded_kv_len
+        _add_sums(p, grad, head_line * p.grads.padded_kv_len + tile.first, WHICH, exists)
+    elif p.grads.SPLIT:
+        if tile.split > 0:
+            _add_sums(p, grad, (tile.line * p.grads.splits + tile.split - 1) * p.KEYS, WHICH, True)
+        else:
+            _store_results(p, grad, place, WHICH)
+    else:
+        _store_results(p, grad, place, WHICH)
+    fence_async_shared()
+    ring.commit(turn)
+
+
+@gluon.jit
+def _store_results(p, grad, place, WHICH: gl.constexpr):
+    if WHICH == 0:
+        grad = scaled_by(grad, p.scale)
+    elif p.dropout.ENABLED:
+        grad = scaled_by(grad, 1.0 / (1.0 - p.dropout.p))
+    store_columns(place, grad)
+
+
+@gluon.jit
+def _add_sums(p, grad, line, WHICH: gl.constexpr, exists):
+    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key."""
+    WIDTH: gl.constexpr = p.DIM_V if WHICH == 1 else p.DIM
+    ALONE: gl.constexpr = p.grads.FIXED or p.grads.SPLIT
+    place = p.grads.kv_sums + line.to(gl.int64) * WIDTH
+    if WHICH == 1:
+        place += p.grads.kv_lines.to(gl.int64) * p.DIM
+    _add_or_store(place, grad[0], 0, WIDTH, ALONE, exists)
+    if len(grad) > 1:
+        _add_or_store(place, grad[1], grad[0].shape[1], WIDTH, ALONE, exists)
+
+
+@gluon.jit
+def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: gl.constexpr, exists):
+    numbers, places = _places(place, grad, FIRST, WIDTH)
+    layout: gl.constexpr = numbers.type.layout
+    kept = exists & (gl.arange(0, 512, layout=gl.SliceLayout(0, layout)) >= 0)[None, :]
+    if ALONE:
+        gl.store(places, numbers, mask=kept)
+    else:
+        gl.atomic_add(places, numbers, mask=kept, sem="relaxed")
+
+
+@gluon.jit
+def _send(p):
+    """The sending warp: stores dK and dV, and releases what held them."""
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        batch, head = p.heads.of_line(tile.line)
+        place = [batch, head // p.heads.group, tile.first, 0]
+        p.dv.wait(turn)
+        whole = True
+        if p.grads.SPLIT:
+            whole = tile.split == 0
+        if not p.grads.ADDED:
+            if whole:
+                async_store(p.grads.dv, place, of_tensor(p.v.stage(turn), p.grads.dv))
+                store_wait(0)
+        p.v.release(turn)
+        p.dk.wait(turn)
+        if not p.grads.ADDED:
+            if whole:
+                async_store(p.grads.dk, place, of_tensor(p.k.stage(turn), p.grads.dk))
+                store_wait(0)
+        p.k.release(turn)
+        p.scheduler.slots.release(turn)
+        turn += 1
+        tile = p.scheduler.tile(turn)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def wide_backward_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    dq_sums,
+    dk_tensor,
+    dv_tensor,
+    kv_sums,
+    lse_rows,
+    delta_rows,
+    unit_rows,
+    mask_index,
+    work,
+    row_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    padded_q_len,
+    padded_kv_len,
+    kv_lines,
+    splits,
+    items,
+    tiles,
+    heads_together,
+    queue,
+    scale,
+    score_scale,
+    seed,
+    dropout_p,
+    variant,
+    DIM: gl.constexpr,
+    USED: gl.constexpr,
+    DIM_V: gl.constexpr,
+    USED_V: gl.constexpr,
+    KEYS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr,
+    TABLE_BLOCK: gl.constexpr,
+    SPARSE: gl.constexpr,
+    ADDED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FIXED: gl.constexpr,
+    DROPOUT: gl.constexpr,
+    RAGGED: gl.constexpr,
+    SCORED: gl.constexpr,
+    REACH: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
+    v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM_V], flat), 1)
+    q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES, CONSUMERS=2)
+    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM_V], flat), DOUT_STAGES)
+    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
+    unit = lse
+    if FIXED:
+        unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
+    SIGNED: gl.constexpr = DROPOUT and DERIVATIVE is not None
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    PASSED: gl.constexpr = 2 if SIGNED else 1
+    weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
+    dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
+    table = TableArguments(
+        mask_index=mask_index,
+        mask_batch_stride=mask_batch_stride,
+        mask_head_stride=mask_head_stride,
+        work=work,
+        entries=row_idx,
+        tile_idx=tile_idx,
+        tile_runs=tile_runs,
+        tile_bits=tile_bits,
+        BLOCK=TABLE_BLOCK,
+        SPARSE=SPARSE,
+        OWN_STARTS=False,
+    )
+    heads_of = Heads(heads, group)
+    lengths = new_lengths(variant, q_len, q_len)
+    kv_len = q_len  # what warps share is only what they use
+    if SCORED or lengths.ANY:
+        kv_len = k_tensor.shape[2]
+        lengths = new_lengths(variant, q_len, kv_len)
+    arrived = k.full
+    if lengths.ANY:
+        arrived = own_barrier()
+    scheduler = new_scheduler(
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+    )
+    dk, dv = ring_beside(k, k.data, 1), ring_beside(v, v.data, 1)
+    # Makes the initialized barriers visible to TMA, which signals them.
+    fence_async_shared()
+    p = WideArguments(
+        inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
+        grads=WideGradients(
+            dq=dq_sums,
+            dk=dk_tensor,
+            dv=dv_tensor,
+            kv_sums=kv_sums,
+            padded_q_len=padded_q_len,
+            padded_kv_len=padded_kv_len,
+            kv_lines=kv_lines,
+            splits=splits,
+            ADDED=ADDED,
+            SPLIT=SPLIT and not ADDED,
+            FIXED=FIXED,
+        ),
+        table=table,
+        heads=heads_of,
+        scale=scale,
+        scoring=ScoreTerms(
+            score_scale,
+            kv_len - q_len,
+            (kv_len - 1,) if SCORE is not None else (),
+            variant,
+            SCORED,
+            REACH,
+            SCORE,
+            DERIVATIVE,
+            BY_KEY=True,
+            SIGNED=SIGNED,
+        ),
+        lengths=lengths,
+        arrived=arrived,
+        dropout=Dropout(seed, dropout_p, DROPOUT),
+        scheduler=scheduler,
+        k=k,
+        v=v,
+        q=q,
+        dout=dout,
+        lse=lse,
+        unit=unit,
+        delta=delta,
+        weights=weights,
+        dscores=dscores,
+        dk=dk,
+        dv=dv,
+        DIM=DIM,
+        USED=USED,
+        DIM_V=DIM_V,
+        USED_V=USED_V,
+        KEYS=KEYS,
+        QUERIES=QUERIES,
+        RAGGED=RAGGED,
+    )
+    gl.warp_specialize(
+        [(_compute_weights, (p,)), (_compute_gradients, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )
