@@ -1396,8 +1396,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
 
         arguments[4] = sums
         arguments[7:10] = [kv_sums]
-        for name in ("PIECES", "OWN_STARTS"):
-            del constants[name]
+        constants["PIECES"] = config.roles  # in place of it
+        del constants["OWN_STARTS"]
     recording.launch(kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
     across = config.options["num_warps"] * 16 // config.queries

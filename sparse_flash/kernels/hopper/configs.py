@@ -38,7 +38,7 @@ class BackwardConfig:
     programs: int = 1
     sharing: int = 1
     more: int = 1
-    roles: str = ""
+    roles: int = 0
 
     @property
     def q_stages(self) -> int:

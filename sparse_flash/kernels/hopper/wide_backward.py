@@ -83,6 +83,8 @@ class WideArguments:
     KEYS: gl.constexpr
     QUERIES: gl.constexpr
     RAGGED: gl.constexpr
+    OF_WEIGHTS: gl.constexpr  # pieces of dQ, of 64 columns, that the group of weights computes
+    EARLY: gl.constexpr
 
 
 @gluon.jit
@@ -117,16 +119,47 @@ def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _queries_product(p, step, turn, zeros, FIRST: gl.constexpr):
-    """Starts the product of some columns of a step's dQ, FIRST .. ."""
-    keys = p.k.stage(turn, fresh_zero(step)).slice(FIRST, zeros.shape[1], dim=1)
+def _queries_product(p, step, turn, zeros, PIECE: gl.constexpr):
+    """Starts the product of a piece of a step's dQ: 64 columns."""
+    keys = p.k.stage(turn, fresh_zero(step)).slice(PIECE * 64, 64, dim=1)
     return warpgroup_mma(p.dscores.stage(step).permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_queries(p, dq, step, place, FIRST: gl.constexpr):
-    """Adds some columns of a step's dQ. place: of the tile of sums of its queries."""
-    place += FIRST * p.QUERIES  # pieces of 64 columns follow each other
+def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr, STOP: gl.constexpr, PRODUCTS: gl.constexpr):
+    """Adds pieces FIRST .. STOP - 1 of a step's dQ, and releases the step. started: the product of the first of them. upcoming: the
+    PRODUCTS products for the next step, whose sum this returns. place: of the tile of sums of its queries."""
+    if p.EARLY and FIRST == 0:
+        scores = warpgroup_mma_wait(1, deps=(upcoming,))
+        dq = warpgroup_mma_wait(0, deps=(started,))
+    else:
+        dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+    for piece in gl.static_range(FIRST, STOP - 1):
+        _add_queries(p, dq, step, place, piece)
+        # In the registers of the piece before.
+        started = _queries_product(p, step, turn, dq, piece + 1)
+        if piece == FIRST and not (p.EARLY and FIRST == 0):
+            scores = warpgroup_mma_wait(1, deps=(upcoming,))
+        dq = warpgroup_mma_wait(0, deps=(started,))
+    if STOP - FIRST > 1:
+        if not p.grads.FIXED:
+            p.q.release(step)
+        _add_queries(p, dq, step, place, STOP - 1)
+    else:
+        _add_queries(p, dq, step, place, STOP - 1)
+        if not (p.EARLY and FIRST == 0):
+            scores = warpgroup_mma_wait(0, deps=(upcoming,))
+        if not p.grads.FIXED:
+            p.q.release(step)
+    if p.grads.FIXED:  # units of dQ lie beside q
+        p.q.release(step)
+    return scores
+
+
+@gluon.jit
+def _add_queries(p, dq, step, place, PIECE: gl.constexpr):
+    """Adds a piece of a step's dQ: 64 columns."""
+    place += PIECE * (64 * p.QUERIES)
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
         numbers, places = _places(place, _rounded(dq * unit[:, None]), 0, 64)
@@ -147,7 +180,7 @@ def _place_of_queries(p, line, position):
 
 @gluon.jit
 def _zero_queries(p):
-    """64 columns of dQ. Of those in use, the group of weights computes the first 64, and of 256 the third; the other group the others."""
+    """A piece of dQ."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     return gl.zeros([p.QUERIES, 64], gl.float32, layout=layout)
 
@@ -181,27 +214,20 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
         p.weights.commit(step + turn)
         p.dout.wait(step)
         started_dv = times(operand, dout, dv)
-        p.dscores.wait(step)
-        started_dq = _queries_product(p, step, turn, _zero_queries(p), 0)
-        dv = finished(started_dv, 1)
-        # The scores of a next tile wait for its keys.
-        p.q.wait(step + 1, pred=step != last)
-        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
-        dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
-        to = _place_of_queries(p, line, position)
-        _add_queries(p, dq, step, to, 0)
-        if p.USED == 256:
-            started_rest = _queries_product(p, step, turn, dq, 128)
-            scores = warpgroup_mma_wait(1, deps=(started_scores,))
-            dq = warpgroup_mma_wait(0, deps=(started_rest,))
+        if p.EARLY:
+            # The scores of a next tile wait for its keys.
+            p.q.wait(step + 1, pred=step != last)
+            started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
+            dv = finished(started_dv, PRODUCTS)
+            p.dscores.wait(step)
+            started = _queries_product(p, step, turn, _zero_queries(p), 0)
         else:
-            scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        if not p.grads.FIXED:
-            p.q.release(step)
-        if p.USED == 256:
-            _add_queries(p, dq, step, to, 128)
-        if p.grads.FIXED:  # units of dQ lie beside q
-            p.q.release(step)
+            p.dscores.wait(step)
+            started = _queries_product(p, step, turn, _zero_queries(p), 0)
+            dv = finished(started_dv, 1)
+            p.q.wait(step + 1, pred=step != last)
+            started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
+        scores = _finish_queries(p, started, started_scores, step, turn, _place_of_queries(p, line, position), 0, p.OF_WEIGHTS, PRODUCTS)
         step += 1
     return (dv, scores), step
 
@@ -244,7 +270,6 @@ def _compute_gradients(p):
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     PRODUCTS: gl.constexpr = 1 if p.USED_V == p.DIM_V else 2
-    REST: gl.constexpr = p.USED - 64
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
     thread_order: gl.constexpr = _in_thread_order(zeros.to(dtype)).type.layout
     step = 0
@@ -282,21 +307,12 @@ def _compute_gradients(p):
             p.q.wait(step)
             started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
             p.dscores.wait(step)
-            started_dq = _queries_product(p, step, turn, _zero_queries(p), 64)
+            started_dq = _queries_product(p, step, turn, _zero_queries(p), p.OF_WEIGHTS)
             dk = finished(started_dk, 1)
             p.dout.wait(step + 1, pred=step != last)
             started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.USED_V)
-            dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
             to = _place_of_queries(p, line, position)
-            _add_queries(p, dq, step, to, 64)
-            started_rest = _queries_product(p, step, turn, dq, REST)
-            dweights = warpgroup_mma_wait(1, deps=(started,))
-            dq = warpgroup_mma_wait(0, deps=(started_rest,))
-            if not p.grads.FIXED:
-                p.q.release(step)
-            _add_queries(p, dq, step, to, REST)
-            if p.grads.FIXED:  # units of dQ lie beside q
-                p.q.release(step)
+            dweights = _finish_queries(p, started_dq, started, step, turn, to, p.OF_WEIGHTS, p.USED // 64, PRODUCTS)
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
             step += 1
         # The other group's dQ also reads the keys, in whose buffer dK leaves.
@@ -434,6 +450,7 @@ def wide_backward_kernel(
     QUERIES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
+    ROLES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
@@ -542,6 +559,8 @@ def wide_backward_kernel(
         KEYS=KEYS,
         QUERIES=QUERIES,
         RAGGED=RAGGED,
+        OF_WEIGHTS=ROLES % 10,
+        EARLY=ROLES >= 10,
     )
     gl.warp_specialize(
         [(_compute_weights, (p,)), (_compute_gradients, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))],
