@@ -306,13 +306,19 @@ def _compute_gradients(p):
             p.dscores.commit(step)
             p.q.wait(step)
             started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
-            p.dscores.wait(step)
-            started_dq = _queries_product(p, step, turn, _zero_queries(p), p.OF_WEIGHTS)
-            dk = finished(started_dk, 1)
+            if p.OF_WEIGHTS < p.USED // 64:
+                p.dscores.wait(step)
+                started_dq = _queries_product(p, step, turn, _zero_queries(p), p.OF_WEIGHTS)
+                dk = finished(started_dk, 1)
             p.dout.wait(step + 1, pred=step != last)
             started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.USED_V)
-            to = _place_of_queries(p, line, position)
-            dweights = _finish_queries(p, started_dq, started, step, turn, to, p.OF_WEIGHTS, p.USED // 64, PRODUCTS)
+            if p.OF_WEIGHTS < p.USED // 64:
+                to = _place_of_queries(p, line, position)
+                dweights = _finish_queries(p, started_dq, started, step, turn, to, p.OF_WEIGHTS, p.USED // 64, PRODUCTS)
+            else:
+                dk = finished(started_dk, PRODUCTS)
+                p.q.release(step)
+                dweights = warpgroup_mma_wait(0, deps=(started,))
             entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
             step += 1
         # The other group's dQ also reads the keys, in whose buffer dK leaves.
