@@ -1394,8 +1394,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     if config.roles:
         from .wide_backward import wide_backward_kernel as kernel
 
-        arguments[4] = sums
         arguments[7:10] = [kv_sums]
+        arguments.insert(4, sums)
         constants["PIECES"] = config.roles  # in place of it
         del constants["OWN_STARTS"]
     recording.launch(kernel, (grid, arguments, constants, config.options), of_variant.kinds)

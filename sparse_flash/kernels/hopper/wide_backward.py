@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
 from ..common.tiles import BITS, FULL, RUNS
 from .backward import (
     NOT_SPECIALIZED,
@@ -39,6 +39,7 @@ class WideGradients:
     """Where gradients go. dQ, and with ADDED or SPLIT dK and dV, are sums in register order."""
 
     dq: gl.tensor  # a pointer to sums
+    dq_rows: tma.tensor_descriptor  # of the same
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     kv_sums: gl.tensor  # a pointer to sums of dK, and after them of dV
@@ -85,6 +86,9 @@ class WideArguments:
     RAGGED: gl.constexpr
     OF_WEIGHTS: gl.constexpr  # pieces of dQ, of 64 columns, that the group of weights computes
     EARLY: gl.constexpr
+    QUEUED: gl.constexpr  # whether dQ leaves through shared memory and TMA
+    dq: Ring
+    other_dq: Ring
 
 
 @gluon.jit
@@ -160,12 +164,70 @@ def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr
 def _add_queries(p, dq, step, place, PIECE: gl.constexpr):
     """Adds a piece of a step's dQ: 64 columns."""
     place += PIECE * (64 * p.QUERIES)
-    if p.grads.FIXED:
+    if p.QUEUED:
+        _queue_queries(p, dq, step, PIECE)
+    elif p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
         numbers, places = _places(place, _rounded(dq * unit[:, None]), 0, 64)
+        gl.atomic_add(places, numbers, sem="relaxed")
     else:
         numbers, places = _places(place, dq, 0, 64)
-    gl.atomic_add(places, numbers, sem="relaxed")
+        gl.atomic_add(places, numbers, sem="relaxed")
+
+
+@gluon.jit
+def _queue_queries(p, dq, step, PIECE: gl.constexpr):
+    """Hands a piece of a step's dQ to the warp that sends it."""
+    ROWS: gl.constexpr = p.QUERIES // 4
+    if PIECE < p.OF_WEIGHTS:
+        ring = p.dq
+        sent = step * p.OF_WEIGHTS + PIECE
+    else:
+        ring = p.other_dq
+        sent = step * (p.USED // 64 - p.OF_WEIGHTS) + (PIECE - p.OF_WEIGHTS)
+    ring.acquire(sent)
+    if p.grads.FIXED:
+        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
+        numbers, _ = _places(p.grads.dq, _rounded(dq * unit[:, None]), 0, 64)
+        view(ring.data, gl.int32, [ROWS, 256], p.grads.dq_rows.layout).store(numbers.reshape([ROWS, 256]))
+    else:
+        numbers, _ = _places(p.grads.dq, dq, 0, 64)
+        ring.data.store(numbers.reshape([ROWS, 256]))
+    fence_async_shared()
+    ring.commit(sent)
+
+
+@gluon.jit
+def _send_queries(p, tile, ring, step, FIRST: gl.constexpr, STOP: gl.constexpr):
+    """Adds pieces FIRST .. STOP - 1 of dQ of all steps of a tile to global memory."""
+    ROWS: gl.constexpr = p.QUERIES // 4
+    line = _first_line(p, tile)
+    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+    rows = view(ring.data, p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
+    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+        position = p.scheduler.position(tile, entry, tile.end)
+        for piece in gl.static_range(FIRST, STOP):
+            sent = step * (STOP - FIRST) + (piece - FIRST)
+            ring.wait(sent)
+            async_add(p.grads.dq_rows, [((line + position) // p.QUERIES * (p.DIM // 64) + piece) * ROWS, 0], rows)
+            store_wait(0)
+            ring.release(sent)
+        entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _send_other_queries(p):
+    """The warp that sends the other group's dQ."""
+    step = 0
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        step = _send_queries(p, tile, p.other_dq, step, p.OF_WEIGHTS, p.USED // 64)
+        p.scheduler.slots.release(turn)
+        turn += 1
+        tile = p.scheduler.tile(turn)
 
 
 @gluon.jit
@@ -387,8 +449,11 @@ def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: 
 def _send(p):
     """The sending warp: stores dK and dV, and releases what held them."""
     turn = 0
+    step = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
+        if p.QUEUED:
+            step = _send_queries(p, tile, p.dq, step, 0, p.OF_WEIGHTS)
         batch, head = p.heads.of_line(tile.line)
         place = [batch, head // p.heads.group, tile.first, 0]
         p.dv.wait(turn)
@@ -418,6 +483,7 @@ def wide_backward_kernel(
     v_tensor,
     dout_tensor,
     dq_sums,
+    dq_rows,
     dk_tensor,
     dv_tensor,
     kv_sums,
@@ -485,6 +551,11 @@ def wide_backward_kernel(
     PASSED: gl.constexpr = 2 if SIGNED else 1
     weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
     dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
+    QUEUED: gl.constexpr = ROLES >= 20
+    dq, other_dq = dscores, dscores
+    if QUEUED:
+        dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], dq_rows.layout), 1)
+        other_dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], dq_rows.layout), 1)
     table = TableArguments(
         mask_index=mask_index,
         mask_batch_stride=mask_batch_stride,
@@ -508,7 +579,20 @@ def wide_backward_kernel(
     if lengths.ANY:
         arrived = own_barrier()
     scheduler = new_scheduler(
-        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+        k,
+        table,
+        heads_of,
+        heads_together,
+        items,
+        tiles,
+        queue,
+        q_len,
+        lengths,
+        KEYS,
+        STEP=QUERIES,
+        BY_KEY=True,
+        SPLIT=SPLIT,
+        CONSUMERS=2 if ROLES >= 20 else 1,
     )
     dk, dv = ring_beside(k, k.data, 1), ring_beside(v, v.data, 1)
     # Makes the initialized barriers visible to TMA, which signals them.
@@ -517,6 +601,7 @@ def wide_backward_kernel(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
         grads=WideGradients(
             dq=dq_sums,
+            dq_rows=dq_rows,
             dk=dk_tensor,
             dv=dv_tensor,
             kv_sums=kv_sums,
@@ -566,10 +651,27 @@ def wide_backward_kernel(
         QUERIES=QUERIES,
         RAGGED=RAGGED,
         OF_WEIGHTS=ROLES % 10,
-        EARLY=ROLES >= 10,
+        EARLY=ROLES % 20 >= 10,
+        QUEUED=QUEUED,
+        dq=dq,
+        other_dq=other_dq,
     )
-    gl.warp_specialize(
-        [(_compute_weights, (p,)), (_compute_gradients, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )
+    if QUEUED:
+        gl.warp_specialize(
+            [
+                (_compute_weights, (p,)),
+                (_compute_gradients, (p,)),
+                (_load, (p,)),
+                (_send, (p,)),
+                (schedule, (scheduler,)),
+                (_send_other_queries, (p,)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(_compute_weights, (p,)), (_compute_gradients, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
