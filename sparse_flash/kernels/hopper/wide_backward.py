@@ -1,12 +1,12 @@
-"""The backward pass for Hopper at head_dim 129 to 256: two warp groups with a role each, on tiles of 64 keys and steps of 64 queries.
+"""The backward pass for Hopper at head_dim 129 to 256: two warp groups, each with its role, on tiles of 64 keys, 64 queries a step.
 
-One warp group computes weights, and sums dV. The other computes gradients of scores, and sums dK. So each holds the left operand of
-its sum in registers, and reads only the right one from shared memory. Weights pass from the first to the second in the order in which
-threads hold them, gradients of scores back as an operand of dQ, of which each computes half the columns. While one waits for the
-other, or computes exponentials, the other's products keep the tensor cores busy.
+One warp group computes weights, and sums dV. The other computes gradients of scores, and sums dK. So each holds the left operand
+of its sum in registers, and reads only the right one from shared memory. Weights pass from the first to the second in the order in
+which threads hold them; gradients of scores pass back as an operand of dQ, which the two divide by columns. While one waits for
+the other, or computes exponentials, the other's products keep the tensor cores busy.
 
-dQ is added to global memory from registers, 16 bytes a thread: at these head dimensions, writing it to shared memory for TMA, which
-reads it there, takes as long as two of the five products.
+dQ is added to global memory from registers, 16 bytes a thread: at these head dimensions, writing it to shared memory for TMA,
+which reads it there, takes as long as two of the five products.
 """
 
 from triton.experimental import gluon
@@ -18,10 +18,10 @@ from ..common.tiles import BITS, FULL, RUNS
 from .backward import (
     NOT_SPECIALIZED,
     BackwardInputs,
+    _existing_keys,
     _first_query,
     _kept,
     _load,
-    _existing_keys,
     _mask_words,
     _rounded,
     _weights,
@@ -249,7 +249,7 @@ def _zero_queries(p):
 
 @gluon.jit
 def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
-    """Adds steps begin .. end - 1, all of one kind, to dV, and half of the columns to dQ. state: dV, and the scores of the step, (keys,
+    """Adds steps begin .. end - 1, all of one kind, to dV, and some pieces to dQ. state: dV, and the scores of the step, (keys,
     queries). last: the tile's last step, during which scores are computed that nobody reads."""
     dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
@@ -289,7 +289,8 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
             dv = finished(started_dv, 1)
             p.q.wait(step + 1, pred=step != last)
             started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
-        scores = _finish_queries(p, started, started_scores, step, turn, _place_of_queries(p, line, position), 0, p.OF_WEIGHTS, PRODUCTS)
+        to = _place_of_queries(p, line, position)
+        scores = _finish_queries(p, started, started_scores, step, turn, to, 0, p.OF_WEIGHTS, PRODUCTS)
         step += 1
     return (dv, scores), step
 
