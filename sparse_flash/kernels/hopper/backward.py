@@ -1396,8 +1396,8 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
 
         arguments[7:10] = [kv_sums]
         arguments.insert(4, sums)
-        constants["PIECES"] = config.roles  # in place of it
         del constants["OWN_STARTS"]
+        constants = {"ROLES" if name == "PIECES" else name: value for name, value in constants.items()} | {"ROLES": config.roles}
     recording.launch(kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
     across = config.options["num_warps"] * 16 // config.queries
