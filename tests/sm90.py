@@ -143,12 +143,15 @@ def compiled_for_hopper(
         widths = constants["DIM"] // constants["PIECES"], constants["DIM_V"]
     else:
         queries, pieces = config.queries, config.pieces
-        constants = {"QUERIES": queries, "PIECES": pieces, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged}
-        constants |= {"DIM": widths[0], "USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
+        constants = {"QUERIES": queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": widths[0], "USED": dim}
+    if kernel is hopper_backward.wide_backward_kernel:
+        constants |= {"DIM_V": widths[1], "USED_V": dim_v or dim, "OF_WEIGHTS": hopper_configs.DQ_OF_WEIGHTS[dim]}
+    else:
+        constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    constants["OWN_STARTS"] = own_starts
-    tensors = {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    tensors = {"dq_sums": "*i32" if fixed else "*fp32", "kv_sums": "*fp32"}
+    tensors |= {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
@@ -351,8 +354,8 @@ def of_wide_forward():
 
 
 def of_wide_backward():
-    """The backward kernel in which warp groups share keys: head_dim 256 and 192, and 192 with 128 for v."""
-    kernel, config = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[256]
+    """The backward kernel of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
+    kernel, config = hopper_backward.wide_backward_kernel, hopper_configs.BACKWARD[256]
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):

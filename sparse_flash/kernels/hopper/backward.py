@@ -32,7 +32,20 @@ from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
-from .configs import backward_config, backward_keys, backward_of_variant
+from .backward_steps import (
+    NOT_SPECIALIZED,
+    BackwardInputs,
+    dscores_of,
+    existing_keys,
+    first_line,
+    first_query,
+    kept_weights,
+    load_tiles,
+    mask_words,
+    rounded,
+    weights_of,
+)
+from .configs import DQ_OF_WEIGHTS, backward_config, backward_keys, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
 from .dropout import Dropout, kept_operand, score_gradients
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
@@ -52,36 +65,9 @@ from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms
 from .variant import PLAIN, HopperVariant, hopper_variant
+from .wide_backward import wide_backward_kernel
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
-
-# New lengths, heads or masks never recompile.
-NOT_SPECIALIZED = [
-    "mask_batch_stride",
-    "mask_head_stride",
-    "heads",
-    "group",
-    "q_len",
-    "padded_q_len",
-    "padded_kv_len",
-    "kv_lines",
-    "splits",
-    "items",
-    "tiles",
-    "heads_together",
-]
-
-
-@record
-class BackwardInputs:
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    dout: tma.tensor_descriptor
-    lse_rows: tma.tensor_descriptor
-    delta_rows: tma.tensor_descriptor
-    unit_rows: tma.tensor_descriptor
-
 
 @record
 class Gradients:
@@ -118,158 +104,20 @@ class BackwardArguments:
     scheduler: Scheduler
     k: Ring  # one stage per tile
     v: Ring
-    beside: gl.shared_memory_descriptor  # of dV, and of half of a tile's sums: the buffer of dQ, or with LATE that of v
     q: Ring  # one stage per step
     dout: Ring  # released with q
     lse: gl.shared_memory_descriptor  # loaded with q
     unit: gl.shared_memory_descriptor  # loaded with q
     delta: gl.shared_memory_descriptor  # loaded with dout
-    weights: gl.shared_memory_descriptor  # only where warp groups share keys
     dscores: gl.shared_memory_descriptor
     dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
     DIM: gl.constexpr
     USED: gl.constexpr  # of DIM columns; the others are zeros
-    DIM_V: gl.constexpr  # of v and dout
-    USED_V: gl.constexpr
     KEYS: gl.constexpr  # per tile
     QUERIES: gl.constexpr  # per step
     COLUMNS: gl.constexpr  # of a piece of dQ: as many as there is room for at a time
     PIECES: gl.constexpr  # that have columns in use
-    SHARED: gl.constexpr  # whether warp groups share a tile's keys
-    LATE: gl.constexpr  # whether values stay until dK and dV have left, as the buffer of dQ is too small for dV
     RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
-
-
-@gluon.jit
-def _first_query(p, tile, step, stop, exists):
-    """The first query of a step, for the computing warps. A dense walk counts from where it starts: see
-    ``Scheduler.first_step``."""
-    table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
-    if table.SPARSE:
-        entry = step
-        if p.lengths.ANY:
-            entry += tile.cuts.shift(step, tile.bits)
-        block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
-        position = block * table.BLOCK + step % STEPS * p.QUERIES
-    else:
-        begin = 0
-        if p.lengths.ANY:
-            begin = tile.begin
-        step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
-        position = gl.where(step < stop, step, step - (stop - begin)) * p.QUERIES
-    return position
-
-
-@gluon.jit
-def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key):
-    """Loads keys or values of a tile. Here and below: returns ``cuts``, how often the barrier for tiles with nonexistent tokens was
-    used."""
-    ring.acquire(turn)
-    source = [batch, kv_head, first_key, 0]
-    if p.lengths.KV_CUT:
-        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.KEYS):
-            first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
-            cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
-            ring.commit(turn)
-        else:
-            ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
-            ring.load(turn, tensor, source)
-    else:
-        ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
-        ring.load(turn, tensor, source)
-    return cuts
-
-
-@gluon.jit
-def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
-    """Expects queries of a step, or their gradients, and BESIDE bytes more; with lengths, also loads them."""
-    if p.lengths.Q_CUT:
-        if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
-            first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
-            cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
-            ring.expect(step, BESIDE)
-        else:
-            ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
-            ring.load(step, tensor, source)
-    else:
-        ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
-    return cuts
-
-
-@gluon.jit
-def _load_queries(p, tile, cuts, step, batch, head, line, position):
-    ROWS: gl.constexpr = 2 if p.grads.FIXED else 1
-    source = [batch, head, position, 0]
-    p.q.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.QUERIES * 4 * ROWS)
-    place = p.q.place(step)
-    if p.grads.FIXED:
-        async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
-    async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
-    if not p.lengths.Q_CUT:
-        p.q.load(step, p.inputs.q, source)
-    return cuts
-
-
-@gluon.jit
-def _load_dout(p, tile, cuts, step, batch, head, line, position):
-    source = [batch, head, position, 0]
-    p.dout.acquire(step)
-    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.QUERIES * 4)
-    async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
-    if not p.lengths.Q_CUT:
-        p.dout.load(step, p.inputs.dout, source)
-    return cuts
-
-
-@gluon.jit
-def _first_line(p, tile):
-    """Where the rows of a tile's query head begin, to which a query's position is added."""
-    line = tile.line * p.grads.padded_q_len
-    if p.table.OWN_STARTS:
-        # The empty step of a column that keeps nothing is at position 0: TMA takes multiples of 16 bytes only.
-        line += gl.where(tile.end > tile.begin, tile.to_place, 0)
-    return line
-
-
-@gluon.jit
-def _load(p):
-    """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
-    step = 0
-    turn = 0
-    cuts = 0
-    # With room for the keys of one tile, they are requested after its first queries, which need not wait for room.
-    AHEAD: gl.constexpr = p.k.STAGES > 1
-    tile = p.scheduler.tile(turn)
-    while tile.first >= 0:
-        batch, head = p.heads.of_line(tile.line)
-        kv_head = head // p.heads.group
-        if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
-        first = step
-        position = tile.position
-        line = _first_line(p, tile)
-        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        # A column that keeps nothing takes one empty step.
-        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            # The table is read one step ahead, so no load waits for it.
-            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
-            upcoming = p.scheduler.position(tile, entry, tile.end)
-            cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
-            if step == first:
-                if not AHEAD:
-                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
-                cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-            cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
-            position = upcoming
-            step += 1
-        turn += 1
-        tile = p.scheduler.tile(turn)
-    if AHEAD:
-        # After its last tile a program computes the first scores of one more, and discards them.
-        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
-        _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
 
 
 @gluon.jit
@@ -278,16 +126,15 @@ def _send(p):
     releases what the step has used, as the computing warps would have to wait for each other to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
     ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
-    # Units of integer sums, which lie beside q, are read with every piece. Where warp groups share keys, the product of dK comes
-    # after the first piece.
-    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 1 if p.SHARED else 0
+    # Units of integer sums, which lie beside q, are read with every piece.
+    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 0
     grads = p.grads
     step = 0
     sent = 0
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        line = _first_line(p, tile)
+        line = first_line(p, tile)
         entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         steps = gl.maximum(tile.end - tile.begin, 1)
         last = step + steps - 1
@@ -299,8 +146,7 @@ def _send(p):
                 if piece == RELEASED:
                     # The warps that hand over dQ have finished all products with what is released.
                     p.q.release(step)
-                    if not p.LATE:
-                        p.v.release(turn, pred=step == last)
+                    p.v.release(turn, pred=step == last)
                 async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
                 store_wait(0)
                 p.dq.release(sent)
@@ -309,8 +155,6 @@ def _send(p):
             step += 1
         sent = _send_keys(p, tile, turn, sent)
         p.k.release(turn)
-        if p.LATE:
-            p.v.release(turn)
         if p.k.STAGES == 1:
             p.scheduler.slots.release(turn)
         turn += 1
@@ -319,7 +163,7 @@ def _send(p):
 
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
-    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and ``beside``."""
+    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and the buffer of dQ."""
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -363,7 +207,7 @@ def _send_results(p, batch, kv_head, first_key, place, sent):
         p.dq.release(sent)
         sent += 1
         p.dq.wait(sent)
-    values = view(p.beside, grads.dv.dtype, [1, 1, p.KEYS, p.DIM_V], grads.dv.layout)
+    values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
     async_store(grads.dv, [batch, kv_head, first_key, 0], values)
     store_wait(0)
     p.dq.release(sent)
@@ -375,20 +219,13 @@ def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
     """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     grads = p.grads
-    low = view(p.beside, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
     high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
-    # Narrower values have the sums of one half.
-    for grad in range(2 if p.DIM_V == p.DIM else 1):
+    for grad in range(2):
         row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
         p.dq.wait(sent)
         _send_rows(grads, row, low, ALONE)
         _send_rows(grads, row + HALF, high, ALONE)
-        store_wait(0)
-        p.dq.release(sent)
-        sent += 1
-    if p.DIM_V < p.DIM:
-        p.dq.wait(sent)
-        _send_rows(grads, grads.kv_lines // p.KEYS * (2 * HALF) + line // p.KEYS * HALF, high, ALONE)
         store_wait(0)
         p.dq.release(sent)
         sent += 1
@@ -404,106 +241,6 @@ def _send_rows(grads, row, rows, ALONE: gl.constexpr):
 
 
 @gluon.jit
-def _place_in_block(p, tile):
-    """The first key of a tile, counted from that of its block."""
-    place = tile.first % p.table.BLOCK
-    if p.table.OWN_STARTS:
-        place = tile.first * 0
-    return place
-
-
-@gluon.jit
-def _mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
-    """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
-    table = p.table
-    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
-    entry = step
-    if p.lengths.ANY:
-        entry += tile.cuts.shift(step, tile.bits)
-    mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
-    query = step % STEPS * p.QUERIES
-    if KIND == RUNS:
-        columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
-        words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
-    else:
-        WORDS: gl.constexpr = table.BLOCK // 32
-        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
-        words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
-    return words
-
-
-@gluon.jit
-def _masked(p, tile, weights, words, KIND: gl.constexpr):
-    """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
-    if KIND == RUNS:
-        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
-        masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
-    else:
-        masked = where_column_bits(weights, words, ZERO)
-    return masked
-
-
-@gluon.jit
-def _kept(p, weights):
-    """Weights of a step in 16 bits, with 0 for what dropout drops: the left operand of dV's product."""
-    dtype: gl.constexpr = p.q.data.dtype
-    if p.dropout.ENABLED:
-        kept = kept_operand(weights, dtype)
-    else:
-        kept = weights.to(dtype)
-    return kept
-
-
-@gluon.jit
-def _existing_keys(p, tile, layout: gl.constexpr):
-    """Words for ``where_rows`` of weights, if a tile may have keys that do not exist and whose scores may be anything."""
-    existing = tile.first
-    if p.lengths.KV_CUT:
-        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
-    elif p.RAGGED and p.scoring.SCORED:
-        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, layout)
-    return existing
-
-
-@gluon.jit
-def _weights(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
-    """Weights of a step, (keys, queries), from its products. A sign marks what dropout drops."""
-    lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
-    scores = products
-    if p.scoring.SCORED:
-        scores = p.scoring.scored(products, place, position, tile.first)
-    weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
-    if p.scoring.SCORE is not None:
-        # Nor need its results for queries that keep nothing be numbers.
-        weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
-    if KIND != FULL:
-        weights = _masked(p, tile, weights, words, KIND)
-    if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
-        # A score function may give anything for keys that do not exist; without one, their scores are 0.
-        weights = where_rows(weights, existing)
-    elif p.RAGGED:
-        # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
-        # rows of zeros. No existing key has a weight above 1.
-        weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
-    if p.dropout.ENABLED:
-        # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
-        weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
-    return weights
-
-
-@gluon.jit
-def _dscores(p, tile, weights, dweights, delta, products, place, position):
-    """Gradients of a step's scores."""
-    if p.dropout.ENABLED:
-        dscores = score_gradients(weights, dweights, delta[None, :])
-    else:
-        dscores = weights * (dweights - delta[None, :])
-    if p.scoring.SIGNED:
-        dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
-    return dscores
-
-
-@gluon.jit
 def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
     adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
@@ -513,11 +250,6 @@ def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr
     pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
     pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
     return pieces.reshape([ROWS * DIM // 256, 256])
-
-
-@gluon.jit
-def _rounded(numbers):
-    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -534,30 +266,30 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
     SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    existing = _existing_keys(p, tile, score_layout)
+    existing = existing_keys(p, tile, score_layout)
     for entry in range(begin, end):
         q = p.q.stage(step)
         dout = p.dout.stage(step)
         values = p.v.stage(turn, fresh_zero(step))
         words, position = entry, entry
         if KIND != FULL:
-            words = _mask_words(p, tile, entry, exists, KIND, score_layout)
+            words = mask_words(p, tile, entry, exists, KIND, score_layout)
         if p.dropout.ENABLED or p.scoring.SCORED:
-            position = _first_query(p, tile, entry, end, exists)
+            position = first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
-        started = times_transposed(values, dout, zeros, p.USED_V)
+        started = times_transposed(values, dout, zeros, p.USED)
         products = scores
-        weights = _weights(p, tile, products, step, words, existing, stream, place, position, KIND)
+        weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
         if p.scoring.SCORED:
             # Here, so that the derivative's values need not stay in registers during the products.
-            operand = gl.convert_layout(_kept(p, weights), operand_layout)
+            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.PIECES > 1:
             delta = p.delta.index(p.dout.place(step)).load(column)
         if not p.scoring.SCORED:
-            operand = gl.convert_layout(_kept(p, weights), operand_layout)
+            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         started_dv = times(operand, dout, dv)
         # What follows must stay behind the product's start; the compiler would move it before.
         if p.PIECES == 1:
@@ -565,7 +297,9 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
         else:
             # With dQ in pieces, the assembler serializes all products if delta is read here. This returns at once.
             p.dout.wait(step)
-        dscores = _dscores(p, tile, weights, dweights, delta, products, place, position)
+        dscores = dscores_of(p, weights, dweights, delta[None, :])
+        if p.scoring.SIGNED:
+            dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
         p.dscores.index(0).store(dscores.to(dtype))
         ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
         started_dk = times(ds_operand, q, dk)
@@ -605,78 +339,13 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
 
 
 @gluon.jit
-def _walk_together(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
-    """``_walk`` where two warp groups share a tile's keys, and divide columns: of scores, and of every sum. Weights reach both
-    through shared memory. Products that follow a piece of dQ give it time to leave."""
-    dk, dv, scores = state
-    PRODUCTS: gl.constexpr = len(dk)
-    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
-    score_layout: gl.constexpr = zeros.type.layout
-    column: gl.constexpr = gl.SliceLayout(0, score_layout)
-    existing = _existing_keys(p, tile, score_layout)
-    for entry in range(begin, end):
-        q = p.q.stage(step)
-        dout = p.dout.stage(step)
-        values = p.v.stage(turn, fresh_zero(step))
-        words, position = entry, entry
-        if KIND != FULL:
-            words = _mask_words(p, tile, entry, exists, KIND, score_layout)
-        if p.dropout.ENABLED or p.scoring.SCORED:
-            position = _first_query(p, tile, entry, end, exists)
-        p.dout.wait(step)
-        started = times_transposed(values, dout, zeros, p.USED_V)
-        products = scores
-        weights = _weights(p, tile, products, step, words, existing, stream, place, position, KIND)
-        p.weights.index(0).store(_kept(p, weights))
-        if p.scoring.SCORED and not p.scoring.SIGNED:
-            weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
-        fence_async_shared()
-        barrier()
-        started_dv = times(p.weights.index(fresh_zero(step)), dout, dv, True)
-        dweights = warpgroup_mma_wait(len(dv), deps=(started,))
-        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
-        dscores = _dscores(p, tile, weights, dweights, delta, products, place, position)
-        p.dscores.index(0).store(dscores.to(p.q.data.dtype))
-        fence_async_shared()
-        barrier()
-        stored = p.dscores.index(fresh_zero(step))
-        keys = p.k.stage(turn, fresh_zero(step))
-        sent = step * p.PIECES + turn * SENT
-        started_dq = _queries_piece(p, stored, keys, dq_zeros, 0)
-        started_dk = times(stored, q, dk, True)
-        dq, dv = one_and_sums_finished(started_dq, started_dv, PRODUCTS)
-        _hand_over_queries(p, dq, step, sent)
-        others = ()
-        for piece in gl.static_range(1, p.PIECES):
-            others = others + (_queries_piece(p, stored, keys, dq_zeros, piece),)  # noqa: RUF005  # which Triton 3.6 compiles
-        # The scores of a next tile wait for its keys.
-        p.q.wait(step + 1, pred=step != last)
-        started_scores = times_transposed(p.k.stage(turn), p.q.stage(step + 1), zeros, p.USED)
-        dq, dk = one_and_sums_finished(others[0], started_dk, PRODUCTS + p.PIECES - 2)
-        _hand_over_queries(p, dq, step, sent + 1)
-        for piece in gl.static_range(2, p.PIECES):
-            dq = warpgroup_mma_wait(PRODUCTS + p.PIECES - 1 - piece, deps=(others[piece - 1],))
-            _hand_over_queries(p, dq, step, sent + piece)
-        scores = warpgroup_mma_wait(0, deps=(started_scores,))
-        step += 1
-    return (dk, dv, scores), step
-
-
-@gluon.jit
-def _queries_piece(p, dscores, keys, zeros, PIECE: gl.constexpr):
-    """Starts the product of a piece of dQ. dscores: (keys, queries)."""
-    columns = keys.slice(PIECE * p.COLUMNS, p.COLUMNS, dim=1)
-    return warpgroup_mma(dscores.permute((1, 0)), columns, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _hand_over_queries(p, dq, step, sent):
     """Hands a piece of dQ of a step to the sending warp."""
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     p.dq.acquire(sent)
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        rows = _in_register_order(_rounded(dq * unit[:, None]), WARPS_DOWN, True)
+        rows = _in_register_order(rounded(dq * unit[:, None]), WARPS_DOWN, True)
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
         p.dq.data.store(_in_register_order(dq, WARPS_DOWN, True))
@@ -686,17 +355,14 @@ def _hand_over_queries(p, dq, step, sent):
 
 @gluon.jit
 def _compute(p):
-    """The computing warps: each group of four holds 64 keys, or half the columns of the same 64."""
+    """The computing warps: each group of four holds 64 keys."""
     WARPS: gl.constexpr = gl.num_warps()
-    KEY_WARPS: gl.constexpr = p.KEYS // 16
-    WITH_KEYS: gl.constexpr = WARPS // KEY_WARPS  # that share keys
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [KEY_WARPS, WITH_KEYS], [16, p.QUERIES // WITH_KEYS, 16])
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
     # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
     DOWN: gl.constexpr = p.QUERIES // 16  # warps
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, p.COLUMNS * DOWN // WARPS, 16])
     zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
     dq_zeros = gl.zeros([p.QUERIES, p.COLUMNS], gl.float32, layout=dq_layout)
-    walk: gl.constexpr = _walk_together if p.SHARED else _walk
 
     scores = zeros
     if p.k.STAGES > 1:
@@ -708,7 +374,7 @@ def _compute(p):
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
-        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM_V, p.USED_V), scores)
+        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
         stream = p.dropout.stream(tile.line)
         place = p.scoring.place(p.heads, tile.line)
         p.v.wait(turn)
@@ -716,9 +382,9 @@ def _compute(p):
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
-            state, step = walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
-        state, step = walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
+            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
+        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
         dk, dv, scores = state
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
@@ -736,7 +402,7 @@ def _first_scores(p, turn, step, zeros):
 
 @gluon.jit
 def _hand_over(p, tile, turn, step, dk, dv):
-    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and ``beside`` once the last tile of dQ has
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and the buffer of dQ once the last tile of dQ has
     left."""
     place = p.k.stage(turn)
     step *= p.PIECES
@@ -753,7 +419,7 @@ def _hand_over(p, tile, turn, step, dk, dv):
 
 @gluon.jit
 def _hand_over_results(p, tile, dk, dv, sent, place):
-    """Hands over dK and dV in their dtype: dK through ``place``, dV through ``beside``."""
+    """Hands over dK and dV in their dtype: dK through ``place``, dV through the buffer of dQ."""
     dtype: gl.constexpr = p.k.data.dtype
     store_columns(place, scaled_by(dk, p.scale))
     if p.dropout.ENABLED:
@@ -764,7 +430,7 @@ def _hand_over_results(p, tile, dk, dv, sent, place):
         p.dq.commit(sent)
         sent += 1
         p.dq.acquire(sent)
-    values = view(p.beside, dtype, [p.KEYS, p.DIM_V], p.k.data.layout)
+    values = view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout)
     store_columns(values, dv)
     if p.table.OWN_STARTS:
         if tile.stop - tile.first < p.KEYS:
@@ -782,25 +448,16 @@ def _hand_over_results(p, tile, dk, dv, sent, place):
 def _hand_over_sums(p, dk, dv, sent, place):
     """Hands over dK and dV in fp32."""
     _hand_over_halves(p, dk, sent, place)
-    if p.DIM_V == p.DIM:
-        _hand_over_halves(p, dv, sent + 1, place)
-    else:
-        # Half as many.
-        gl.static_assert(2 * p.DIM_V == p.DIM)
-        p.dq.acquire(sent + 1)
-        rows = _in_register_order(dv[0], p.KEYS // 16)
-        view(place, gl.float32, rows.shape, p.grads.dkv_rows.layout).store(rows)
-        fence_async_shared()
-        p.dq.commit(sent + 1)
+    _hand_over_halves(p, dv, sent + 1, place)
 
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through ``beside`` and half through ``place``. Columns that are not in
+    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ and half through ``place``. Columns that are not in
     use come last, and hold what was there."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     p.dq.acquire(sent)
-    low = view(p.beside, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
     high = view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
     FIRST: gl.constexpr = p.KEYS * grad[0].shape[1] // 512
     _store_halves(grad[0], p.KEYS // 16, low.slice(0, FIRST), high.slice(0, FIRST))
@@ -860,16 +517,14 @@ def attention_backward_kernel(
     variant,
     DIM: gl.constexpr,
     USED: gl.constexpr,
-    DIM_V: gl.constexpr,
-    USED_V: gl.constexpr,
+    PIECES: gl.constexpr,
+    OWN_STARTS: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
-    PIECES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
-    OWN_STARTS: gl.constexpr,
     ADDED: gl.constexpr,
     SPLIT: gl.constexpr,
     FIXED: gl.constexpr,
@@ -884,23 +539,15 @@ def attention_backward_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     K_STAGES: gl.constexpr = KEYS // 64
     k = ring_of(gl.allocate_shared_memory(dtype, [K_STAGES, KEYS, DIM], flat), K_STAGES)
-    SHARED: gl.constexpr = gl.num_warps() * 16 > KEYS
-    LATE: gl.constexpr = KEYS * PIECES > 2 * QUERIES
-    WIDTH: gl.constexpr = DIM if LATE else DIM_V
-    values = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], flat)
-    # Of the tiles of v that fit, the first is used.
-    v = ring_of(values if DIM_V == WIDTH else view(values, dtype, [WIDTH // DIM_V, KEYS, DIM_V], flat), 1)
+    v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
     q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES)
-    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM_V], flat), DOUT_STAGES)
+    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM], flat), DOUT_STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
     delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
     unit = lse
     if FIXED:
         unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
     dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
-    weights = dscores
-    if SHARED:
-        weights = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
     dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // (256 * PIECES), 256], dq_rows.layout), 1)
     table = TableArguments(
         mask_index=mask_index,
@@ -966,28 +613,22 @@ def attention_backward_kernel(
         scheduler=scheduler,
         k=k,
         v=v,
-        beside=values if LATE else dq.data,
         q=q,
         dout=dout,
         lse=lse,
         unit=unit,
         delta=delta,
-        weights=weights,
         dscores=dscores,
         dq=dq,
         DIM=DIM,
         USED=USED,
-        DIM_V=DIM_V,
-        USED_V=USED_V,
         KEYS=KEYS,
         QUERIES=QUERIES,
         COLUMNS=DIM // PIECES,
         PIECES=(USED * PIECES + DIM - 1) // DIM,
-        SHARED=SHARED,
-        LATE=LATE,
         RAGGED=RAGGED,
     )
-    gl.warp_specialize([(_compute, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])
+    gl.warp_specialize([(_compute, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["kv_heads"])
@@ -1340,21 +981,28 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
     tiles = items * (block_size // config.keys) * batch * heads
     index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, lse)
-    kv_rows = kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
+    tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, dim], [1, 1, config.keys, dim], [1, 1, config.keys, dim_v]
+    inputs = [described(q, tile_of_q), described(k, tile_of_k), described(v, tile_of_v)]
+    inputs += [described(dout, [1, 1, config.queries, dim_v])]
+    results = [described(dk, tile_of_k), described(dv, tile_of_v)]
+    constants = {"DIM": dim, "USED": used_columns(head_dim)}
+    if dim > 128:
+        kernel = wide_backward_kernel
+        grads = [sums, *results, kv_sums]
+        # Sums of values that are narrower than keys are whole.
+        constants |= {"DIM_V": dim_v, "USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
+        constants["OF_WEIGHTS"] = DQ_OF_WEIGHTS[constants["USED"]]
+    else:
+        kernel = attention_backward_kernel
+        kv_rows = kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
+        grads = [described(sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT), *results]
+        grads += [None, None] if starts is None else [dk, dv]
+        grads += [described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT)]
+        constants |= {"PIECES": config.pieces, "OWN_STARTS": starts is not None}
     arguments = [
-        described(q, [1, 1, config.queries, dim]),
-        described(k, [1, 1, config.keys, dim]),
-        described(v, [1, 1, config.keys, dim_v]),
-        described(dout, [1, 1, config.queries, dim_v]),
-        described(sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT),
-        described(dk, [1, 1, config.keys, dim]),
-        described(dv, [1, 1, config.keys, dim_v]),
-        None if starts is None else dk,
-        None if starts is None else dv,
-        described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT),
-        described(row_lse, [config.queries], ROW_LAYOUT),
-        described(row_delta, [config.queries], ROW_LAYOUT),
-        described(row_unit, [config.queries], ROW_LAYOUT),
+        *inputs,
+        *grads,
+        *(described(row, [config.queries], ROW_LAYOUT) for row in (row_lse, row_delta, row_unit)),
         index,
         work,
         row_idx,
@@ -1380,24 +1028,13 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         dropout_p or 0.0,
         of_variant.given,
     ]
-    constants = {"DIM": dim, "USED": used_columns(head_dim), "DIM_V": dim_v}
-    # Sums of values that are narrower than keys are whole.
-    constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
     constants |= {"KEYS": config.keys, "QUERIES": config.queries}
-    constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "PIECES": config.pieces}
-    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None, "OWN_STARTS": starts is not None}
+    constants |= {"Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
+    constants |= {"TABLE_BLOCK": block_size, "SPARSE": mask is not None}
     constants |= {"ADDED": room.added, "SPLIT": room.splits > 0}
     constants |= {"FIXED": deterministic, "DROPOUT": dropout_p is not None, "RAGGED": mask is None and kv_len % config.keys > 0}
     constants |= of_variant.switches
     grid = (min(tiles, config.programs * multiprocessors(q.device)), 1)
-    kernel = attention_backward_kernel
-    if config.roles:
-        from .wide_backward import wide_backward_kernel as kernel
-
-        arguments[7:10] = [kv_sums]
-        arguments.insert(4, sums)
-        del constants["OWN_STARTS"]
-        constants = {"ROLES" if name == "PIECES" else name: value for name, value in constants.items()} | {"ROLES": config.roles}
     recording.launch(kernel, (grid, arguments, constants, config.options), of_variant.kinds)
 
     across = config.options["num_warps"] * 16 // config.queries

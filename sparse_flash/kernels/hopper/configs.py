@@ -28,17 +28,14 @@ class ForwardConfig:
 class BackwardConfig:
     """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
     these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
-    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. sharing: warp groups that share a tile's keys and divide its
-    columns, 1 or 2."""
+    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor."""
 
     queries: int
     dout_stages: int
     keys: int = 128
     pieces: int = 1
     programs: int = 1
-    sharing: int = 1
     more: int = 1
-    roles: int = 0
 
     @property
     def q_stages(self) -> int:
@@ -46,7 +43,7 @@ class BackwardConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // 16 * self.sharing} | _registers(self.programs)
+        return {"num_warps": self.keys // 16} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
@@ -56,13 +53,14 @@ def _registers(programs: int) -> dict[str, int]:
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: the sums of 64 keys, dK and dV, take 128 registers per thread of two warp groups. One backward pass, bf16, H200, 2026-11-23,
-# 16 heads of 8,192 tokens, without a table and causal, in ms (portable kernels; cuDNN). 256: 7.99 and 4.37 (14.6, 14.2; 7.31,
-# 3.24). 192: 6.36 and 3.50 (13.7, 14.2; 5.54, 2.95). 192 and 128 of v: 5.30 and 2.93 (10.1, 4.09; 5.84, 1.90). 256, a window of
-# 1,024 and 10 % of random blocks: 1.25 and 1.02 (3.77, 2.94). Scores a step ahead, with one tile of dOut: 8.14 and 5.76 at 256,
-# 3.53 at 192 causal; with two pieces as well 8.35 and 4.98, 4.55. With two tiles of dOut, which fit beside 128 of v only, 5.59 and
-# 3.06 in place of 5.30 and 2.93.
-BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, sharing=2, more=0)}
+# 256: two warp groups with a role each (``wide_backward``). One backward pass, bf16, H200, 2026-11-23, in turns, 16 heads of 8,192
+# tokens, in ms (two groups that divide all columns; cuDNN). 256, without a table and causal: 6.36 and 3.52 (7.98, 4.19; 7.21,
+# 3.29). 192, causal: 2.66 (3.35; 2.95). 192 and 128 of v, causal: 2.50 (2.82; 1.92), a window of 1,024 0.78 (0.86).
+BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
+# Pieces of dQ, of 64 columns, that the warp group of weights computes, by columns in use. 256 without a table and causal: all 6.36 and
+# 3.52, three, and scores before dQ, 6.51 and 3.49. 192 and 128 of v, causal: one 2.50; two with three tiles of dOut 2.68, and scores
+# before dQ 2.66; one, dQ through shared memory and TMA in place of registers, 2.42, and two 2.68. As above.
+DQ_OF_WEIGHTS = {192: 1, 256: 4}
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
 # by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).
@@ -90,7 +88,6 @@ BACKWARD_OF_64_ALONE = {64: BACKWARD_OF_64[64], 128: BackwardConfig(64, 1, 64, 2
 _OTHER_FORWARD = {64: (ForwardConfig(2), ForwardConfig(3), ForwardConfig(4), ForwardConfig(3, 0, 64, 64, 3))}
 _OTHER_BACKWARD = {
     64: (BackwardConfig(128, 2), BackwardConfig(64, 2), BackwardConfig(64, 3), BackwardConfig(64, 4)),
-    256: (BackwardConfig(64, 1, 64, 2, sharing=2),),
 }
 
 

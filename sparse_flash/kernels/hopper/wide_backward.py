@@ -13,20 +13,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
+from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
 from ..common.tiles import BITS, FULL, RUNS
-from .backward import (
+from .backward_steps import (
     NOT_SPECIALIZED,
     BackwardInputs,
-    _existing_keys,
-    _first_query,
-    _kept,
-    _load,
-    _mask_words,
-    _rounded,
-    _weights,
+    dscores_of,
+    existing_keys,
+    first_line,
+    first_query,
+    kept_weights,
+    load_tiles,
+    mask_words,
+    rounded,
+    weights_of,
 )
-from .dropout import Dropout, score_gradients
+from .dropout import Dropout
 from .lengths import TokenLengths, new_lengths, own_barrier
 from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
 from .ring import Ring, ring_beside, ring_of
@@ -39,7 +41,6 @@ class WideGradients:
     """Where gradients go. dQ, and with ADDED or SPLIT dK and dV, are sums in register order."""
 
     dq: gl.tensor  # a pointer to sums
-    dq_rows: tma.tensor_descriptor  # of the same
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     kv_sums: gl.tensor  # a pointer to sums of dK, and after them of dV
@@ -85,10 +86,6 @@ class WideArguments:
     QUERIES: gl.constexpr
     RAGGED: gl.constexpr
     OF_WEIGHTS: gl.constexpr  # pieces of dQ, of 64 columns, that the group of weights computes
-    EARLY: gl.constexpr
-    QUEUED: gl.constexpr  # whether dQ leaves through shared memory and TMA
-    dq: Ring
-    other_dq: Ring
 
 
 @gluon.jit
@@ -133,16 +130,12 @@ def _queries_product(p, step, turn, zeros, PIECE: gl.constexpr):
 def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr, STOP: gl.constexpr, PRODUCTS: gl.constexpr):
     """Adds pieces FIRST .. STOP - 1 of a step's dQ, and releases the step. started: the product of the first of them. upcoming: the
     PRODUCTS products for the next step, whose sum this returns. place: of the tile of sums of its queries."""
-    if p.EARLY and FIRST == 0:
-        scores = warpgroup_mma_wait(1, deps=(upcoming,))
-        dq = warpgroup_mma_wait(0, deps=(started,))
-    else:
-        dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+    dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
     for piece in gl.static_range(FIRST, STOP - 1):
         _add_queries(p, dq, step, place, piece)
         # In the registers of the piece before.
         started = _queries_product(p, step, turn, dq, piece + 1)
-        if piece == FIRST and not (p.EARLY and FIRST == 0):
+        if piece == FIRST:
             scores = warpgroup_mma_wait(1, deps=(upcoming,))
         dq = warpgroup_mma_wait(0, deps=(started,))
     if STOP - FIRST > 1:
@@ -151,8 +144,7 @@ def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr
         _add_queries(p, dq, step, place, STOP - 1)
     else:
         _add_queries(p, dq, step, place, STOP - 1)
-        if not (p.EARLY and FIRST == 0):
-            scores = warpgroup_mma_wait(0, deps=(upcoming,))
+        scores = warpgroup_mma_wait(0, deps=(upcoming,))
         if not p.grads.FIXED:
             p.q.release(step)
     if p.grads.FIXED:  # units of dQ lie beside q
@@ -164,75 +156,13 @@ def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr
 def _add_queries(p, dq, step, place, PIECE: gl.constexpr):
     """Adds a piece of a step's dQ: 64 columns."""
     place += PIECE * (64 * p.QUERIES)
-    if p.QUEUED:
-        _queue_queries(p, dq, step, PIECE)
-    elif p.grads.FIXED:
+    if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        numbers, places = _places(place, _rounded(dq * unit[:, None]), 0, 64)
+        numbers, places = _places(place, rounded(dq * unit[:, None]), 0, 64)
         gl.atomic_add(places, numbers, sem="relaxed")
     else:
         numbers, places = _places(place, dq, 0, 64)
         gl.atomic_add(places, numbers, sem="relaxed")
-
-
-@gluon.jit
-def _queue_queries(p, dq, step, PIECE: gl.constexpr):
-    """Hands a piece of a step's dQ to the warp that sends it."""
-    ROWS: gl.constexpr = p.QUERIES // 4
-    if PIECE < p.OF_WEIGHTS:
-        ring = p.dq
-        sent = step * p.OF_WEIGHTS + PIECE
-    else:
-        ring = p.other_dq
-        sent = step * (p.USED // 64 - p.OF_WEIGHTS) + (PIECE - p.OF_WEIGHTS)
-    ring.acquire(sent)
-    if p.grads.FIXED:
-        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        numbers, _ = _places(p.grads.dq, _rounded(dq * unit[:, None]), 0, 64)
-        view(ring.data, gl.int32, [ROWS, 256], p.grads.dq_rows.layout).store(numbers.reshape([ROWS, 256]))
-    else:
-        numbers, _ = _places(p.grads.dq, dq, 0, 64)
-        ring.data.store(numbers.reshape([ROWS, 256]))
-    fence_async_shared()
-    ring.commit(sent)
-
-
-@gluon.jit
-def _send_queries(p, tile, ring, step, FIRST: gl.constexpr, STOP: gl.constexpr):
-    """Adds pieces FIRST .. STOP - 1 of dQ of all steps of a tile to global memory."""
-    ROWS: gl.constexpr = p.QUERIES // 4
-    line = _first_line(p, tile)
-    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-    rows = view(ring.data, p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
-    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-        position = p.scheduler.position(tile, entry, tile.end)
-        for piece in gl.static_range(FIRST, STOP):
-            sent = step * (STOP - FIRST) + (piece - FIRST)
-            ring.wait(sent)
-            async_add(p.grads.dq_rows, [((line + position) // p.QUERIES * (p.DIM // 64) + piece) * ROWS, 0], rows)
-            store_wait(0)
-            ring.release(sent)
-        entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _send_other_queries(p):
-    """The warp that sends the other group's dQ."""
-    step = 0
-    turn = 0
-    tile = p.scheduler.tile(turn)
-    while tile.first >= 0:
-        step = _send_queries(p, tile, p.other_dq, step, p.OF_WEIGHTS, p.USED // 64)
-        p.scheduler.slots.release(turn)
-        turn += 1
-        tile = p.scheduler.tile(turn)
-
-
-@gluon.jit
-def _first_line(p, tile):
-    return tile.line * p.grads.padded_q_len
 
 
 @gluon.jit
@@ -256,16 +186,16 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     PRODUCTS: gl.constexpr = 1 if p.USED == p.DIM else 2
     score_layout: gl.constexpr = zeros.type.layout
-    existing = _existing_keys(p, tile, score_layout)
-    line = _first_line(p, tile)
+    existing = existing_keys(p, tile, score_layout)
+    line = first_line(p, tile)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
         if KIND != FULL:
-            words = _mask_words(p, tile, entry, exists, KIND, score_layout)
-        position = _first_query(p, tile, entry, end, exists)
-        weights = _weights(p, tile, scores, step, words, existing, stream, place, position, KIND)
-        operand = gl.convert_layout(_kept(p, weights), operand_layout)
+            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+        position = first_query(p, tile, entry, end, exists)
+        weights = weights_of(p, tile, scores, step, words, existing, stream, place, position, KIND)
+        operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
             ones = gl.full([p.KEYS, p.QUERIES], 1.0, gl.float32, layout=score_layout)
             derivative = p.scoring.times_derivative(ones, scores, place, position, tile.first)
@@ -276,19 +206,12 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
         p.weights.commit(step + turn)
         p.dout.wait(step)
         started_dv = times(operand, dout, dv)
-        if p.EARLY:
-            # The scores of a next tile wait for its keys.
-            p.q.wait(step + 1, pred=step != last)
-            started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
-            dv = finished(started_dv, PRODUCTS)
-            p.dscores.wait(step)
-            started = _queries_product(p, step, turn, _zero_queries(p), 0)
-        else:
-            p.dscores.wait(step)
-            started = _queries_product(p, step, turn, _zero_queries(p), 0)
-            dv = finished(started_dv, 1)
-            p.q.wait(step + 1, pred=step != last)
-            started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
+        p.dscores.wait(step)
+        started = _queries_product(p, step, turn, _zero_queries(p), 0)
+        dv = finished(started_dv, 1)
+        # The scores of a next tile wait for its keys.
+        p.q.wait(step + 1, pred=step != last)
+        started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
         to = _place_of_queries(p, line, position)
         scores = _finish_queries(p, started, started_scores, step, turn, to, 0, p.OF_WEIGHTS, PRODUCTS)
         step += 1
@@ -340,7 +263,7 @@ def _compute_gradients(p):
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
-        line = _first_line(p, tile)
+        line = first_line(p, tile)
         p.v.wait(turn)
         p.dout.wait(step)
         started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.USED_V)
@@ -356,10 +279,7 @@ def _compute_gradients(p):
             p.weights.wait(step + turn)
             passed = p.weights.stage(fresh_zero(step)).load(thread_order)
             weights = gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
-            if p.dropout.ENABLED:
-                dscores = score_gradients(weights, dweights, delta)
-            else:
-                dscores = weights * (dweights - delta)
+            dscores = dscores_of(p, weights, dweights, delta)
             if p.scoring.SIGNED:
                 passed = p.weights.stage(fresh_zero(step), 1).load(thread_order)
                 dscores *= gl.convert_layout(_from_thread_order(passed), score_layout).to(gl.float32)
@@ -450,11 +370,8 @@ def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: 
 def _send(p):
     """The sending warp: stores dK and dV, and releases what held them."""
     turn = 0
-    step = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
-        if p.QUEUED:
-            step = _send_queries(p, tile, p.dq, step, 0, p.OF_WEIGHTS)
         batch, head = p.heads.of_line(tile.line)
         place = [batch, head // p.heads.group, tile.first, 0]
         p.dv.wait(turn)
@@ -484,7 +401,6 @@ def wide_backward_kernel(
     v_tensor,
     dout_tensor,
     dq_sums,
-    dq_rows,
     dk_tensor,
     dv_tensor,
     kv_sums,
@@ -519,11 +435,11 @@ def wide_backward_kernel(
     USED: gl.constexpr,
     DIM_V: gl.constexpr,
     USED_V: gl.constexpr,
+    OF_WEIGHTS: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
-    ROLES: gl.constexpr,
     TABLE_BLOCK: gl.constexpr,
     SPARSE: gl.constexpr,
     ADDED: gl.constexpr,
@@ -552,11 +468,6 @@ def wide_backward_kernel(
     PASSED: gl.constexpr = 2 if SIGNED else 1
     weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
     dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
-    QUEUED: gl.constexpr = ROLES >= 20
-    dq, other_dq = dscores, dscores
-    if QUEUED:
-        dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], dq_rows.layout), 1)
-        other_dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], dq_rows.layout), 1)
     table = TableArguments(
         mask_index=mask_index,
         mask_batch_stride=mask_batch_stride,
@@ -580,20 +491,7 @@ def wide_backward_kernel(
     if lengths.ANY:
         arrived = own_barrier()
     scheduler = new_scheduler(
-        k,
-        table,
-        heads_of,
-        heads_together,
-        items,
-        tiles,
-        queue,
-        q_len,
-        lengths,
-        KEYS,
-        STEP=QUERIES,
-        BY_KEY=True,
-        SPLIT=SPLIT,
-        CONSUMERS=2 if ROLES >= 20 else 1,
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
     )
     dk, dv = ring_beside(k, k.data, 1), ring_beside(v, v.data, 1)
     # Makes the initialized barriers visible to TMA, which signals them.
@@ -602,7 +500,6 @@ def wide_backward_kernel(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
         grads=WideGradients(
             dq=dq_sums,
-            dq_rows=dq_rows,
             dk=dk_tensor,
             dv=dv_tensor,
             kv_sums=kv_sums,
@@ -651,28 +548,10 @@ def wide_backward_kernel(
         KEYS=KEYS,
         QUERIES=QUERIES,
         RAGGED=RAGGED,
-        OF_WEIGHTS=ROLES % 10,
-        EARLY=ROLES % 20 >= 10,
-        QUEUED=QUEUED,
-        dq=dq,
-        other_dq=other_dq,
+        OF_WEIGHTS=OF_WEIGHTS,
     )
-    if QUEUED:
-        gl.warp_specialize(
-            [
-                (_compute_weights, (p,)),
-                (_compute_gradients, (p,)),
-                (_load, (p,)),
-                (_send, (p,)),
-                (schedule, (scheduler,)),
-                (_send_other_queries, (p,)),
-            ],
-            [4, 1, 1, 1, 1],
-            [240, 24, 24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [(_compute_weights, (p,)), (_compute_gradients, (p,)), (_load, (p,)), (_send, (p,)), (schedule, (scheduler,))],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
+    gl.warp_specialize(
+        [(_compute_weights, (p,)), (_compute_gradients, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )

@@ -1,0 +1,277 @@
+"""What the backward kernels for Hopper share: the loading warp, and the weights of a step from its scores.
+
+``p`` is what the warps of a kernel share, ``BackwardArguments`` or ``WideArguments``.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ..common.gluon import async_load, record
+from ..common.tiles import FULL, RUNS
+from .dropout import kept_operand, score_gradients
+from .lengths import load_existing
+from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
+
+# New lengths, heads or masks never recompile.
+NOT_SPECIALIZED = [
+    "mask_batch_stride",
+    "mask_head_stride",
+    "heads",
+    "group",
+    "q_len",
+    "padded_q_len",
+    "padded_kv_len",
+    "kv_lines",
+    "splits",
+    "items",
+    "tiles",
+    "heads_together",
+]
+
+
+@record
+class BackwardInputs:
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    dout: tma.tensor_descriptor
+    lse_rows: tma.tensor_descriptor
+    delta_rows: tma.tensor_descriptor
+    unit_rows: tma.tensor_descriptor
+
+
+@gluon.jit
+def first_query(p, tile, step, stop, exists):
+    """The first query of a step, for the computing warps. A dense walk counts from where it starts: see
+    ``Scheduler.first_step``."""
+    table = p.table
+    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    if table.SPARSE:
+        entry = step
+        if p.lengths.ANY:
+            entry += tile.cuts.shift(step, tile.bits)
+        block = gl.load(table.entries + entry // STEPS, mask=exists, other=0)
+        position = block * table.BLOCK + step % STEPS * p.QUERIES
+    else:
+        begin = 0
+        if p.lengths.ANY:
+            begin = tile.begin
+        step += p.scheduler.first_step(tile.first, begin, stop, stop) - begin
+        position = gl.where(step < stop, step, step - (stop - begin)) * p.QUERIES
+    return position
+
+
+@gluon.jit
+def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key):
+    """Loads keys or values of a tile. Here and below: returns ``cuts``, how often the barrier for tiles with nonexistent tokens was
+    used."""
+    ring.acquire(turn)
+    source = [batch, kv_head, first_key, 0]
+    if p.lengths.KV_CUT:
+        if tile.cuts.is_own_cut(first_key, p.lengths.kv_len, p.KEYS):
+            first, last = tile.cuts.own_first - first_key, tile.cuts.own_last - first_key
+            cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
+            ring.commit(turn)
+        else:
+            ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
+            ring.load(turn, tensor, source)
+    else:
+        ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
+        ring.load(turn, tensor, source)
+    return cuts
+
+
+@gluon.jit
+def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: gl.constexpr):
+    """Expects queries of a step, or their gradients, and BESIDE bytes more; with lengths, also loads them."""
+    if p.lengths.Q_CUT:
+        if tile.cuts.is_cut(position, p.lengths.q_len, p.QUERIES):
+            first, last = tile.cuts.walked_first - position, tile.cuts.walked_last - position
+            cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
+            ring.expect(step, BESIDE)
+        else:
+            ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
+            ring.load(step, tensor, source)
+    else:
+        ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
+    return cuts
+
+
+@gluon.jit
+def _load_queries(p, tile, cuts, step, batch, head, line, position):
+    ROWS: gl.constexpr = 2 if p.grads.FIXED else 1
+    source = [batch, head, position, 0]
+    p.q.acquire(step)
+    cuts = _expect_steps(p, tile, cuts, p.q, step, p.inputs.q, source, position, p.QUERIES * 4 * ROWS)
+    place = p.q.place(step)
+    if p.grads.FIXED:
+        async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
+    async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
+    if not p.lengths.Q_CUT:
+        p.q.load(step, p.inputs.q, source)
+    return cuts
+
+
+@gluon.jit
+def _load_dout(p, tile, cuts, step, batch, head, line, position):
+    source = [batch, head, position, 0]
+    p.dout.acquire(step)
+    cuts = _expect_steps(p, tile, cuts, p.dout, step, p.inputs.dout, source, position, p.QUERIES * 4)
+    async_load(p.inputs.delta_rows, [line + position], p.dout.filled(step), p.delta.index(p.dout.place(step)))
+    if not p.lengths.Q_CUT:
+        p.dout.load(step, p.inputs.dout, source)
+    return cuts
+
+
+@gluon.jit
+def first_line(p, tile):
+    """Where the rows of a tile's query head begin, to which a query's position is added."""
+    line = tile.line * p.grads.padded_q_len
+    if p.table.OWN_STARTS:
+        # The empty step of a column that keeps nothing is at position 0: TMA takes multiples of 16 bytes only.
+        line += gl.where(tile.end > tile.begin, tile.to_place, 0)
+    return line
+
+
+@gluon.jit
+def load_tiles(p):
+    """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
+    step = 0
+    turn = 0
+    cuts = 0
+    # With room for the keys of one tile, they are requested after its first queries, which need not wait for room.
+    AHEAD: gl.constexpr = p.k.STAGES > 1
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        batch, head = p.heads.of_line(tile.line)
+        kv_head = head // p.heads.group
+        if AHEAD:
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+        first = step
+        position = tile.position
+        line = first_line(p, tile)
+        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+        # A column that keeps nothing takes one empty step.
+        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+            # The table is read one step ahead, so no load waits for it.
+            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            upcoming = p.scheduler.position(tile, entry, tile.end)
+            cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
+            if step == first:
+                if not AHEAD:
+                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+                cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
+            cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
+            position = upcoming
+            step += 1
+        turn += 1
+        tile = p.scheduler.tile(turn)
+    if AHEAD:
+        # After its last tile a program computes the first scores of one more, and discards them.
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
+        _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
+
+
+@gluon.jit
+def _place_in_block(p, tile):
+    """The first key of a tile, counted from that of its block."""
+    place = tile.first % p.table.BLOCK
+    if p.table.OWN_STARTS:
+        place = tile.first * 0
+    return place
+
+
+@gluon.jit
+def mask_words(p, tile, step, exists, KIND: gl.constexpr, layout: gl.constexpr):
+    """What the mask tile of a step keeps of its queries; zero words if there is no tile."""
+    table = p.table
+    STEPS: gl.constexpr = table.BLOCK // p.QUERIES
+    entry = step
+    if p.lengths.ANY:
+        entry += tile.cuts.shift(step, tile.bits)
+    mask_tile = gl.load(table.tile_idx + entry // STEPS, mask=exists, other=0)
+    query = step % STEPS * p.QUERIES
+    if KIND == RUNS:
+        columns = gl.arange(0, p.QUERIES, layout=gl.SliceLayout(0, layout))
+        words = gl.load(table.tile_runs + mask_tile * table.BLOCK + query + columns, mask=exists & (columns >= 0), other=0)
+    else:
+        WORDS: gl.constexpr = table.BLOCK // 32
+        first = table.tile_bits + (mask_tile.to(gl.int64) * table.BLOCK + query) * WORDS + _place_in_block(p, tile) // 32
+        words = column_bits(first, p.KEYS, p.QUERIES, WORDS, layout)
+    return words
+
+
+@gluon.jit
+def _masked(p, tile, weights, words, KIND: gl.constexpr):
+    """Weights of a step, keys along rows, set to 0 where its mask tile does not keep them."""
+    if KIND == RUNS:
+        rows = gl.arange(0, p.KEYS, layout=gl.SliceLayout(1, weights.type.layout))[:, None] + _place_in_block(p, tile)
+        masked = where_run(weights, (words & 0xFFFF)[None, :], (words >> 16)[None, :], rows, ZERO)
+    else:
+        masked = where_column_bits(weights, words, ZERO)
+    return masked
+
+
+@gluon.jit
+def kept_weights(p, weights):
+    """Weights of a step in 16 bits, with 0 for what dropout drops: the left operand of dV's product."""
+    dtype: gl.constexpr = p.q.data.dtype
+    if p.dropout.ENABLED:
+        kept = kept_operand(weights, dtype)
+    else:
+        kept = weights.to(dtype)
+    return kept
+
+
+@gluon.jit
+def existing_keys(p, tile, layout: gl.constexpr):
+    """Words for ``where_rows`` of weights, if a tile may have keys that do not exist and whose scores may be anything."""
+    existing = tile.first
+    if p.lengths.KV_CUT:
+        existing = row_words(tile.cuts.own_first - tile.first, tile.cuts.own_last - tile.first, p.KEYS, layout)
+    elif p.RAGGED and p.scoring.SCORED:
+        existing = row_words(0, p.inputs.k.shape[2] - tile.first, p.KEYS, layout)
+    return existing
+
+
+@gluon.jit
+def weights_of(p, tile, products, step, words, existing, stream, place, position, KIND: gl.constexpr):
+    """Weights of a step, (keys, queries), from its products. A sign marks what dropout drops."""
+    lse = p.lse.index(p.q.place(step)).load(gl.SliceLayout(0, products.type.layout))
+    scores = products
+    if p.scoring.SCORED:
+        scores = p.scoring.scored(products, place, position, tile.first)
+    weights = gl.exp2(scores * p.scoring.factor() - lse[None, :])
+    if p.scoring.SCORE is not None:
+        # Nor need its results for queries that keep nothing be numbers.
+        weights = gl.where((lse < float("inf"))[None, :], weights, 0.0)
+    if KIND != FULL:
+        weights = _masked(p, tile, weights, words, KIND)
+    if p.lengths.KV_CUT or (p.RAGGED and p.scoring.SCORED):
+        # A score function may give anything for keys that do not exist; without one, their scores are 0.
+        weights = where_rows(weights, existing)
+    elif p.RAGGED:
+        # Nonexistent keys have scores of 0, which may lie far above lse. Infinite weights would make dQ NaN; finite ones meet
+        # rows of zeros. No existing key has a weight above 1.
+        weights = gl.minimum(weights, 1.0, propagate_nan=tl.PropagateNan.ALL)
+    if p.dropout.ENABLED:
+        # A sign marks dropped pairs, so neither words nor predicates have to stay in registers next to the sums.
+        weights = p.dropout.negate_dropped(weights, stream, position, tile.first)
+    return weights
+
+
+@gluon.jit
+def dscores_of(p, weights, dweights, delta):
+    """Gradients of a step's scores, (keys, queries). delta: (1, queries)."""
+    if p.dropout.ENABLED:
+        dscores = score_gradients(weights, dweights, delta)
+    else:
+        dscores = weights * (dweights - delta)
+    return dscores
+
+
+@gluon.jit
+def rounded(numbers):
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
