@@ -150,8 +150,9 @@ def compiled_for_hopper(
     else:
         constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
-    tensors = {"dq_sums": "*i32" if fixed else "*fp32", "kv_sums": "*fp32"}
-    tensors |= {"dq_rows": f"tensordesc<{'i32' if fixed else 'fp32'}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"}
+    sums = "i32" if fixed else "fp32"
+    tensors = {"dq_sums": f"*{sums}", "kv_sums": "*fp32"}
+    tensors["dq_rows"] = f"tensordesc<{sums}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:

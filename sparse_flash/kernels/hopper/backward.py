@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import padded_head_dim
-from ..common.gluon import async_add, async_load, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
+from ..common.gluon import async_add, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
 from ..common.tiles import BITS, FULL, LOG2_E, RUNS, load_tile, store_tile
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
@@ -47,13 +47,11 @@ from .backward_steps import (
 )
 from .configs import DQ_OF_WEIGHTS, backward_config, backward_keys, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
-from .dropout import Dropout, kept_operand, score_gradients
-from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
-from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
+from .dropout import Dropout
+from .lengths import TokenLengths, new_lengths, own_barrier
 from .products import (
     both_finished,
     copy_rows,
-    one_and_sums_finished,
     scaled_by,
     store_columns,
     times,
@@ -68,6 +66,7 @@ from .variant import PLAIN, HopperVariant, hopper_variant
 from .wide_backward import wide_backward_kernel
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
+
 
 @record
 class Gradients:
@@ -163,7 +162,7 @@ def _send(p):
 
 @gluon.jit
 def _send_keys(p, tile, turn, sent):
-    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and the buffer of dQ."""
+    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and that of dQ."""
     grads = p.grads
     batch, head = p.heads.of_line(tile.line)
     kv_head = head // p.heads.group
@@ -402,7 +401,7 @@ def _first_scores(p, turn, step, zeros):
 
 @gluon.jit
 def _hand_over(p, tile, turn, step, dk, dv):
-    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and the buffer of dQ once the last tile of dQ has
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once the last tile of dQ has
     left."""
     place = p.k.stage(turn)
     step *= p.PIECES
@@ -453,8 +452,8 @@ def _hand_over_sums(p, dk, dv, sent, place):
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ and half through ``place``. Columns that are not in
-    use come last, and hold what was there."""
+    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ and half through ``place``. Columns that are not
+    in use come last, and hold what was there."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     p.dq.acquire(sent)
     low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
