@@ -20,6 +20,7 @@ from ..masks.pattern import Pattern, parse
 from ..packed.picks import PackedSelection
 from ..selection import choice
 from ..selection.choice import COMPRESSED, block_means
+from ..variant.variant import check_counts
 from .arguments import (
     DEFAULT_BLOCK_SIZE,
     autocast,
@@ -356,6 +357,7 @@ def _by_scores(
         )
     q_len = scores.shape[2] * every if q_len is None else q_len
     kv_len = q_len if kv_len is None else kv_len
+    check_counts(q_len=q_len, kv_len=kv_len)
     for name, length, size, of_scores, what in (
         ("q_len", q_len, every, scores.shape[2], f"groups of {every} queries"),
         ("kv_len", kv_len, block_size, scores.shape[3], f"blocks of {block_size} keys"),

@@ -89,6 +89,22 @@ def test_decoding_under_autocast_gives_the_rows_of_training_under_autocast(selec
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{"select": SELECT}, {"select": BY_MEANS}, {"select": None, "mask": "local(9)"}], ids=str)
+def test_a_layer_on_the_meta_device_tells_the_shapes_of_decoding(options):
+    attn, x = layer(**options).to("meta"), inputs().to("meta")
+    cache = attn.new_cache(2, 100)
+    assert [attn(part, cache).shape for part in x.split([97, 2, 1], 1)] == [(2, n, 48) for n in (97, 2, 1)]
+    assert sf.topk_blocks(*[x.unflatten(2, (4, 12)).transpose(1, 2)] * 2, 3, block_size=16).device.type == "meta"
+
+
+def test_a_cache_that_keeps_means_takes_no_tokens_too():
+    cache = layer(select=BY_MEANS).new_cache(2, 100)
+    for tokens in (20, 0, 20):
+        cache.append(*[torch.ones(2, 2, tokens, 12)] * 2)
+    assert cache.tokens == 40 and (cache.means.means[:, :, :2] == 1).all()
+
+
+@torch.no_grad()
 def test_a_step_by_kept_means_reads_no_key_that_was_not_picked():
     attn, x = layer(select=BY_MEANS), inputs()
     wanted, cache = attn(x), attn.new_cache(2, 100)
