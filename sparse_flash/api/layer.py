@@ -13,7 +13,7 @@ from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
-from ..masks.pattern import Pattern, parse
+from ..masks.pattern import Pattern, parse, text_of
 from ..variant.variant import check_counts, check_dropout
 from .arguments import check_deterministic
 from .attention import attention
@@ -295,10 +295,7 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
     """What torch.compile gets for a mask: PyTorch before 2.13 accepts spec text but not Pattern objects."""
-    try:
-        return mask.to_spec() if isinstance(mask, Pattern) else mask
-    except ValueError:  # a part of the pattern is not registered
-        return mask
+    return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 
 def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:
