@@ -62,7 +62,7 @@ class _Matrix:
     makes those of a user's function, does not work in the forward pass of a compiled graph.
     """
 
-    def __init__(self, q, k, v, mask, scale, variant, differentiate: bool):
+    def __init__(self, q, k, v, mask, scale, variant, differentiate):
         if variant is not None:
             q = cleared(q, variant.q_starts, variant.q_lens)
             k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))

@@ -164,12 +164,12 @@ def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str
 
 
 def _check_hashable(pattern: Pattern, name: str) -> None:
-    value = getattr(pattern, name)
+    value, owner = getattr(pattern, name), _own_name(type(pattern)) or type(pattern).__qualname__
     try:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{_own_name(type(pattern)) or type(pattern).__qualname__}: {name} must be hashable, as tables are looked up by their pattern; got "
+            f"{owner}: {name} must be hashable, as tables are looked up by their pattern; got "
             f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
         ) from None
 
