@@ -155,11 +155,15 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
 
 def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in the dtype that autocast asks for, as for scaled_dot_product_attention."""
-    device_type = q.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for "meta"
-        dtype = torch.get_autocast_dtype(device_type)
+    if autocasts(q.device):
+        dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is enabled on a device; never on "meta", for which PyTorch raises."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float | None:

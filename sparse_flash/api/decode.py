@@ -20,6 +20,7 @@ from ..selection.decode import decode, supports
 from .arguments import (
     DEFAULT_BLOCK_SIZE,
     MAX_QUERIES,
+    autocasts,
     check_decoding_mask,
     check_decoding_tensors,
     check_selected_heads,
@@ -143,7 +144,7 @@ def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``attention_decode`` supports what a call asks for with these queries and keys, given a mask that fits."""
     few = q.shape[2] <= MAX_QUERIES and q.shape[2] <= k.shape[2] and q.dtype == k.dtype
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return few and not (gradient or observers.looked_at() or torch.is_autocast_enabled(q.device.type))
+    return few and not (gradient or observers.looked_at() or autocasts(q.device))
 
 
 def _resolved(mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor) -> tuple[BlockMask | None, bool]:

@@ -13,7 +13,7 @@ from .. import backends
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.cache import of_another_library
-from ..masks.pattern import Pattern, parse
+from ..masks.pattern import Pattern, parse, text_of
 from ..variant.variant import check_counts, check_dropout
 from .arguments import check_deterministic
 from .attention import attention
@@ -68,7 +68,8 @@ class KeyValueCache:
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
         Raises ValueError if they do not fit."""
-        wanted = [(*room.shape[:2], k.shape[2], room.shape[3]) for room in self.room]
+        tokens: int | str = k.shape[2] if k.dim() == 4 else "tokens"
+        wanted = [(*room.shape[:2], tokens, room.shape[3]) for room in self.room]
         if [tuple(k.shape), tuple(v.shape)] != wanted:
             raise ValueError(
                 f"k and v must have shapes {wanted[0]} and {wanted[1]}, as the cache was made for; got {tuple(k.shape)} and "
@@ -80,7 +81,7 @@ class KeyValueCache:
         for room, new in zip(self.room, (k, v), strict=True):
             room[:, :, self.tokens : stop] = new.detach()
         self.tokens = stop
-        if self.means is not None:
+        if self.means is not None and k.shape[2]:
             self.means.update(self.room[0], k.shape[2], kv_lens=_counts(stop, k))
         return self.keys, self.values
 
@@ -153,9 +154,9 @@ class SparseAttention(nn.Module):
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_counts(head_dim=head_dim, v_head_dim=v_head_dim)
-        if rotary_base is not None and (head_dim % 2 or rotary_base <= 0):
+        if rotary_base is not None and (head_dim % 2 or not isinstance(rotary_base, (int, float)) or rotary_base <= 0):
             raise ValueError(
-                f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base}; rotary_base=None "
+                f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base!r}; rotary_base=None "
                 "turns them off"
             )
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
@@ -294,10 +295,7 @@ def _by_head(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _written(mask: BlockMask | Pattern | None) -> BlockMask | Pattern | str | None:
     """What torch.compile gets for a mask: PyTorch before 2.13 accepts spec text but not Pattern objects."""
-    try:
-        return mask.to_spec() if isinstance(mask, Pattern) else mask
-    except ValueError:  # a part of the pattern is not registered
-        return mask
+    return text_of(mask) or mask if isinstance(mask, Pattern) else mask
 
 
 def _counts(tokens: int, q: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
+from ..backends.torch import own_precision
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection, always_table
 from ..masks.cache import as_block_mask, is_recorded, one_mask
@@ -19,8 +20,10 @@ from ..masks.pattern import Pattern, parse
 from ..packed.picks import PackedSelection
 from ..selection import choice
 from ..selection.choice import COMPRESSED, block_means
+from ..variant.variant import check_counts
 from .arguments import (
     DEFAULT_BLOCK_SIZE,
+    autocast,
     check_choice,
     check_keep,
     check_tensors,
@@ -195,6 +198,8 @@ def topk_blocks(
     the sources. This does not matter for a known prompt; in training, a choice, though no value, may depend on tokens up to
     block_size - 1 later. A selection has no such dependence.
 
+    Under autocast, q and k are cast as for ``attention``; products are computed as without it.
+
     Raises ValueError for arguments that do not fit together, TypeError for wrong types.
 
     Sources: arXiv:2407.02490 (block-sparse heads: mean-pooled queries and keys, top-k blocks); arXiv:2502.11089 (one choice
@@ -292,7 +297,7 @@ def _both(q: torch.Tensor | None, k: torch.Tensor | None) -> tuple[torch.Tensor,
     if q is None or k is None:
         raise TypeError("topk_blocks needs q and k, or scores=; got neither")
     check_types(q, k, k)
-    return q, k
+    return autocast(q, k, k)[:2]
 
 
 def _by_query(
@@ -352,6 +357,7 @@ def _by_scores(
         )
     q_len = scores.shape[2] * every if q_len is None else q_len
     kv_len = q_len if kv_len is None else kv_len
+    check_counts(q_len=q_len, kv_len=kv_len)
     for name, length, size, of_scores, what in (
         ("q_len", q_len, every, scores.shape[2], f"groups of {every} queries"),
         ("kv_len", kv_len, block_size, scores.shape[3], f"blocks of {block_size} keys"),
@@ -394,7 +400,8 @@ def _by_blocks(
     group = q.shape[1] // k.shape[1]
     queries = block_means(q, block_size).unflatten(1, (-1, group))
     queries = queries.mean(2) if share_group else queries.flatten(2, 3)
-    scores = queries @ block_means(k, block_size).mT
+    with own_precision(q):
+        scores = queries @ block_means(k, block_size).mT
     if not share_group:
         scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
     mask = BlockMask.from_blocks(_highest(scores, keep, limits), block_size, grid.q_len, grid.kv_len, within=within)

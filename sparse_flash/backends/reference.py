@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.common.layout import empty_out
-from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout
+from ..variant.definition import Pairs, add_bias_gradient, cleared, differentiated, existing_pairs, kept_by_dropout, scored
 from . import check_pages, of_queries_with_keys
 
 
@@ -23,14 +23,14 @@ def available() -> str | None:
 
 def forward(q, k, v, mask, scale, variant):
     """(out, lse), computed in float64 whatever the inputs' dtype. See the package's docstring."""
-    matrix = _Matrix(q, k, v, mask, scale, variant)
+    matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=False)
     out = empty_out(q, v.shape[3]).copy_(matrix.weights @ matrix.values)
     return out, matrix.lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant):
     """Gradients of a forward pass recomputed in float64; ``out`` and ``lse`` are not used."""
-    matrix = _Matrix(q, k, v, mask, scale, variant)
+    matrix = _Matrix(q, k, v, mask, scale, variant, differentiate=True)
     dout, dlse = dout.double(), None if dlse is None else dlse.double()[..., None]
     if variant is not None:
         dout = cleared(dout, variant.q_starts, variant.q_lens)
@@ -58,10 +58,11 @@ class _Matrix:
 
     queries, keys, values: (batch, heads, tokens, head_dim), zero for nonexistent tokens. probabilities: (batch, heads, q_len,
     kv_len), all zero for a query that keeps nothing. dropout: 1 / (1 - dropout_p) where it keeps a pair, otherwise 0. weights: the
-    product of the two. outer, inner: derivatives of the scores, see ``differentiated``.
+    product of the two. outer, inner: derivatives of the scores, see ``differentiated``; 1 unless asked for, as torch.func, which
+    makes those of a user's function, does not work in the forward pass of a compiled graph.
     """
 
-    def __init__(self, q, k, v, mask, scale, variant):
+    def __init__(self, q, k, v, mask, scale, variant, differentiate):
         if variant is not None:
             q = cleared(q, variant.q_starts, variant.q_lens)
             k, v = (cleared(t, variant.kv_starts, variant.kv_lens) for t in (k, v))
@@ -71,15 +72,17 @@ class _Matrix:
         kept = None if mask is None else mask.to_dense()
         if variant is not None:
             self.pairs = Pairs.all(q, k)
-            if variant.scored:
+            if variant.scored and differentiate:
                 scores, self.outer, self.inner = differentiated(variant, scores, self.pairs)
+            elif variant.scored:
+                scores = scored(variant, scores, self.pairs)
             exist = existing_pairs(variant, self.pairs)
             kept = kept if exist is None else exist if kept is None else kept & exist
             if variant.seed is not None:
                 self.dropout = kept_by_dropout(variant, self.pairs).double() / (1 - variant.dropout_p)
         if kept is not None:
             scores = scores.masked_fill(~kept, float("-inf"))
-        if variant is not None and variant.score_mod is not None:
+        if differentiate and variant is not None and variant.score_mod is not None:
             # 0 times the derivative of a pair without weight is not 0 if that is not finite.
             self.outer = torch.where(scores == float("-inf"), 0.0, self.outer)
         self.lse = scores.logsumexp(-1)

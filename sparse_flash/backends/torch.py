@@ -198,7 +198,7 @@ def _cached(cache, block_table, sequence: int, tokens):
 
 def own_precision(q):
     """Disables autocast: the call has already cast its arguments, and matrix products in here must not be cast again."""
-    return torch.autocast(q.device.type, enabled=False)
+    return nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)  # torch.autocast raises for "meta"
 
 
 def _like(x, values):

@@ -187,17 +187,17 @@ class BlockSelection:
         if not 0 <= query < self.q_len:
             raise IndexError(f"the selection has queries 0 to {self.q_len - 1}; got {query}")
         picks = self.picks[batch, head, query // self.every].cpu().long()
-        kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool)
+        kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool, device="cpu")
         kept[picks[picks >= 0]] = True
         kept = kept.flatten()[: self.kv_len]
         kept = kept if self.always is None else kept | self.always.kept_keys(query).cpu()
-        return kept & (torch.arange(self.kv_len) <= query + self.offset)
+        return kept & (torch.arange(self.kv_len, device="cpu") <= query + self.offset)
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
         if not 0 <= key < self.kv_len:
             raise IndexError(f"the selection has keys 0 to {self.kv_len - 1}; got {key}")
-        query = torch.arange(self.q_len)
+        query = torch.arange(self.q_len, device="cpu")
         kept = (self.picks[batch, head] == key // self.block_size).any(1).cpu()[query // self.every]
         kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
         return kept & (query + self.offset >= key)

@@ -334,9 +334,9 @@ def transpose(mask: BlockMask) -> BlockMask:
 
 def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
     """See ``BlockMask.in_blocks_of``."""
+    grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
     if block_size % mask.block_size:
         raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
-    grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
     rows, cols, kind, tile = mask.entries()
     pool = TilePool(block_size)
     single = []

@@ -53,6 +53,9 @@ def compile_mask(
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a sparse_flash.Pattern or its spec text; got {type(pattern).__name__}")
     grid = BlockGrid(q_len, q_len if kv_len is None else kv_len, block_size)
+    longest = max(grid.q_len, grid.kv_len)
+    if longest >= 2**31:  # kernels count tokens in 32 bits, and the table's rows alone would take tens of gigabytes
+        raise ValueError(f"q_len and kv_len must be at most 2^31 - 1 tokens; got {longest:,}; split the sequence")
     return with_coarse(_Compilation(pattern, grid, progress).run()).to(device or "cpu")
 
 

@@ -107,7 +107,8 @@ class Pattern:
 
     def to_spec(self) -> str:
         """Canonical spec text: equal patterns have equal text, and ``Pattern.from_spec`` reads it back."""
-        if self.name is None:
+        name = _own_name(type(self))
+        if name is None:
             raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
         positional: list[Any] = []
         keyword: dict[str, Any] = {}
@@ -118,7 +119,7 @@ class Pattern:
                 positional.append(value)
             elif required or value is not None or field.default is not None:
                 keyword[field.name] = value
-        return spec.write_call(self.name, positional, keyword)
+        return spec.write_call(name, positional, keyword)
 
     @staticmethod
     def from_spec(text: str) -> Pattern:
@@ -163,12 +164,12 @@ def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str
 
 
 def _check_hashable(pattern: Pattern, name: str) -> None:
-    value = getattr(pattern, name)
+    value, owner = getattr(pattern, name), _own_name(type(pattern)) or type(pattern).__qualname__
     try:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{pattern.name or type(pattern).__qualname__}: {name} must be hashable, as tables are looked up by their pattern; got "
+            f"{owner}: {name} must be hashable, as tables are looked up by their pattern; got "
             f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
         ) from None
 
@@ -227,7 +228,7 @@ class _Composite(Pattern):
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:
     other = parse(other) if isinstance(other, str) else other
     if isinstance(other, type) and issubclass(other, Pattern):
-        raise TypeError(f"{other.name or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
+        raise TypeError(f"{_own_name(other) or other.__qualname__} is a class of patterns; call it for a pattern, as in causal()")
     return kind.of(pattern, other) if isinstance(other, Pattern) else NotImplemented
 
 
@@ -304,6 +305,11 @@ def register_pattern(name: str) -> Callable[[type[PATTERN]], type[PATTERN]]:
     return decorate
 
 
+def _own_name(cls: type[Pattern]) -> str | None:
+    """The name that a class was registered under; not that of a class it derives from, nor a field called ``name``."""
+    return vars(cls).get("name")
+
+
 def _owner(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -317,7 +323,7 @@ def _read_entry_points() -> None:
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             loaded = entry.load()
-            if isinstance(loaded, type) and issubclass(loaded, Pattern) and loaded.name is None:
+            if isinstance(loaded, type) and issubclass(loaded, Pattern) and _own_name(loaded) is None:
                 register_pattern(entry.name)(loaded)
         except Exception as error:
             # One broken plug-in must not disable the others; the warning names it.

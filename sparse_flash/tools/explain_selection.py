@@ -85,13 +85,17 @@ def explain_selection(
 ) -> SelectionExplanation:
     """See ``explain``. heads: query heads, of which equal numbers share the picks of a head."""
     batch, picking, groups, _ = selection.picks.shape
+    if not batch:
+        raise ValueError("explain needs the picks of at least one sequence; got a selection of batch 0")
     if heads % picking:
-        raise ValueError(f"heads must be a multiple of the {picking} heads that pick; got {heads}")
+        raise ValueError(
+            f"heads must be a multiple of the {picking} heads that pick; got {heads}; pass heads=, the number of query heads"
+        )
     lines = selection.picks.cpu().flatten(0, 1)
     valid = lines >= 0
     before = (lines[:, 1:, :, None] == lines[:, :-1, None, :]).any(-1) & valid[:, 1:]
     counts = torch.stack([torch.bincount(line[line >= 0], minlength=selection.kv_blocks) for line in lines])
-    position = torch.arange(selection.q_len) + selection.offset
+    position = torch.arange(selection.q_len, device="cpu") + selection.offset
     causal = int((position + 1).clamp(min=0).sum())
     density = selection.density
     flops = 2 * batch * heads * (head_dim + v_head_dim)

@@ -60,6 +60,12 @@ class ScoreFunction:
         object.__setattr__(self, "name", f"{name}#{same}" if same else name)
         _score_functions[self.name] = self
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ScoreFunction:
+        return self  # immutable, and Triton's functions cannot be copied
+
+    def __reduce__(self) -> tuple[Callable[..., ScoreFunction], tuple[object, ...]]:
+        return _of_functions, (self.torch, self.triton, self.derivative)
+
     def _check_arguments(self) -> None:
         """Raises TypeError for a function of other arguments, such as FlexAttention's, which has no params."""
         try:
@@ -73,6 +79,14 @@ class ScoreFunction:
                 f"ScoreFunction needs a function of (score, batch, head, q_pos, k_pos, params) as torch; got one of {signature}: "
                 f"{error}; params is the tuple score_params, empty by default"
             ) from None
+
+
+def _of_functions(*functions: Any) -> ScoreFunction:
+    """What a ScoreFunction of these functions is where it is unpickled: this process's own, or a new one."""
+    for known in _score_functions.values():
+        if (known.torch, known.triton, known.derivative) == functions:
+            return known
+    return ScoreFunction(*functions)
 
 
 @dataclass(frozen=True, eq=False)

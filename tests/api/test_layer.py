@@ -198,6 +198,7 @@ def test_what_the_layer_shows_names_its_mask():
         ({"kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"head_dim": 5}, "even head_dim"),
         ({"rotary_base": -1.0}, "positive base"),
+        ({"rotary_base": "10000"}, r"positive base; got 12 and '10000'; rotary_base=None"),
         ({"kv_heads": 0}, "kv_heads must be an integer of at least 1; got 0"),
         ({"head_dim": 8.0}, r"head_dim must be an integer of at least 1; got 8\.0"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\); got 1.0"),
@@ -223,6 +224,8 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
         attn(inputs(), cache)
     with pytest.raises(ValueError, match="as the cache was made for"):
         attn(inputs(5)[:1], cache)
+    with pytest.raises(ValueError, match=r"shapes \(2, 4, 'tokens', 12\) .* as the cache was made for; got \(2, 12\)"):
+        cache.append(torch.ones(2, 12), torch.ones(2, 12))
     for sizes, message in (((1, 0), "length .*; got 0"), ((1.5, 9), r"batch .*; got 1\.5"), (("1", 9), "batch .*; got '1'")):
         with pytest.raises(ValueError, match=message.replace(".*", "must be an integer of at least 1")):
             attn.new_cache(*sizes)

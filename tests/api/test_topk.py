@@ -89,6 +89,17 @@ def test_every_dtype_and_memory_order_is_averaged_without_loss(dtype, layout):
     np.testing.assert_array_equal(dense(mask, 1, 4), definition(q, k, 4, 32, sf.causal()))
 
 
+@parametrize("every", [None, 1])
+def test_autocast_chooses_by_the_cast_tensors_and_rounds_no_product(every):
+    q, k = inputs(512, 512, head_dim=64)
+    rounded = (x.to(torch.bfloat16) for x in (q, k))
+    wanted = sf.topk_blocks(*rounded, 5, every=every, block_size=16)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for pair in ((q, k), (q, k.bfloat16()), (q.bfloat16(), k.bfloat16())):
+            chosen = sf.topk_blocks(*pair, 5, every=every, block_size=16)
+            assert torch.equal(chosen.to_dense(), wanted.to_dense())
+
+
 @parametrize("share_group", [False, True])
 def test_a_batch_of_no_sequences_gets_a_mask_that_attention_takes(share_group):
     q, k = (torch.zeros(0, heads, 100, 8, device=DEVICE) for heads in (4, 2))

@@ -450,6 +450,8 @@ def test_small_blocks_are_walked_as_large_ones_where_those_hold_little_more():
 def test_blocks_that_do_not_divide_the_larger_ones_are_one_clear_error():
     with pytest.raises(ValueError, match="block_size must be a multiple of the mask's 128; got 64"):
         sf.compile_mask("causal", 300).in_blocks_of(64)
+    with pytest.raises(ValueError, match=r"block_size must be a power of two in 16..256; got '256'"):
+        sf.compile_mask("causal", 300).in_blocks_of("256")
 
 
 def test_columns_in_parts_are_listed_whole_too():

@@ -425,6 +425,8 @@ def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory
         ({"q_len": 0}, "q_len must be a positive integer number of tokens; got 0"),
         ({"q_len": 64.0}, "q_len must be"),
         ({"q_len": True}, "q_len must be"),
+        ({"q_len": 99_999_999_999}, r"at most 2\^31 - 1 tokens; got 99,999,999,999"),
+        ({"q_len": 64, "kv_len": 2**31}, r"at most 2\^31 - 1 tokens; got 2,147,483,648"),
         ({"q_len": 64, "kv_len": -1}, "kv_len must be a positive integer number of tokens; got -1"),
         ({"q_len": 64, "block_size": 48}, r"power of two in 16\.\.256; got 48; try 128"),
         ({"q_len": 64, "block_size": 8}, r"power of two in 16\.\.256"),

@@ -8,6 +8,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 import strategies
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,6 +227,40 @@ def test_registered_class_is_usable_in_text_and_expressions(registry):
     i = np.arange(100)
     expected = ((i[:, None] - i) % 4 == 0) & (i[:, None] >= i)
     np.testing.assert_array_equal(sf.compile_mask("causal & ring(4)", 100, block_size=16).to_dense().numpy(), expected)
+
+
+def test_a_field_called_name_is_a_field_like_any_other(registry):
+    @sf.register_pattern("labelled")
+    @dataclass(frozen=True)
+    class Labelled(sf.Pattern):
+        name: str = "all"
+        period: int = 3
+
+        def token_rule(self, q, kv):
+            return (q - kv) % self.period == 0
+
+    one = Labelled("causal", 5)
+    assert one.to_spec() == "labelled(name='causal', period=5)" and sf.parse(one.to_spec()) == one
+    assert sf.compile_mask(one, 40).kept_keys(39).nonzero().flatten().tolist() == list(range(4, 40, 5))
+
+
+def test_a_class_that_derives_from_a_registered_one_does_not_go_by_its_name(registry):
+    @dataclass(frozen=True)
+    class Twice(sf.local):
+        def row_runs(self, q):
+            return sf.local(2 * self.window).row_runs(q)
+
+    for make in (Twice(4).to_spec, (Twice(4) & sf.causal()).to_spec):
+        with pytest.raises(ValueError, match=r"Twice has no spec text: register it with @register_pattern"):
+            make()
+    twice = sf.compile_mask(Twice(4) | sf.sinks(1), 40)
+    assert twice.equal(sf.compile_mask("local(8) | sinks(1)", 40))
+    layer = sf.SparseAttention(16, 2, Twice(4))
+    x = torch.randn(1, 40, 16)
+    wanted = layer(x)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), wanted)
+    sf.register_pattern("twice")(Twice)
+    assert (Twice(4) & sf.causal()).to_spec() == "causal & twice(4)"
 
 
 def test_name_that_is_taken_is_refused_naming_both_owners(registry):

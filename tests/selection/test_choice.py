@@ -434,6 +434,8 @@ Q = torch.zeros(1, 4, 64, 8)
             ValueError,
             r"64 tokens are 1 blocks of 64 keys; got scores of 8.*pass a kv_len= that fits",
         ),
+        ({"scores": Q, "q_len": 64.0}, ValueError, r"q_len must be an integer of at least 1; got 64\.0"),
+        ({"scores": Q, "kv_len": "64"}, ValueError, "kv_len must be an integer of at least 1; got '64'"),
         ({"scores": Q, "q_len": 50}, ValueError, "50 tokens are 50 groups of 1 queries; got scores of 64"),
     ],
 )

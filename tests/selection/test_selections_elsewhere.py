@@ -79,6 +79,32 @@ def test_decoding_with_a_cache_gives_the_rows_of_training(select):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("select", [SELECT, BY_MEANS])
+def test_decoding_under_autocast_gives_the_rows_of_training_under_autocast(select):
+    attn, x = layer(select=select), inputs()
+    cache = attn.new_cache(2, 100)
+    with torch.autocast("cpu", torch.bfloat16):
+        pieces = [attn(part, cache) for part in x.split([60, 1, 20, 19], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), attn(x), atol=2e-2, rtol=2e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"select": SELECT}, {"select": BY_MEANS}, {"select": None, "mask": "local(9)"}], ids=str)
+def test_a_layer_on_the_meta_device_tells_the_shapes_of_decoding(options):
+    attn, x = layer(**options).to("meta"), inputs().to("meta")
+    cache = attn.new_cache(2, 100)
+    assert [attn(part, cache).shape for part in x.split([97, 2, 1], 1)] == [(2, n, 48) for n in (97, 2, 1)]
+    assert sf.topk_blocks(*[x.unflatten(2, (4, 12)).transpose(1, 2)] * 2, 3, block_size=16).device.type == "meta"
+
+
+def test_a_cache_that_keeps_means_takes_no_tokens_too():
+    cache = layer(select=BY_MEANS).new_cache(2, 100)
+    for tokens in (20, 0, 20):
+        cache.append(*[torch.ones(2, 2, tokens, 12)] * 2)
+    assert cache.tokens == 40 and (cache.means.means[:, :, :2] == 1).all()
+
+
+@torch.no_grad()
 def test_a_step_by_kept_means_reads_no_key_that_was_not_picked():
     attn, x = layer(select=BY_MEANS), inputs()
     wanted, cache = attn(x), attn.new_cache(2, 100)
@@ -188,8 +214,18 @@ def test_the_numbers_of_explain_are_those_of_the_picks(every):
 def test_picks_that_are_alike_are_told():
     alike = sf.BlockSelection.from_picks(torch.zeros(1, 1, 400, 1, dtype=torch.int32), 16)
     assert "every=" in str(sf.explain(alike)) and not sf.explain(selection(), heads=2).hints
-    with pytest.raises(ValueError, match="heads must be a multiple of the 2 heads that pick; got 3"):
+    with pytest.raises(ValueError, match="a multiple of the 2 heads that pick; got 3; pass heads=, the number of query"):
         sf.explain(selection(), heads=3)
+    with pytest.raises(ValueError, match="at least one sequence; got a selection of batch 0"):
+        sf.explain(sf.topk_blocks(*[torch.zeros(0, 2, 32, 8)] * 2, 1, every=1, block_size=16), heads=2)
+
+
+def test_what_is_shown_of_a_selection_does_not_depend_on_the_default_device():
+    chosen = selection(always="sinks(2)")
+    wanted = chosen.to_dense()[1, 0]
+    with torch.device("meta"):
+        assert torch.equal(chosen.kept_keys(70, 1), wanted[70]) and torch.equal(chosen.kept_queries(70, 1), wanted[:, 70])
+        assert sf.explain(chosen, heads=4).density == chosen.density
 
 
 @pytest.mark.parametrize("level", ["tokens", "blocks"])

@@ -1,6 +1,8 @@
 """Lengths, dropout and score terms: each matches its definition on every back end, and so do all together."""
 
+import copy
 import dataclasses
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.dispatch import operators
 from sparse_flash.parallel.routes import PartMask
+from sparse_flash.variant import variant as variant_module
 from sparse_flash.variant.definition import Pairs, kept_by_dropout, philox_2x32, philox_4x32
 from sparse_flash.variant.variant import checked_variant
 
@@ -797,6 +800,19 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
     assert "has no triton function" in backends.backend("triton").supports(call)
 
 
+def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compiles(monkeypatch):
+    assert copy.deepcopy({"of a layer": OWN})["of a layer"] is OWN and copy.copy(OWN) is OWN
+    plain = sf.ScoreFunction(own_in_torch)
+    assert pickle.loads(pickle.dumps(plain)) is plain
+    monkeypatch.setattr(variant_module, "_score_functions", {})  # as in a process that has not made it
+    again = pickle.loads(pickle.dumps(plain))
+    q, k, v, _ = inputs()
+    torch._dynamo.reset()
+    options = {"score_params": (torch.ones(2, HEADS, device=DEVICE),), "backend": "torch"}
+    attend = torch.compile(lambda q: sf.attention(q, k, v, score_mod=again, **options), backend="aot_eager")
+    assert again is not plain and torch.equal(attend(q), sf.attention(q, k, v, score_mod=plain, **options))
+
+
 def test_functions_of_one_name_are_kept_apart_under_compile():
     def made(factor):
         def score_mod(score, batch, head, q_pos, k_pos, params):
@@ -815,15 +831,18 @@ def test_functions_of_one_name_are_kept_apart_under_compile():
 # Compilers and observers.
 
 
-@parametrize("name", ["lengths", "dropout", "softcap", "bias", "own", "sinks", "all"])
-def test_a_compiled_function_computes_terms_in_one_graph(name):
+OF_AUTO = [(name, "auto") for name in ("lengths", "dropout", "softcap", "bias", "own", "sinks", "all")]
+
+
+@parametrize("name, backend", [*OF_AUTO, ("own", "reference")])
+def test_a_compiled_function_computes_terms_in_one_graph(name, backend):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     q, k, v, dout = inputs()
     given = variant(name)
 
     def attend(*tensors):
-        return sf.attention(*tensors, "causal", return_lse=True, **given)
+        return sf.attention(*tensors, "causal", return_lse=True, backend=backend, **given)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

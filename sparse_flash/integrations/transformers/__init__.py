@@ -34,7 +34,7 @@ from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
-from ...masks.pattern import Pattern, parse
+from ...masks.pattern import Pattern, parse, text_of
 from ...variant.definition import with_sinks
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
@@ -203,10 +203,7 @@ def _checked(mask):
     if isinstance(mask, str):
         return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
     if isinstance(mask, Pattern):
-        try:
-            return mask.to_spec()  # text, which compiled code accepts on every PyTorch
-        except ValueError:  # of an unregistered pattern
-            return mask
+        return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
     if mask is None or isinstance(mask, (BlockMask, SharedSequence)):
         return mask
     raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask, a plan or None; got {type(mask).__name__}")
