@@ -58,8 +58,8 @@ FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 # 3.29). 192, causal: 2.66 (3.35; 2.95). 192 and 128 of v, causal: 2.50 (2.82; 1.92), a window of 1,024 0.78 (0.86).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
 # Pieces of dQ, of 64 columns, that the warp group of weights computes, by columns in use; ms as above. 256, without a table and
-# causal: all 6.36 and 3.52; three, and the next scores before dQ, 6.51 and 3.49. 192 and 128 of v, causal: one 2.50; two, with three
-# tiles of dOut, 2.68, and with the next scores before dQ 2.66; through shared memory and TMA one 2.42, two 2.68.
+# causal: all 6.36 and 3.52; three, and the next scores before dQ, 6.51 and 3.49. 192 and 128 of v, causal: one 2.50; two, with
+# three tiles of dOut, 2.68, and with the next scores before dQ 2.66; through shared memory and TMA one 2.42, two 2.68.
 DQ_OF_WEIGHTS = {192: 1, 256: 4}
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
