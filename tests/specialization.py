@@ -94,8 +94,8 @@ class Compiled:
                 self.kernel.wrong.add(f"{name}: {self.made_for[name]}, then {found}")
 
 
-def tensors(batch, heads, kv_heads, q_len, kv_len, dtype):
-    q, k, v = (torch.zeros(batch, *of, 64, dtype=dtype) for of in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
+def tensors(batch, heads, kv_heads, q_len, kv_len, dtype, head_dim=64):
+    q, k, v = (torch.zeros(batch, *of, head_dim, dtype=dtype) for of in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
     return q, k, v, torch.zeros(batch, heads, q_len)
 
 
@@ -138,6 +138,9 @@ def hopper_calls() -> None:
             hopper_forward.attention_forward(q, k, v, mask, 1.0)
             for deterministic in (False, True):
                 hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0, deterministic=deterministic)
+        q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16, 256)
+        for mask in masks_of(heads, q_len, kv_len, 128):
+            hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0)
 
 
 def packed_calls() -> None:

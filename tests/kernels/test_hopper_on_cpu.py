@@ -1,6 +1,7 @@
 """The Hopper kernels, run on a CPU in drawn orders of events: see ``gluon_on_cpu``. On a GPU, other tests run the compiled ones."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import fuzz_calls
 import pytest
@@ -17,6 +18,8 @@ pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
 import triton
 import triton.language as tl
+
+from sparse_flash.kernels.hopper.descriptors import heads_together
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -88,6 +91,15 @@ def test_a_short_call_of_wide_heads_takes_smaller_tiles_unless_it_has_a_variant(
     monkeypatch.setattr(configs, "SHORT_TILES", {256: 1})
     assert [configs.wide_forward(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
     assert configs.wide_forward(192, 128, None, 132, 132, False).queries == 128
+
+
+def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
+    by_document, scattered = (SimpleNamespace(starts=starts) for starts in (torch.zeros(1), None))
+    of_tokens = {
+        tokens: [heads_together(256, tokens, mask) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
+    }
+    assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
+    assert [heads_together(512, tokens, scattered, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (192, 128)])

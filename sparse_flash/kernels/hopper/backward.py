@@ -452,8 +452,8 @@ def _hand_over_sums(p, dk, dv, sent, place):
 
 @gluon.jit
 def _hand_over_halves(p, grad, sent, place):
-    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ, half through ``place``. Columns that are not in
-    use come last, and hold what was there."""
+    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ, half through ``place``. Columns that are not
+    in use come last, and hold what was there."""
     HALF: gl.constexpr = p.KEYS * p.DIM // 512
     p.dq.acquire(sent)
     low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
@@ -1019,7 +1019,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         room.splits,
         items,
         tiles,
-        min(heads_together(2 * (dim + dim_v), q_len), batch * heads),
+        min(heads_together(2 * (dim + dim_v), q_len, mask, by_key=True), batch * heads),
         queue,
         scale / share,
         scale * LOG2_E.value,

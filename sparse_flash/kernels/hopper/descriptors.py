@@ -39,10 +39,13 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
     return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
 
 
-def heads_together(row_bytes: int, rows: int) -> int:
-    """How many heads fit the L2 cache with their walked operands: two tensors of ``rows`` rows each. At least two, though: one
-    alone is 0.5 to 8 % slower backward and up to 6 % forward (docs/performance.md)."""
-    return max(2, L2_BYTES // (2 * rows * row_bytes))
+def heads_together(row_bytes: int, rows: int, mask, by_key: bool = False) -> int:
+    """How many heads follow each other together: as many as fit the L2 cache with their walked operands, two tensors of ``rows``
+    rows each. Two in place of one with blocks by document, and backward (by_key) if one just fits: 3 to 8 % faster. Not for longer
+    rows of scattered blocks, where heads evict each other's: up to 20 % slower (docs/performance.md)."""
+    fitting = L2_BYTES // (2 * rows * row_bytes)
+    two = (mask is not None and mask.starts is not None) or (by_key and fitting == 1)
+    return max(2 if two else 1, fitting)
 
 
 def tile_queue(device: torch.device) -> torch.Tensor:
