@@ -89,7 +89,9 @@ def test_decoding_under_autocast_gives_the_rows_of_training_under_autocast(selec
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"select": SELECT}, {"select": BY_MEANS}, {"select": None, "mask": "local(9)"}], ids=["picks", "means", "mask"])
+@pytest.mark.parametrize(
+    "options", [{"select": SELECT}, {"select": BY_MEANS}, {"select": None, "mask": "local(9)"}], ids=["picks", "means", "mask"]
+)
 def test_a_layer_on_the_meta_device_tells_the_shapes_of_decoding(options):
     attn, x = layer(**options).to("meta"), inputs().to("meta")
     cache = attn.new_cache(2, 100)
