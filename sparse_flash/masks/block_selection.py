@@ -205,9 +205,12 @@ class BlockSelection:
     def kept_pairs(self, head: int = 0, batch: int = 0, unit: int | None = None) -> np.ndarray:
         """How many pairs one head keeps, in each cell of unit x unit tokens: (rows, cols) int64; one cell for all by default.
 
-        unit: a multiple of the block size and of the block size of the table of ``always``. Takes time in proportion to the picks
-        and to the entries of that table.
+        unit: a multiple of the block size and of the block size of the table of ``always``, otherwise ValueError. Takes time in
+        proportion to the picks and to the entries of that table.
         """
+        sizes = [self.block_size, *([] if self.always is None else [self.always.block_size])]
+        if unit is not None and (unit < 1 or any(unit % size for size in sizes)):
+            raise ValueError(f"unit must be a multiple of {' and of '.join(map(str, sizes))}, the sizes of blocks; got {unit}")
         unit = max(self.q_len, self.kv_len) if unit is None else unit
         rows, cols = -(-self.q_len // unit), -(-self.kv_len // unit)
         counts = np.zeros(rows * cols)

@@ -246,6 +246,15 @@ def test_a_picture_shows_the_share_of_kept_pairs(level, tmp_path):
         sf.draw(selection())
 
 
+def test_pairs_are_counted_in_cells_of_whole_blocks():
+    one = selection(always="sinks(2) | local(20)").select(1, 1)
+    size = max(one.block_size, one.always.block_size)
+    assert one.kept_pairs(unit=size).sum() == one.kept_pairs().sum() == one.to_dense().sum()
+    for unit in (0, 3, size + 1):
+        with pytest.raises(ValueError, match=f"the sizes of blocks; got {unit}"):
+            one.kept_pairs(unit=unit)
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 def test_check_recomputes_rows_from_the_picks_and_finds_what_is_wrong(heads, monkeypatch):
     chosen, q, k = selection(always="sinks(2)"), *(tensor((2, h, 150, 8)).requires_grad_() for h in (heads, 2))
