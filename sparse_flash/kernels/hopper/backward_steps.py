@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ..common.gluon import async_load, record
 from ..common.tiles import FULL, RUNS
 from .dropout import kept_operand, score_gradients
-from .lengths import load_existing
+from .lengths import load_existing, new_lengths
 from .masks import ZERO, column_bits, row_words, where_column_bits, where_rows, where_run
 
 # New lengths, heads or masks never recompile.
@@ -40,6 +40,17 @@ class BackwardInputs:
     lse_rows: tma.tensor_descriptor
     delta_rows: tma.tensor_descriptor
     unit_rows: tma.tensor_descriptor
+
+
+@gluon.jit
+def existing_tokens(variant, q_len, k_tensor, SCORED: gl.constexpr):
+    """(TokenLengths, kv_len). Warps share only what they use: where nobody uses the number of keys, it is that of queries."""
+    lengths = new_lengths(variant, q_len, q_len)
+    kv_len = q_len
+    if SCORED or lengths.ANY:
+        kv_len = k_tensor.shape[2]
+        lengths = new_lengths(variant, q_len, kv_len)
+    return lengths, kv_len
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ from .products import (
 )
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import ScoreTerms
+from .scores import ScoreTerms, new_terms
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
@@ -491,19 +491,8 @@ def attention_forward_kernel(
     k_tiles = gl.allocate_shared_memory(k_tensor.dtype, [STAGES * PIECES, KEYS, WIDTH], flat)
     k = ring_of(k_tiles, STAGES, PIECES=PIECES, CONSUMERS=GROUPS)
     v = ring_of(gl.allocate_shared_memory(v_tensor.dtype, [STAGES, KEYS, DIM_V], flat), STAGES, CONSUMERS=GROUPS)
-    table = TableArguments(
-        mask_index=mask_index,
-        mask_batch_stride=mask_batch_stride,
-        mask_head_stride=mask_head_stride,
-        work=work,
-        entries=col_idx,
-        tile_idx=tile_idx,
-        tile_runs=tile_runs,
-        tile_bits=tile_bits,
-        BLOCK=TABLE_BLOCK,
-        SPARSE=SPARSE,
-        OWN_STARTS=OWN_STARTS,
-    )
+    index = mask_index, mask_batch_stride, mask_head_stride
+    table = TableArguments(*index, work, col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, OWN_STARTS)
     heads_of = Heads(heads, group)
     QUERIES: gl.constexpr = HALF * GROUPS
     lengths = new_lengths(variant, q_len, kv_len)
@@ -540,18 +529,7 @@ def attention_forward_kernel(
         heads=heads_of,
         q_len=q_len,
         kv_len=kv_len,
-        scoring=ScoreTerms(
-            score_scale,
-            kv_len - q_len,
-            (kv_len - 1,) if SCORE is not None else (),
-            variant,
-            SCORED,
-            REACH,
-            SCORE,
-            DERIVATIVE,
-            BY_KEY=False,
-            SIGNED=False,
-        ),
+        scoring=new_terms(variant, score_scale, q_len, kv_len, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=False, SIGNED=False),
         lengths=lengths,
         arrived=arrived,
         dropout=Dropout(seed, dropout_p, DROPOUT),

@@ -141,3 +141,20 @@ class ScoreTerms:
         row = gl.arange(0, scores.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
         return row, column
+
+
+@gluon.jit
+def new_terms(
+    variant,
+    scale,
+    q_len,
+    kv_len,
+    SCORED: gl.constexpr,
+    REACH: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
+    BY_KEY: gl.constexpr,
+    SIGNED: gl.constexpr,
+):
+    last = (kv_len - 1,) if SCORE is not None else ()
+    return ScoreTerms(scale, kv_len - q_len, last, variant, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY, SIGNED)

@@ -20,6 +20,7 @@ from .backward_steps import (
     BackwardInputs,
     dscores_of,
     existing_keys,
+    existing_tokens,
     first_line,
     first_query,
     kept_weights,
@@ -29,11 +30,11 @@ from .backward_steps import (
     weights_of,
 )
 from .dropout import Dropout
-from .lengths import TokenLengths, new_lengths, own_barrier
+from .lengths import TokenLengths, own_barrier
 from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
-from .scores import ScoreTerms
+from .scores import ScoreTerms, new_terms
 
 
 @record
@@ -468,25 +469,10 @@ def wide_backward_kernel(
     PASSED: gl.constexpr = 2 if SIGNED else 1
     weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
     dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
-    table = TableArguments(
-        mask_index=mask_index,
-        mask_batch_stride=mask_batch_stride,
-        mask_head_stride=mask_head_stride,
-        work=work,
-        entries=row_idx,
-        tile_idx=tile_idx,
-        tile_runs=tile_runs,
-        tile_bits=tile_bits,
-        BLOCK=TABLE_BLOCK,
-        SPARSE=SPARSE,
-        OWN_STARTS=False,
-    )
+    index = mask_index, mask_batch_stride, mask_head_stride
+    table = TableArguments(*index, work, row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, False)
     heads_of = Heads(heads, group)
-    lengths = new_lengths(variant, q_len, q_len)
-    kv_len = q_len  # what warps share is only what they use
-    if SCORED or lengths.ANY:
-        kv_len = k_tensor.shape[2]
-        lengths = new_lengths(variant, q_len, kv_len)
+    lengths, kv_len = existing_tokens(variant, q_len, k_tensor, SCORED)
     arrived = k.full
     if lengths.ANY:
         arrived = own_barrier()
@@ -514,18 +500,7 @@ def wide_backward_kernel(
         table=table,
         heads=heads_of,
         scale=scale,
-        scoring=ScoreTerms(
-            score_scale,
-            kv_len - q_len,
-            (kv_len - 1,) if SCORE is not None else (),
-            variant,
-            SCORED,
-            REACH,
-            SCORE,
-            DERIVATIVE,
-            BY_KEY=True,
-            SIGNED=SIGNED,
-        ),
+        scoring=new_terms(variant, score_scale, q_len, kv_len, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED),
         lengths=lengths,
         arrived=arrived,
         dropout=Dropout(seed, dropout_p, DROPOUT),

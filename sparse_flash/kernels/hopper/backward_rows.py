@@ -1,0 +1,218 @@
+"""What runs before and after the backward kernels for Hopper, along whole rows: bounds, what a query adds to every product, and
+gradients from their sums."""
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import LOG2_E, load_tile, store_tile
+
+
+@triton.jit(do_not_specialize=["kv_heads"])
+def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr):
+    """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
+
+    They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
+    and divides only at the end. So each tile's share of dQ, and their sum, is less than 2^31 times some power of two, and integers
+    sum to the same in any order. That unit is 2^-30 of the bound: some 2^-18 of dQ over 16,384 keys of random directions, while
+    16-bit weights round to 2^-9.
+    """
+    batch = tl.program_id(1) // kv_heads
+    head = tl.program_id(1) % kv_heads
+    first = tl.program_id(0) * TILE
+    k = load_tile(k_tensor, batch, head, first, TILE, DIM).to(tl.float32)
+    v = load_tile(v_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
+    token = first + tl.arange(0, TILE)
+    if variant.kv_starts is not None:
+        exist = (token >= tl.load(variant.kv_starts + batch))[:, None]
+        k, v = tl.where(exist, k, 0.0), tl.where(exist, v, 0.0)
+    if variant.kv_lens is not None:
+        exist = (token < tl.load(variant.kv_lens + batch))[:, None]
+        k, v = tl.where(exist, k, 0.0), tl.where(exist, v, 0.0)
+    tl.atomic_max(bounds_ptr + tl.program_id(1), tl.max(tl.max(tl.abs(k), 1), 0))
+    longest = tl.max(tl.sqrt_rn(tl.sum(v * v, 1)), 0)
+    tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
+
+
+@triton.jit
+def _tokens_of(starts_ptr, place, length, BLOCK: tl.constexpr):
+    """(the token at a place on the axis of whole blocks, the end of its block's tokens), or the end of the axis if blocks start at
+    multiples of their size. starts_ptr: (blocks + 1,) int32, where each block starts, which is where the one before ends."""
+    first = place
+    stop = length
+    if starts_ptr is not None:
+        first = tl.load(starts_ptr + place // BLOCK) + place % BLOCK
+        stop = tl.load(starts_ptr + place // BLOCK + 1)
+    return first, stop
+
+
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "padded_q_len", "share"])
+def prepare_kernel(
+    out_tensor,
+    dout_tensor,
+    lse_ptr,
+    dlse_ptr,
+    dq_ptr,
+    rows_ptr,
+    bounds_ptr,
+    starts_ptr,
+    heads,
+    group,
+    q_len,
+    padded_q_len,
+    share,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    FIXED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    CUT: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """What a query adds to every product, in rows padded to whole tiles: lse in base 2, +inf if the query keeps nothing, and
+    delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
+    zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not
+    exist, whose rows may be anything. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    place = tl.program_id(0) * TILE
+    first, stop = _tokens_of(starts_ptr, place, q_len, TABLE_BLOCK)
+    out = load_tile(out_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
+    dout = load_tile(dout_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
+    query = first + tl.arange(0, TILE)
+    line = tl.program_id(1).to(tl.int64) * q_len + query
+    lse = tl.load(lse_ptr + line, mask=query < stop, other=-float("inf"))
+    if CUT:
+        dout = tl.where((lse > -float("inf"))[:, None], dout, 0.0)
+    lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
+    delta = tl.sum(out * dout, 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + line, mask=query < stop, other=0.0)
+    if CUT or starts_ptr is not None:
+        delta = tl.where(lse < float("inf"), delta, 0.0)
+    if DROPOUT:
+        delta *= share
+    padded = tl.program_id(1).to(tl.int64) * padded_q_len + (place + tl.arange(0, TILE))
+    lines = tl.num_programs(1).to(tl.int64) * padded_q_len
+    tl.store(rows_ptr + padded, lse)
+    tl.store(rows_ptr + lines + padded, delta)
+    if FIXED:
+        kv_heads = tl.num_programs(1) // group
+        bounds = bounds_ptr + tl.program_id(1) // group
+        length = tl.sqrt_rn(tl.sum(dout * dout, 1))
+        most = (length * tl.load(bounds + kv_heads) + tl.abs(delta)) * tl.load(bounds)
+        # A number below 2^(e + 1) is at most 2^30 units of 2^(e - 29); the other half of the integer range absorbs rounding.
+        exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 127, -97)
+        unit = ((29 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+        # Without a bound the unit is NaN, as a float sum would be.
+        tl.store(rows_ptr + 2 * lines + padded, tl.where(most < float("inf"), unit, float("nan")))
+    tl.store(
+        dq_ptr + padded[:, None] * DIM + tl.arange(0, DIM)[None, :], tl.zeros([TILE, DIM], tl.int32).to(dq_ptr.dtype.element_ty)
+    )
+
+
+@triton.jit
+def _from_register_order(sums, TILE: tl.constexpr, DIM: tl.constexpr, ACROSS: tl.constexpr, PIECES: tl.constexpr):
+    """The reverse of ``_in_register_order``: a (TILE, DIM) tile from TILE * DIM numbers. ACROSS: warps that take turns along a row.
+    PIECES: of its columns, one after the other."""
+    ALONG: tl.constexpr = DIM // (16 * ACROSS * PIECES)
+    parts = sums.reshape(PIECES, 2, ALONG, ACROSS, TILE // 16, 8, 4, 2, 2).permute(4, 1, 5, 0, 3, 2, 7, 6, 8)
+    return parts.reshape(TILE, DIM)
+
+
+@triton.jit
+def _store_rows(rows, tile, batch, head, first, stop, TILE: tl.constexpr, DIM: tl.constexpr):
+    """``store_tile`` of rows first .. stop - 1. rows: ``Rows``, as no descriptor ends there."""
+    PIECE: tl.constexpr = 128 // rows.base.dtype.element_ty.primitive_bitwidth
+    row, column = first + tl.arange(0, TILE), tl.arange(0, DIM)
+    begin = batch.to(tl.int64) * rows.batch_stride + head.to(tl.int64) * rows.head_stride + row.to(tl.int64) * rows.token_stride
+    exists = (row < stop)[:, None]
+    if rows.pieces is not None:
+        exists = exists & (column < rows.pieces * PIECE)[None, :]
+    tl.store(rows.base + (begin * PIECE)[:, None] + column[None, :], tile.to(rows.base.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "padded_len", "factor"])
+def finish_kernel(
+    grad_tensor,
+    sums_ptr,
+    unit_ptr,
+    starts_ptr,
+    heads,
+    group,
+    padded_len,
+    factor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    ACROSS: tl.constexpr,
+    PIECES: tl.constexpr,
+    FIXED: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
+    rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
+    FIXED: sums are integers, in units of a power of two per row. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
+    first = tl.program_id(0) * TILE
+    sums = tl.zeros([TILE * DIM], tl.float32)
+    for member in range(group):
+        line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
+        sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
+    grad = _from_register_order(sums, TILE, DIM, ACROSS, PIECES) * factor
+    if FIXED:
+        unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
+        grad = grad / unit[:, None]
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    if starts_ptr is None:
+        store_tile(grad_tensor, grad, batch, head, first, TILE, DIM)
+    else:
+        token, stop = _tokens_of(starts_ptr, first, 0, TABLE_BLOCK)
+        _store_rows(grad_tensor, grad, batch, head, token, stop, TILE, DIM)
+
+
+@triton.jit(do_not_specialize=["heads", "listed", "mask_batch_stride", "mask_head_stride", "dk_factor", "dv_factor"])
+def combine_columns_kernel(
+    dk_tensor,
+    dv_tensor,
+    sums_ptr,
+    split_columns,
+    mask_index,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    listed,
+    dk_factor,
+    dv_factor,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    TILE: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+):
+    """dK and dV of split columns: the sum over their splits, in order. A program computes a tile of one of the two, of a head and
+    of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
+    TILES: tl.constexpr = TABLE_BLOCK // TILE
+    is_dv = tl.program_id(0) % 2
+    part = tl.program_id(0) // 2 % TILES
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
+    entry = split_columns + (mask * listed + tl.program_id(0) // (2 * TILES)) * 4
+    column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if count > 0:
+        line = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + part
+        first_key = column * TABLE_BLOCK + part * TILE
+        if is_dv == 1:
+            sums_ptr += tl.num_programs(1).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
+            dv = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
+            store_tile(dv_tensor, dv * dv_factor, batch, head, first_key, TILE, DIM_V)
+        else:
+            dk = _sum_of_splits(sums_ptr, line, count, TILE, DIM, TILES)
+            store_tile(dk_tensor, dk * dk_factor, batch, head, first_key, TILE, DIM)
+
+
+@triton.jit
+def _sum_of_splits(sums_ptr, line, count, TILE: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr):
+    sums = tl.zeros([TILE * DIM], tl.float32)
+    for _ in range(count):
+        sums += tl.load(sums_ptr + line * (TILE * DIM) + tl.arange(0, TILE * DIM))
+        line += TILES
+    return _from_register_order(sums, TILE, DIM, 1, 1)

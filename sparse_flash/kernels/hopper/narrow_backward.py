@@ -1,0 +1,578 @@
+"""The backward pass for Hopper at head_dim 33 to 128: one pass over key tiles computes dK and dV, and accumulates dQ along the way.
+
+Persistent programs: a scheduler warp, a loading warp, eight computing warps, and a sending warp that hands results to TMA, which
+adds tiles of dQ to an fp32 array in global memory. Scores are transposed, with keys along rows: this makes them the left operand of
+dV without a pass through shared memory. The scores of the next step, or of the next tile's first step, are computed during this
+step's other products, to keep the tensor cores busy while the exponentials run.
+
+Sources: arXiv:2205.14135, Alg. 4 (one pass, dQ accumulated); arXiv:2407.08608, sec. 3 (warp roles).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.gluon import async_add, async_store, barrier, fresh_zero, of_tensor, record, store_wait, view
+from ..common.tiles import BITS, FULL, RUNS
+from .backward_steps import (
+    NOT_SPECIALIZED,
+    BackwardInputs,
+    dscores_of,
+    existing_keys,
+    existing_tokens,
+    first_line,
+    first_query,
+    kept_weights,
+    load_tiles,
+    mask_words,
+    rounded,
+    weights_of,
+)
+from .dropout import Dropout
+from .lengths import TokenLengths, own_barrier
+from .products import both_finished, copy_rows, scaled_by, store_columns, times, times_transposed, zero_sums
+from .ring import Ring, ring_beside, ring_of
+from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
+from .scores import ScoreTerms, new_terms
+
+
+@record
+class Gradients:
+    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV: with ADDED of all tiles, with SPLIT of
+    each split of a column, until ``combine_columns_kernel``."""
+
+    dq_rows: tma.tensor_descriptor
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    bases: gl.tuple  # the addresses of dK and dV, with blocks of documents
+    dkv_rows: tma.tensor_descriptor
+    padded_q_len: gl.tensor
+    padded_kv_len: gl.tensor
+    kv_lines: gl.tensor
+    splits: gl.tensor  # tiles of splits per head
+    ADDED: gl.constexpr  # whether query heads share dK and dV
+    SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
+    FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
+
+
+@record
+class BackwardArguments:
+    """What the warps share."""
+
+    inputs: BackwardInputs
+    grads: Gradients
+    table: TableArguments
+    heads: Heads
+    scale: gl.tensor
+    scoring: ScoreTerms
+    lengths: TokenLengths
+    arrived: gl.shared_memory_descriptor  # the loading warp's own barrier, with lengths
+    dropout: Dropout
+    scheduler: Scheduler
+    k: Ring  # one stage per tile
+    v: Ring
+    q: Ring  # one stage per step
+    dout: Ring  # released with q
+    lse: gl.shared_memory_descriptor  # loaded with q
+    unit: gl.shared_memory_descriptor  # loaded with q
+    delta: gl.shared_memory_descriptor  # loaded with dout
+    dscores: gl.shared_memory_descriptor
+    dq: Ring  # one stage, through which every step sends dQ, piece by piece, and every tile dK and dV
+    DIM: gl.constexpr
+    USED: gl.constexpr  # of DIM columns; the others are zeros
+    KEYS: gl.constexpr  # per tile
+    QUERIES: gl.constexpr  # per step
+    COLUMNS: gl.constexpr  # of a piece of dQ: as many as there is room for at a time
+    PIECES: gl.constexpr  # that have columns in use
+    RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
+
+
+@gluon.jit
+def _send(p):
+    """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
+    releases what the step has used, as the computing warps would have to wait for each other to do so."""
+    ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
+    ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
+    # Units of integer sums, which lie beside q, are read with every piece.
+    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 0
+    grads = p.grads
+    step = 0
+    sent = 0
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        line = first_line(p, tile)
+        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+        steps = gl.maximum(tile.end - tile.begin, 1)
+        last = step + steps - 1
+        for _ in range(steps):
+            position = p.scheduler.position(tile, entry, tile.end)
+            rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
+            for piece in gl.static_range(p.PIECES):
+                p.dq.wait(sent)
+                if piece == RELEASED:
+                    # The warps that hand over dQ have finished all products with what is released.
+                    p.q.release(step)
+                    p.v.release(turn, pred=step == last)
+                async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
+                store_wait(0)
+                p.dq.release(sent)
+                sent += 1
+            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            step += 1
+        sent = _send_keys(p, tile, turn, sent)
+        p.k.release(turn)
+        if p.k.STAGES == 1:
+            p.scheduler.slots.release(turn)
+        turn += 1
+        tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _send_keys(p, tile, turn, sent):
+    """Stores dK and dV of a tile, or adds them, from the buffer of its keys, and that of dQ."""
+    grads = p.grads
+    batch, head = p.heads.of_line(tile.line)
+    kv_head = head // p.heads.group
+    place = p.k.stage(turn)
+    if grads.ADDED:
+        # With FIXED, finish_kernel sums them later over query heads.
+        head_line = tile.line if grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
+        line = head_line * grads.padded_kv_len + tile.first
+        if p.table.OWN_STARTS:
+            line += tile.to_place
+        if p.scheduler.SPLIT:
+            # An item of another mask that this one does not use names the column past the last: its rows lie past the end of all.
+            line = gl.where(tile.first < grads.padded_kv_len, line, 2 * grads.kv_lines)
+        sent = _send_sums(p, line, place, sent, grads.FIXED)
+    elif p.table.OWN_STARTS:
+        if tile.stop - tile.first == p.KEYS:
+            sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+        else:
+            # The computing warps have stored them.
+            p.dq.wait(sent)
+            p.dq.release(sent)
+            sent += 1
+    elif grads.SPLIT:
+        if tile.split > 0:
+            sent = _send_sums(p, (tile.line * grads.splits + tile.split - 1) * p.KEYS, place, sent, True)
+        else:
+            sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+    else:
+        sent = _send_results(p, batch, kv_head, tile.first, place, sent)
+    return sent
+
+
+@gluon.jit
+def _send_results(p, batch, kv_head, first_key, place, sent):
+    """Stores dK and dV of a tile in their tensors."""
+    grads = p.grads
+    p.dq.wait(sent)
+    async_store(grads.dk, [batch, kv_head, first_key, 0], of_tensor(place, grads.dk))
+    if grads.SPLIT:
+        # As many turns as for a split; this one did not use the buffer.
+        p.dq.release(sent)
+        sent += 1
+        p.dq.wait(sent)
+    values = view(p.dq.data, grads.dv.dtype, [1, 1, p.KEYS, p.DIM], grads.dv.layout)
+    async_store(grads.dv, [batch, kv_head, first_key, 0], values)
+    store_wait(0)
+    p.dq.release(sent)
+    return sent + 1
+
+
+@gluon.jit
+def _send_sums(p, line, place, sent, ALONE: gl.constexpr):
+    """Stores dK and dV of a tile in fp32, from ``line`` on, or adds them to what is there unless it is ALONE."""
+    HALF: gl.constexpr = p.KEYS * p.DIM // 512
+    grads = p.grads
+    low = view(p.dq.data, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    high = view(place, gl.float32, [HALF, 256], grads.dkv_rows.layout)
+    for grad in range(2):
+        row = (line + grad * grads.kv_lines) // p.KEYS * (2 * HALF)
+        p.dq.wait(sent)
+        _send_rows(grads, row, low, ALONE)
+        _send_rows(grads, row + HALF, high, ALONE)
+        store_wait(0)
+        p.dq.release(sent)
+        sent += 1
+    return sent
+
+
+@gluon.jit
+def _send_rows(grads, row, rows, ALONE: gl.constexpr):
+    if ALONE:
+        async_store(grads.dkv_rows, [row, 0], rows)
+    else:
+        async_add(grads.dkv_rows, [row, 0], rows)
+
+
+@gluon.jit
+def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
+    """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
+    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
+    ROWS: gl.constexpr = grad.shape[0]
+    DIM: gl.constexpr = grad.shape[1]
+    ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
+    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
+    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
+    return pieces.reshape([ROWS * DIM // 256, 256])
+
+
+@gluon.jit
+def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
+    """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
+
+    state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, during which the scores of the next
+    tile's first step are computed; or, with room for the keys of one tile only, scores that nobody reads.
+    """
+    dk, dv, scores = state
+    dtype: gl.constexpr = p.q.data.dtype
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    PRODUCTS: gl.constexpr = len(dk)  # that make one, here and in scores
+    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
+    score_layout: gl.constexpr = zeros.type.layout
+    column: gl.constexpr = gl.SliceLayout(0, score_layout)
+    existing = existing_keys(p, tile, score_layout)
+    for entry in range(begin, end):
+        q = p.q.stage(step)
+        dout = p.dout.stage(step)
+        values = p.v.stage(turn, fresh_zero(step))
+        words, position = entry, entry
+        if KIND != FULL:
+            words = mask_words(p, tile, entry, exists, KIND, score_layout)
+        if p.dropout.ENABLED or p.scoring.SCORED:
+            position = first_query(p, tile, entry, end, exists)
+        p.dout.wait(step)
+        started = times_transposed(values, dout, zeros, p.USED)
+        products = scores
+        weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
+        if p.scoring.SCORED:
+            # Here, so that the derivative's values need not stay in registers during the products.
+            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
+            if not p.scoring.SIGNED:
+                weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
+        dweights = warpgroup_mma_wait(0, deps=(started,))
+        if p.PIECES > 1:
+            delta = p.delta.index(p.dout.place(step)).load(column)
+        if not p.scoring.SCORED:
+            operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
+        started_dv = times(operand, dout, dv)
+        # What follows must stay behind the product's start; the compiler would move it before.
+        if p.PIECES == 1:
+            delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+        else:
+            # With dQ in pieces, the assembler serializes all products if delta is read here. This returns at once.
+            p.dout.wait(step)
+        dscores = dscores_of(p, weights, dweights, delta[None, :])
+        if p.scoring.SIGNED:
+            dscores = p.scoring.times_derivative(dscores, products, place, position, tile.first)
+        p.dscores.index(0).store(dscores.to(dtype))
+        ds_operand = gl.convert_layout(dscores.to(dtype), operand_layout)
+        started_dk = times(ds_operand, q, dk)
+        fence_async_shared()
+        barrier()
+        keys = p.k.stage(turn, fresh_zero(step))
+        stored = p.dscores.index(fresh_zero(step))
+        sent = step * p.PIECES + turn * SENT
+        if p.PIECES == 1:
+            started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
+            dv, dk = both_finished(started_dv, started_dk, 1)
+        else:
+            # dQ takes twice the registers here, which hold one piece beside the next one's product.
+            left = keys.slice(0, p.COLUMNS, dim=1)
+            started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
+            dv, dk = both_finished(started_dv, started_dk, 1)
+            dq_left = warpgroup_mma_wait(0, deps=(started_left,))
+            right = keys.slice(p.COLUMNS, p.COLUMNS, dim=1)
+            started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
+            _hand_over_queries(p, dq_left, step, sent)
+        upcoming_turn = turn
+        if p.k.STAGES > 1:
+            upcoming_turn = turn + (step == last).to(gl.int32)
+            p.q.wait(step + 1)
+            p.k.wait(upcoming_turn)
+        else:
+            p.q.wait(step + 1, pred=step != last)
+        upcoming_q = p.q.stage(step + 1)
+        upcoming_keys = p.k.stage(upcoming_turn)
+        started_scores = times_transposed(upcoming_keys, upcoming_q, zeros, p.USED)
+        dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
+        _hand_over_queries(p, dq, step, sent + p.PIECES - 1)
+
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
+        step += 1
+    return (dk, dv, scores), step
+
+
+@gluon.jit
+def _hand_over_queries(p, dq, step, sent):
+    """Hands a piece of dQ of a step to the sending warp."""
+    WARPS_DOWN: gl.constexpr = p.QUERIES // 16
+    p.dq.acquire(sent)
+    if p.grads.FIXED:
+        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
+        rows = _in_register_order(rounded(dq * unit[:, None]), WARPS_DOWN, True)
+        view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
+    else:
+        p.dq.data.store(_in_register_order(dq, WARPS_DOWN, True))
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
+def _compute(p):
+    """The computing warps: each group of four holds 64 keys."""
+    WARPS: gl.constexpr = gl.num_warps()
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.QUERIES, 16])
+    # Two warp groups share dQ: each takes half its queries, or with 64 queries half its columns.
+    DOWN: gl.constexpr = p.QUERIES // 16  # warps
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, p.COLUMNS * DOWN // WARPS, 16])
+    zeros = gl.zeros([p.KEYS, p.QUERIES], gl.float32, layout=score_layout)
+    dq_zeros = gl.zeros([p.QUERIES, p.COLUMNS], gl.float32, layout=dq_layout)
+
+    scores = zeros
+    if p.k.STAGES > 1:
+        scores = _first_scores(p, 0, 0, zeros)
+    step = 0
+    turn = 0
+    tile = p.scheduler.tile(turn)
+    while tile.first >= 0:
+        last = step + gl.maximum(tile.end - tile.begin, 1) - 1
+        if p.k.STAGES == 1:
+            scores = _first_scores(p, turn, step, zeros)
+        state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
+        stream = p.dropout.stream(tile.line)
+        place = p.scoring.place(p.heads, tile.line)
+        p.v.wait(turn)
+        if p.table.SPARSE:
+            # A column that keeps nothing takes one empty step.
+            exists = tile.end > tile.begin
+            stop = gl.where(exists, tile.bits, tile.runs + 1)
+            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
+        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
+        dk, dv, scores = state
+        _hand_over(p, tile, turn, step, dk, dv)
+        turn += 1
+        tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _first_scores(p, turn, step, zeros):
+    """The scores of a tile's first step, where no step before has computed them."""
+    p.k.wait(turn)
+    p.q.wait(step)
+    started = times_transposed(p.k.stage(turn), p.q.stage(step), zeros, p.USED)
+    return warpgroup_mma_wait(0, deps=(started,))
+
+
+@gluon.jit
+def _hand_over(p, tile, turn, step, dk, dv):
+    """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once the last tile of dQ has
+    left."""
+    place = p.k.stage(turn)
+    step *= p.PIECES
+    if p.grads.ADDED:
+        _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+    elif p.grads.SPLIT:
+        if tile.split > 0:
+            _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+        else:
+            _hand_over_results(p, tile, dk, dv, step + 2 * turn, place)
+    else:
+        _hand_over_results(p, tile, dk, dv, step + turn, place)
+
+
+@gluon.jit
+def _hand_over_results(p, tile, dk, dv, sent, place):
+    """Hands over dK and dV in their dtype: dK through ``place``, dV through the buffer of dQ."""
+    dtype: gl.constexpr = p.k.data.dtype
+    store_columns(place, scaled_by(dk, p.scale))
+    if p.dropout.ENABLED:
+        dv = scaled_by(dv, 1.0 / (1.0 - p.dropout.p))
+    p.dq.acquire(sent)
+    if p.grads.SPLIT:
+        fence_async_shared()
+        p.dq.commit(sent)
+        sent += 1
+        p.dq.acquire(sent)
+    values = view(p.dq.data, dtype, [p.KEYS, p.DIM], p.k.data.layout)
+    store_columns(values, dv)
+    if p.table.OWN_STARTS:
+        if tile.stop - tile.first < p.KEYS:
+            # TMA would also store rows beyond the document's end, which are its neighbour's.
+            barrier()
+            batch, head = p.heads.of_line(tile.line)
+            kv_head = head // p.heads.group
+            copy_rows(p.grads.dk, p.grads.bases[0], batch, kv_head, tile.first, tile.stop, place)
+            copy_rows(p.grads.dv, p.grads.bases[1], batch, kv_head, tile.first, tile.stop, values)
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
+def _hand_over_sums(p, dk, dv, sent, place):
+    """Hands over dK and dV in fp32."""
+    _hand_over_halves(p, dk, sent, place)
+    _hand_over_halves(p, dv, sent + 1, place)
+
+
+@gluon.jit
+def _hand_over_halves(p, grad, sent, place):
+    """Hands over dK or dV in fp32, in register order: half through the buffer of dQ, half through ``place``. Columns that are not
+    in use come last, and hold what was there."""
+    HALF: gl.constexpr = p.KEYS * p.DIM // 512
+    p.dq.acquire(sent)
+    low = view(p.dq.data, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    high = view(place, gl.float32, [HALF, 256], p.grads.dkv_rows.layout)
+    FIRST: gl.constexpr = p.KEYS * grad[0].shape[1] // 512
+    _store_halves(grad[0], p.KEYS // 16, low.slice(0, FIRST), high.slice(0, FIRST))
+    if len(grad) > 1:
+        REST: gl.constexpr = p.KEYS * grad[1].shape[1] // 512
+        _store_halves(grad[1], p.KEYS // 16, low.slice(FIRST, REST), high.slice(FIRST, REST))
+    fence_async_shared()
+    p.dq.commit(sent)
+
+
+@gluon.jit
+def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
+    HALF: gl.constexpr = low_rows.shape[0]
+    low, high = _in_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    low_rows.store(low)
+    high_rows.store(high)
+
+
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+def attention_backward_kernel(
+    q_tensor,
+    k_tensor,
+    v_tensor,
+    dout_tensor,
+    dq_rows,
+    dk_tensor,
+    dv_tensor,
+    dk_ptr,
+    dv_ptr,
+    dkv_rows,
+    lse_rows,
+    delta_rows,
+    unit_rows,
+    mask_index,
+    work,
+    row_idx,
+    tile_idx,
+    tile_runs,
+    tile_bits,
+    mask_batch_stride,
+    mask_head_stride,
+    heads,
+    group,
+    q_len,
+    padded_q_len,
+    padded_kv_len,
+    kv_lines,
+    splits,
+    items,
+    tiles,
+    heads_together,
+    queue,
+    scale,
+    score_scale,
+    seed,
+    dropout_p,
+    variant,
+    DIM: gl.constexpr,
+    USED: gl.constexpr,
+    PIECES: gl.constexpr,
+    OWN_STARTS: gl.constexpr,
+    KEYS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr,
+    TABLE_BLOCK: gl.constexpr,
+    SPARSE: gl.constexpr,
+    ADDED: gl.constexpr,
+    SPLIT: gl.constexpr,
+    FIXED: gl.constexpr,
+    DROPOUT: gl.constexpr,
+    RAGGED: gl.constexpr,
+    SCORED: gl.constexpr,
+    REACH: gl.constexpr,
+    SCORE: gl.constexpr,
+    DERIVATIVE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_tensor.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    K_STAGES: gl.constexpr = KEYS // 64
+    k = ring_of(gl.allocate_shared_memory(dtype, [K_STAGES, KEYS, DIM], flat), K_STAGES)
+    v = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
+    q = ring_of(gl.allocate_shared_memory(dtype, [Q_STAGES, QUERIES, DIM], flat), Q_STAGES)
+    dout = ring_beside(q, gl.allocate_shared_memory(dtype, [DOUT_STAGES, QUERIES, DIM], flat), DOUT_STAGES)
+    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], lse_rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, QUERIES], delta_rows.layout)
+    unit = lse
+    if FIXED:
+        unit = gl.allocate_shared_memory(gl.float32, [Q_STAGES, QUERIES], unit_rows.layout)
+    dscores = gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat)
+    dq = ring_of(gl.allocate_shared_memory(gl.float32, [QUERIES * DIM // (256 * PIECES), 256], dq_rows.layout), 1)
+    SIGNED: gl.constexpr = DROPOUT and DERIVATIVE is not None
+    index = mask_index, mask_batch_stride, mask_head_stride
+    table = TableArguments(*index, work, row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, OWN_STARTS)
+    heads_of = Heads(heads, group)
+    lengths, kv_len = existing_tokens(variant, q_len, k_tensor, SCORED)
+    arrived = k.full
+    if lengths.ANY:
+        arrived = own_barrier()
+    scheduler = new_scheduler(
+        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
+    )
+    # Makes the initialized barriers visible to TMA, which signals them.
+    fence_async_shared()
+    p = BackwardArguments(
+        inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
+        grads=Gradients(
+            dq_rows=dq_rows,
+            dk=dk_tensor,
+            dv=dv_tensor,
+            bases=(dk_ptr, dv_ptr) if OWN_STARTS else (),
+            dkv_rows=dkv_rows,
+            padded_q_len=padded_q_len,
+            padded_kv_len=padded_kv_len,
+            kv_lines=kv_lines,
+            splits=splits,
+            ADDED=ADDED,
+            SPLIT=SPLIT and not ADDED,
+            FIXED=FIXED,
+        ),
+        table=table,
+        heads=heads_of,
+        scale=scale,
+        scoring=new_terms(variant, score_scale, q_len, kv_len, SCORED, REACH, SCORE, DERIVATIVE, BY_KEY=True, SIGNED=SIGNED),
+        lengths=lengths,
+        arrived=arrived,
+        dropout=Dropout(seed, dropout_p, DROPOUT),
+        scheduler=scheduler,
+        k=k,
+        v=v,
+        q=q,
+        dout=dout,
+        lse=lse,
+        unit=unit,
+        delta=delta,
+        dscores=dscores,
+        dq=dq,
+        DIM=DIM,
+        USED=USED,
+        KEYS=KEYS,
+        QUERIES=QUERIES,
+        COLUMNS=DIM // PIECES,
+        PIECES=(USED * PIECES + DIM - 1) // DIM,
+        RAGGED=RAGGED,
+    )
+    gl.warp_specialize([(_compute, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])
