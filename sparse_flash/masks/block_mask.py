@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,10 +19,7 @@ from .pattern import Pattern
 from .select_blocks import counted
 from .table import Table, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
-
-if TYPE_CHECKING:
-    from .document_blocks import DocumentBlocks
-    from .tall import TallRows
+from .walked_tables import DocumentBlocks, TallRows
 
 Device: TypeAlias = torch.device | str
 

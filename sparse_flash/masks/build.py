@@ -14,15 +14,16 @@ import torch
 from . import block_mask, coarsen, from_flex
 from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
-from .document_blocks import DocumentBlocks, document_blocks
+from .document_blocks import document_blocks
 from .from_flex import FlexMask, MaskFunction
 from .grid import BlockGrid, ranges
 from .memory import remembered
 from .pattern import Pattern, check_parameters
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
 from .table import Entries, FullBlocks, PartialBlocks, at_least_two, in_table_order, table_of, with_work
-from .tall import TallRows, tall_rows
+from .tall import tall_rows
 from .tiles import EMPTY_TILE, FULL_TILE, TilePool
+from .walked_tables import DocumentBlocks, TallRows
 
 DERIVED = TypeVar("DERIVED")
 

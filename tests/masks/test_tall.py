@@ -15,6 +15,7 @@ import sparse_flash as sf
 from sparse_flash.masks import tall
 from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.tiles import unpack_bits, unpack_runs
+from sparse_flash.masks.walked_tables import TallRows
 
 SHAPES = {
     "causal": [(1000, 1000), (384, 384), (128, 128), (64, 900), (900, 64), (192, 192), (193, 193), (320, 320)],
@@ -28,7 +29,7 @@ SHAPES = {
 }
 
 
-def pairs_of(rows: tall.TallRows, q_len: int, kv_len: int) -> np.ndarray:
+def pairs_of(rows: TallRows, q_len: int, kv_len: int) -> np.ndarray:
     """(q_len, kv_len) bool; every block that is listed keeps something, and none is listed twice."""
     table, column = rows.by_query, np.arange(rows.block_size)
     kept = np.zeros((-(-q_len // 192), 192, -(-kv_len // 128), 128), bool)
@@ -110,7 +111,7 @@ def test_threads_share_the_first_tall_rows_whatever_their_modes(monkeypatch):
     monkeypatch.setattr(tall, "_MOST_TIME", 1 << 30)
     mask, together = sf.compile_mask("causal", 1024), Barrier(4)
 
-    def first(number: int) -> tall.TallRows:
+    def first(number: int) -> TallRows:
         with torch.inference_mode(number % 2 == 0), torch.device("meta"):
             together.wait()
             return mask.tall
