@@ -127,10 +127,15 @@ def hash_of(kernel: str) -> str:
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
         for node in ast.parse((ROOT / "sparse_flash" / "kernels" / f"{name}.py").read_text()).body:
-            launcher = isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "launch_options"
-            if not launcher and not isinstance(node, ast.Import | ast.ImportFrom):
+            if not _is_launcher(node) and not isinstance(node, ast.Import | ast.ImportFrom):
                 _update(digest, [node])
     return digest.hexdigest()[:12]
+
+
+def _is_launcher(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ClassDef):  # kernels take records, which have no methods
+        return any(isinstance(one, ast.FunctionDef) for one in node.body)
+    return isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "launch_options"
 
 
 def _update(digest, node) -> None:

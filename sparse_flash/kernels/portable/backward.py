@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.config import padded_head_dim
+from ..common.config import Config, padded_head_dim
 from ..common.tiles import (
     CUT,
     FULL,
@@ -540,124 +540,21 @@ def attention_backward(
             "one_launch computes gradients without atomics, but that of rel_bias is added up with them; got a learned rel_bias; "
             "pass one_launch=None"
         )
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, v_head_dim = v.shape[1:]
-    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    block_size = mask.block_size if mask else None
+    (heads, q_len), (kv_heads, kv_len) = q.shape[1:3], k.shape[1:3]
     own_configs = q_config is not None or kv_config is not None or one_launch is not None
     if not own_configs and drel_bias is None:
-        one_launch = takes_one_launch(batch * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
-
-    has_dlse = dlse is not None
+        one_launch = takes_one_launch(len(q) * (heads * q_len + kv_heads * kv_len), multiprocessors(q.device))
     tensors = _tensors(dout, dlse, q, k, v, out, lse, one_launch)
-    *_, dlse, delta, dq, dk, dv = tensors
-    recording = Recording(mask, _key(dout, has_dlse, q, k, v, out, scale), tensors, facts=one_launch)
-    given, switches, kinds = kernel_variant(variant, drel_bias)
-    shape = q.device, q.dtype, dim, dim_v, block_size
-
-    def run_both(config):
-        m, n = config.tile_m, config.tile_n
-        arguments = [
-            described(q, m, dim),
-            described(k, n, dim),
-            described(v, n, dim_v),
-            described(out, m, dim_v),
-            described(dout, m, dim_v),
-            described(dq, m, dim),
-            described(dk, n, dim),
-            described(dv, n, dim_v),
-            lse,
-            dlse,
-            *((lse,) * 5 if mask is None else mask.by_key[:5]),
-            0 if mask is None else mask.by_key.row_order.shape[1],
-            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
-            scale,
-            scale * LOG2_E.value,
-            given,
-        ]
-        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": has_dlse}
-        key_tiles = row_count(mask and mask.by_key, kv_len, n, block_size)
-        query_tiles = row_count(mask and mask.by_query, q_len, m, block_size)
-        grid = (key_tiles + heads // kv_heads * query_tiles, batch * kv_heads)
-        options = launch_options(config, given, switches, max(m, n))
-        recording.launch(grad_qkv_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kinds))
-
+    recording = Recording(mask, _key(dout, dlse is not None, q, k, v, out, scale), tensors, facts=one_launch)
+    passes = _Passes(recording, tensors, mask, scale, dlse is not None)
     if one_launch:
-        if kv_config is not None:
-            run_both(kv_config)
-        else:
-            config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-            config = for_variant(config, "grad_q", family_of(q.device), given, switches, max(dim, dim_v))
-            run_within_memory(run_both, config, lambda: ("grad_qkv", *shape, kinds, *switches.values(), has_dlse))
-        if variant is None and not own_configs:
-            recording.finish()
-        return dq, dk, dv
-
-    def run_grad_q(config):
-        m, n = config.tile_m, config.tile_n
-        arguments = [
-            described(q, m, dim),
-            described(k, n, dim),
-            described(v, n, dim_v),
-            described(out, m, dim_v),
-            described(dout, m, dim_v),
-            described(dq, m, dim),
-            lse,
-            dlse,
-            delta,
-            *walk_arguments(mask, mask and mask.by_query, q, k, lse),
-            scale,
-            scale * LOG2_E.value,
-            given,
-        ]
-        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
-        constants |= {"SPARSE": mask is not None, **switches, "HAS_DLSE": has_dlse}
-        grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
-        options = launch_options(config, given, switches, m)
-        recording.launch(grad_q_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kinds))
-
-    if q_config is not None:
-        run_grad_q(q_config)
+        passes.run("grad_qkv", kernel_variant(variant), kv_config)
     else:
-        config = grad_q_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-        config = for_variant(config, "grad_q", family_of(q.device), given, switches, max(dim, dim_v))
-        more = drel_bias is not None, has_dlse
-        run_within_memory(run_grad_q, config, lambda: ("grad_q", *shape, kinds, *switches.values(), *more))
-
-    kv_given, kv_switches, kv_kinds = kernel_variant(variant)
-
-    def run_grad_kv(config):
-        m, n = config.tile_m, config.tile_n
-        arguments = [
-            described(q, m, dim),
-            described(k, n, dim),
-            described(v, n, dim_v),
-            described(dout, m, dim_v),
-            described(dk, n, dim),
-            described(dv, n, dim_v),
-            lse,
-            delta,
-            *walk_arguments(mask, mask and mask.by_key, q, k, lse),
-            scale,
-            scale * LOG2_E.value,
-            kv_given,
-        ]
-        constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or m}
-        constants |= {"SPARSE": mask is not None, **kv_switches}
-        grid = (row_count(mask and mask.by_key, kv_len, n, block_size), batch * kv_heads)
-        options = launch_options(config, kv_given, kv_switches, n)
-        recording.launch(grad_kv_kernel, (grid, arguments, constants, options), (*length_specialized(q_len), *kv_kinds))
-
-    if kv_config is not None:
-        run_grad_kv(kv_config)
-    else:
-        config = grad_kv_config(q.dtype, head_dim, block_size, q.device, v_head_dim)
-        config = for_variant(config, "grad_kv", family_of(q.device), kv_given, kv_switches, max(dim, dim_v))
-        run_within_memory(run_grad_kv, config, lambda: ("grad_kv", *shape, kv_kinds, *kv_switches.values()))
+        passes.run("grad_q", kernel_variant(variant, drel_bias), q_config)
+        passes.run("grad_kv", kernel_variant(variant), kv_config)
     if variant is None and not own_configs:
         recording.finish()
-    return (dq, dk, dv) if drel_bias is None else (dq, dk, dv, drel_bias)
+    return tensors.gradients if drel_bias is None else (*tensors.gradients, drel_bias)
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
@@ -666,7 +563,7 @@ def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale):
     if known is None:
         return None
     tensors = _tensors(dout, dlse, q, k, v, out, lse, known.facts)
-    return tensors[-3:] if known.again(tensors) else None
+    return tensors.gradients if known.again(tensors) else None
 
 
 def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
@@ -674,7 +571,115 @@ def _key(dout, has_dlse: bool, q, k, v, out, scale) -> tuple:
     return grad_q_kernel.fn, tuned.times_read(), *layout, has_dlse, scale
 
 
-def _tensors(dout, dlse, q, k, v, out, lse, one_launch: bool | None) -> tuple[torch.Tensor, ...]:
+class _CallTensors(NamedTuple):
+    """A replayed launch knows them by their place."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    dlse: torch.Tensor  # lse, if there is none
+    delta: torch.Tensor  # lse, if no kernel stores it
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    @property
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.dq, self.dk, self.dv
+
+
+def _tensors(dout, dlse, q, k, v, out, lse, one_launch: bool | None) -> _CallTensors:
     dlse = lse if dlse is None else dlse.contiguous()
     delta = lse if one_launch else torch.empty_like(lse)
-    return q, k, v, out, dout, lse, dlse, delta, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _CallTensors(q, k, v, out, dout, lse, dlse, delta, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+
+
+class _Passes(NamedTuple):
+    """The launches of a call. of_variant: see ``kernel_variant``."""
+
+    recording: Recording
+    tensors: _CallTensors
+    mask: Any
+    scale: float
+    has_dlse: bool
+
+    def run(self, name: str, of_variant: tuple, config: Config | None) -> None:
+        """Launches grad_q, grad_kv, or grad_qkv, which is both, with a config, or with the GPU's; with a smaller one if need be."""
+        launch = getattr(self, name)
+        if config is not None:
+            launch(config, of_variant)
+            return
+        q, v = self.tensors.q, self.tensors.v
+        given, switches, kinds = of_variant
+        block_size, dims = self.mask and self.mask.block_size, self._dims()
+        config_of = grad_q_config if name == "grad_q" else grad_kv_config
+        config = config_of(q.dtype, q.shape[3], block_size, q.device, v.shape[3])
+        config = for_variant(config, "grad_kv" if name == "grad_kv" else "grad_q", family_of(q.device), given, switches, max(dims))
+        facts = q.device, q.dtype, *dims, block_size, kinds, *switches.values(), self.has_dlse, given.rel_bias_gradient is not None
+        run_within_memory(lambda config: launch(config, of_variant), config, lambda: (name, *facts))
+
+    def grad_q(self, config: Config, of_variant: tuple) -> None:
+        t, table = self.tensors, self.mask and self.mask.by_query
+        arguments = [
+            *self._tiles(config, "q k v out dout dq"),
+            t.lse,
+            t.dlse,
+            t.delta,
+            *walk_arguments(self.mask, table, t.q, t.k, t.lse),
+        ]
+        grid = self._query_tiles(config), t.q.shape[0] * t.q.shape[1]
+        self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
+
+    def grad_kv(self, config: Config, of_variant: tuple) -> None:
+        t, table = self.tensors, self.mask and self.mask.by_key
+        arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *walk_arguments(self.mask, table, t.q, t.k, t.lse)]
+        grid = self._key_tiles(config), t.k.shape[0] * t.k.shape[1]
+        self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
+
+    def grad_qkv(self, config: Config, of_variant: tuple) -> None:
+        t, mask = self.tensors, self.mask
+        arguments = [*self._tiles(config, "q k v out dout dq dk dv"), t.lse, t.dlse]
+        arguments += [*((t.lse,) * 5 if mask is None else mask.by_key[:5]), 0 if mask is None else mask.by_key.row_order.shape[1]]
+        arguments += walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
+        group = t.q.shape[1] // t.k.shape[1]
+        grid = self._key_tiles(config) + group * self._query_tiles(config), t.k.shape[0] * t.k.shape[1]
+        rows = max(config.tile_m, config.tile_n)
+        self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, rows, config.tile_n, HAS_DLSE=self.has_dlse)
+
+    def _dims(self) -> tuple[int, int]:
+        return padded_head_dim(self.tensors.q.shape[3]), padded_head_dim(self.tensors.v.shape[3])
+
+    def _tiles(self, config: Config, names: str) -> list:
+        dim, dim_v = self._dims()
+        shapes = {"q": (config.tile_m, dim), "k": (config.tile_n, dim), "v": (config.tile_n, dim_v), "out": (config.tile_m, dim_v)}
+        return [described(getattr(self.tensors, name), *shapes[name.removeprefix("d")]) for name in names.split()]
+
+    def _query_tiles(self, config: Config) -> int:
+        mask = self.mask
+        return row_count(mask and mask.by_query, self.tensors.q.shape[2], config.tile_m, mask and mask.block_size)
+
+    def _key_tiles(self, config: Config) -> int:
+        mask = self.mask
+        return row_count(mask and mask.by_key, self.tensors.k.shape[2], config.tile_n, mask and mask.block_size)
+
+    def _launch(self, kernel, config: Config, of_variant, grid, arguments, rows: int, step: int, **constants) -> None:
+        """rows: of the largest tile of results. step: tokens of the walked axis."""
+        given, switches, kinds = of_variant
+        dim, dim_v = self._dims()
+        block = self.mask.block_size if self.mask else step
+        # In the order of the kernel's signature.
+        constants = {"SPARSE": self.mask is not None, **switches, **constants}
+        constants = {
+            "DIM": dim,
+            "DIM_V": dim_v,
+            "TILE_M": config.tile_m,
+            "TILE_N": config.tile_n,
+            "TABLE_BLOCK": block,
+            **constants,
+        }
+        arguments = [*arguments, self.scale, self.scale * LOG2_E.value, given]
+        prepared = grid, arguments, constants, launch_options(config, given, switches, rows)
+        self.recording.launch(kernel, prepared, (*length_specialized(self.tensors.q.shape[2]), *kinds))
