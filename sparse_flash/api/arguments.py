@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from itertools import pairwise
-from typing import SupportsIndex
+from numbers import Integral
 
 import torch
 
@@ -60,13 +60,14 @@ def checked(
     types. A plain call like an earlier one is not checked again."""
     check_types(q, k, v)
     check_deterministic(deterministic)
+    backends.check_name(backend)
     q, k, v = autocast(q, k, v)
     is_empty = 0 in q.shape or 0 in k.shape
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
         mask = of_another_library(mask)
     variant = None
     has_variant = (
-        dropout_p
+        not (isinstance(dropout_p, float) and dropout_p == 0.0)
         or softcap is not None
         or not isinstance(score_params, tuple)
         or score_params
@@ -98,7 +99,6 @@ def checked(
         checked_scale(scale, q.shape[3])
         if isinstance(pattern, str):
             text_of(pattern)  # raises SpecError for text that cannot be read
-        backends.check_name(backend)
         return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
     if pattern is not None:
         table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
@@ -128,7 +128,6 @@ def select_backend(call: AttentionCall) -> str:
         return call.selected
     if isinstance(call.mask, str) or torch.compiler.is_compiling():
         # The operator chooses: a choice here that depends on a length would make torch.compile recompile.
-        backends.check_name(call.backend)
         return call.backend
     block_size = None if call.mask is None else call.mask.block_size
     asked = backends.Call.of(call.q, call.k, call.v, block_size, call.variant, deterministic=call.deterministic)
@@ -385,13 +384,11 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
     return longest
 
 
-def _count(name: str, value: SupportsIndex) -> int:
+def _count(name: str, value: object) -> int:
     """A number of tokens, of any host integer type."""
-    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # __index__ of a tensor would synchronize
-    whole = operator.index(value) if of_numpy else value
-    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
-    return whole
+    return operator.index(value)
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:

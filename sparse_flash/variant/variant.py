@@ -251,8 +251,8 @@ def check_dropout(dropout_p: object) -> None:
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:
-    """Raises TypeError unless value is a number."""
-    if not isinstance(value, (int, float)):
+    """Raises TypeError unless value is a number; True is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = "; use .item()" * hasattr(value, "item")  # a tensor, or a number of numpy
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 
