@@ -193,16 +193,21 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
     """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
     formatted with q's dtype and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
-                ".to(torch.bfloat16)"
-            )
+        check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
             way_out = cast.format(q.dtype, tensor.dtype)
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; {way_out}")
         if tensor.device != q.device:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where back ends do not support a tensor's dtype."""
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
+            ".to(torch.bfloat16)"
+        )
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:

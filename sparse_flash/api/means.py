@@ -8,7 +8,7 @@ from ..backends import cache_capacity
 from ..masks.block_selection import BlockSelection, check_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
-from .arguments import MAX_QUERIES, check_keep, checked_cache_lengths
+from .arguments import MAX_QUERIES, check_dtype, check_keep, checked_cache_lengths
 
 
 class BlockMeans:
@@ -61,8 +61,8 @@ class BlockMeans:
             raise ValueError(
                 f"k must have shape ({', '.join(map(str, wanted[paged]))}), as these means were made for; got {tuple(k.shape)}"
             )
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"tokens must be how many were appended, at least 1; got {tokens!r}")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= self.length:
+            raise ValueError(f"tokens must be how many were appended, 1 to the {self.length} of the cache; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
         capacity = cache_capacity(k, block_table)
         if capacity < self.length:
@@ -105,6 +105,7 @@ class BlockMeans:
     def _check_tensor(self, name: str, x: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        check_dtype(name, x)
         if x.device != self._room.device:
             here = str(x.device)
             raise ValueError(f"{name} is on {here} and the means on {self._room.device}; make the means with device={here!r}")
