@@ -12,7 +12,7 @@ import torch
 from ..compat.pytorch import assert_in_graph
 from .block_mask import BlockMask, Device, MaskLike
 from .cache import is_recorded, one_mask
-from .grid import BlockGrid
+from .grid import BlockGrid, checked_index
 from .pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
@@ -166,8 +166,13 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: of those that pick."""
-        return replace(self, picks=self.picks[batch, head][None, None])
+        """The selection of one head of one batch entry, as a separate selection. head: of those that pick. Raises TypeError or
+        IndexError for numbers that it has not, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
+        return replace(self, picks=self._picks_of(head, batch)[None, None])
+
+    def _picks_of(self, head: int, batch: int) -> torch.Tensor:
+        """(groups, n). Raises TypeError or IndexError."""
+        return self.picks[checked_index("batch", batch, self.batch), checked_index("head", head, self.heads)]
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
@@ -184,9 +189,8 @@ class BlockSelection:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        if not 0 <= query < self.q_len:
-            raise IndexError(f"the selection has queries 0 to {self.q_len - 1}; got {query}")
-        picks = self.picks[batch, head, query // self.every].cpu().long()
+        query = checked_index("query", query, self.q_len)
+        picks = self._picks_of(head, batch)[query // self.every].cpu().long()
         kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool, device="cpu")
         kept[picks[picks >= 0]] = True
         kept = kept.flatten()[: self.kv_len]
@@ -195,10 +199,8 @@ class BlockSelection:
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
-        if not 0 <= key < self.kv_len:
-            raise IndexError(f"the selection has keys 0 to {self.kv_len - 1}; got {key}")
-        query = torch.arange(self.q_len, device="cpu")
-        kept = (self.picks[batch, head] == key // self.block_size).any(1).cpu()[query // self.every]
+        key, query = checked_index("key", key, self.kv_len), torch.arange(self.q_len, device="cpu")
+        kept = (self._picks_of(head, batch) == key // self.block_size).any(1).cpu()[query // self.every]
         kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
         return kept & (query + self.offset >= key)
 
@@ -214,7 +216,7 @@ class BlockSelection:
         unit = max(self.q_len, self.kv_len) if unit is None else unit
         rows, cols = -(-self.q_len // unit), -(-self.kv_len // unit)
         counts = np.zeros(rows * cols)
-        picks = self.picks[batch, head].cpu().numpy().astype(np.int64)
+        picks = self._picks_of(head, batch).cpu().numpy().astype(np.int64)
         for query, key, pairs in chain(self._picked_pairs(picks), self._pairs_of_always(picks)):
             # Past the lengths there are tokens of the table of ``always``, and no pairs.
             cell = np.minimum(query // unit, rows - 1) * cols + np.minimum(key // unit, cols - 1)
