@@ -4,7 +4,6 @@ checks lengths, score modifications and dropout; ``keywords`` knows the keywords
 from __future__ import annotations
 
 import math
-import operator
 from itertools import pairwise
 from numbers import Integral
 
@@ -14,7 +13,7 @@ from .. import backends
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection, check_selection_block, check_sharing
+from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
@@ -393,7 +392,7 @@ def _count(name: str, value: object) -> int:
     """A number of tokens, of any host integer type."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
-    return operator.index(value)
+    return value if isinstance(value, int) else int(value)
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
@@ -418,16 +417,15 @@ def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Te
         )
 
 
-def check_choice(keep: object, every: object, block_size: object, score: str) -> None:
-    """Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
-    check_keep(keep)
-    check_sharing(every)
-    check_selection_block(block_size)
+def checked_choice(keep: object, every: object, block_size: object, score: str) -> tuple[int, int, int]:
+    """(keep, every, block_size). Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
+    keep, every, block_size = checked_keep(keep), checked_sharing(every), checked_selection_block(block_size)
     if isinstance(keep, float):
         raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
     if score not in (*SCORES, COMPRESSED):
         names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
         raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
+    return keep, every, block_size
 
 
 def checked_compression(
@@ -461,11 +459,12 @@ def checked_compression(
     return length, stride
 
 
-def check_keep(keep: object) -> None:
-    """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
+def checked_keep(keep: object) -> int | float:
+    """``keep`` of ``topk_blocks``. Raises TypeError or ValueError for what is neither a number of blocks nor a share."""
+    if isinstance(keep, bool) or not isinstance(keep, (Integral, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
-    if isinstance(keep, int) and keep < 1:
-        raise ValueError(f"keep must be at least one block a row; got {keep}")
     if isinstance(keep, float) and not 0 < keep <= 1:
         raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
+    if not isinstance(keep, float) and keep < 1:
+        raise ValueError(f"keep must be at least one block a row; got {keep}")
+    return keep if isinstance(keep, float) else int(keep)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..backends import cache_capacity
-from ..masks.block_selection import BlockSelection, check_selection_block
+from ..masks.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
-from .arguments import MAX_QUERIES, check_dtype, check_keep, checked_cache_lengths
+from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_keep
 
 
 class BlockMeans:
@@ -35,10 +35,9 @@ class BlockMeans:
         device: torch.device | str | None = None,
     ) -> None:
         check_counts(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
-        check_selection_block(block_size)
-        self.length, self.block_size = length, block_size
+        self.length, self.block_size = length, checked_selection_block(block_size)
         exact = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
-        self._room = torch.zeros(batch, kv_heads, length // block_size + 1, head_dim, dtype=exact, device=device)
+        self._room = torch.zeros(batch, kv_heads, length // self.block_size + 1, head_dim, dtype=exact, device=device)
 
     @property
     def means(self) -> torch.Tensor:
@@ -94,7 +93,7 @@ class BlockMeans:
             raise ValueError(
                 f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
             )
-        check_keep(keep)
+        keep = checked_keep(keep)
         if isinstance(keep, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
         kv_lens, _ = checked_cache_lengths(q, 1, kv_lens, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -79,8 +80,7 @@ class BlockSelection:
         Launches only tensor operations of fixed shapes: no host synchronization on a GPU, safe under CUDA graphs. The picks are not
         differentiated. Raises TypeError for wrong types, ValueError for arguments that do not fit together.
         """
-        check_sharing(every)
-        check_selection_block(block_size)
+        every, block_size = checked_sharing(every), checked_selection_block(block_size)
         if not isinstance(picks, torch.Tensor):
             raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
         if picks.dtype not in (torch.int32, torch.int64):
@@ -261,19 +261,21 @@ class BlockSelection:
         )
 
 
-def check_sharing(every: object) -> None:
-    """Raises TypeError or ValueError unless this many queries may share a choice."""
-    if isinstance(every, bool) or not isinstance(every, int):
+def checked_sharing(every: object) -> int:
+    """How many queries share a choice. Raises TypeError or ValueError where that many cannot."""
+    if isinstance(every, bool) or not isinstance(every, Integral):
         raise TypeError(f"every must be an int, how many queries share a choice; got {type(every).__name__}")
     if not 1 <= every <= MOST_SHARED:
         raise ValueError(f"every must be 1 to {MOST_SHARED} queries that share a choice; got {every}")
+    return int(every)
 
 
-def check_selection_block(block_size: object) -> None:
-    """Raises ValueError for a block size that selections do not have."""
-    if not isinstance(block_size, int) or block_size not in SELECTION_BLOCK_SIZES:
+def checked_selection_block(block_size: object) -> int:
+    """The block size of a selection. Raises ValueError for one that selections do not have."""
+    if not isinstance(block_size, Integral) or block_size not in SELECTION_BLOCK_SIZES:
         sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
         raise ValueError(f"block_size of a selection must be one of {sizes} keys; got {block_size!r}; try 64")
+    return int(block_size)
 
 
 def own_width(every: int, block_size: int, offset: int) -> int:
