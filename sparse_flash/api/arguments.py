@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from numbers import Integral
 
+import numpy as np
 import torch
 
 from .. import backends
@@ -390,7 +390,7 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
 
 def _count(name: str, value: object) -> int:
     """A number of tokens, of any host integer type."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
     return value if isinstance(value, int) else int(value)
 
@@ -461,7 +461,7 @@ def checked_compression(
 
 def checked_keep(keep: object) -> int | float:
     """``keep`` of ``topk_blocks``. Raises TypeError or ValueError for what is neither a number of blocks nor a share."""
-    if isinstance(keep, bool) or not isinstance(keep, (Integral, float)):
+    if isinstance(keep, bool) or not isinstance(keep, (int, np.integer, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
     if isinstance(keep, float) and not 0 < keep <= 1:
         raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")

@@ -93,11 +93,11 @@ class BlockMeans:
             raise ValueError(
                 f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
             )
-        keep = checked_keep(keep)
-        if isinstance(keep, float):
+        blocks = checked_keep(keep)
+        if isinstance(blocks, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
         kv_lens, _ = checked_cache_lengths(q, 1, kv_lens, None)
-        keep = min(keep, -(-self.length // self.block_size))
+        keep = min(blocks, -(-self.length // self.block_size))
         picks = choose_newest(q, self.means, kv_lens, self.length, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from numbers import Integral
 
 import numpy as np
 import torch
@@ -263,7 +262,7 @@ class BlockSelection:
 
 def checked_sharing(every: object) -> int:
     """How many queries share a choice. Raises TypeError or ValueError where that many cannot."""
-    if isinstance(every, bool) or not isinstance(every, Integral):
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
         raise TypeError(f"every must be an int, how many queries share a choice; got {type(every).__name__}")
     if not 1 <= every <= MOST_SHARED:
         raise ValueError(f"every must be 1 to {MOST_SHARED} queries that share a choice; got {every}")
@@ -272,7 +271,7 @@ def checked_sharing(every: object) -> int:
 
 def checked_selection_block(block_size: object) -> int:
     """The block size of a selection. Raises ValueError for one that selections do not have."""
-    if not isinstance(block_size, Integral) or block_size not in SELECTION_BLOCK_SIZES:
+    if not isinstance(block_size, (int, np.integer)) or block_size not in SELECTION_BLOCK_SIZES:
         sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
         raise ValueError(f"block_size of a selection must be one of {sizes} keys; got {block_size!r}; try 64")
     return int(block_size)

@@ -85,7 +85,7 @@ class ScoreFunction:
 
 
 def _place(function: Any) -> tuple[str, str] | None:
-    """The module and name of a function of Triton's, which pickle cannot find by itself. Raises PicklingError if it is not there."""
+    """The module and name of a function of Triton's, which pickle does not find. Raises PicklingError if it is not there."""
     if function is None:
         return None
     decorated = getattr(function, "fn", function)

@@ -222,7 +222,7 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
         attn(torch.randn(2, TOKENS))
     with pytest.raises(ValueError, match=r"\(batch, tokens, 48\); got NoneType"):
         attn(None)
-    with pytest.raises(TypeError, match="cache must be a KeyValueCache; got bool; layer.new_cache makes one"):
+    with pytest.raises(TypeError, match=r"cache must be a KeyValueCache; got bool; layer.new_cache makes one"):
         attn(inputs(), True)
     cache = attn.new_cache(2, length=160)
     with pytest.raises(TypeError, match="k must be a tensor; got NoneType"):

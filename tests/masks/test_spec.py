@@ -333,8 +333,8 @@ def test_patterns_whose_fields_are_equal_numbers_of_other_kinds_are_others(regis
 
     q, token, whole = torch.randn(1, 1, 40, 8), Nearest(1), Nearest(1.0)
     for pattern, same in ((token, "local(1)"), (whole, "causal"), (token | whole, "causal"), (Nearest(np.float64(1)), "causal")):
-        for given in (pattern, pattern.to_spec()):
-            assert torch.equal(sf.attention(q, q, q, given), sf.attention(q, q, q, f"causal & {same}"))
+        for mask in (pattern, pattern.to_spec()):
+            assert torch.equal(sf.attention(q, q, q, mask), sf.attention(q, q, q, f"causal & {same}"))
         assert sf.parse(pattern.to_spec()) == pattern
     assert token != whole and Nearest(2, (1,)) != Nearest(2, (True,)) and Nearest(2, (1,)) == Nearest(2, (1,))
 
