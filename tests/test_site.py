@@ -23,6 +23,13 @@ def test_the_reference_has_every_public_name_and_the_gallery_every_pattern():
     assert sorted(specimens) == sorted(pattern_names)
 
 
+def test_every_member_that_the_reference_lists_exists():
+    listed = re.findall(r"^::: sparse_flash\.(\w+)\n    options:\n      members:\n((?: +- \w+\n)+)", REFERENCE, re.M)
+    assert {"BlockMask", "BlockSelection"} <= {name for name, _ in listed}
+    for name, members in listed:
+        assert [m for m in re.findall(r"- (\w+)", members) if not hasattr(getattr(sf, name), m)] == []
+
+
 def test_the_reference_has_every_public_function_of_the_integrations():
     for module in ("flash_attn", "sdpa"):
         tree = ast.parse((DOCS.parent / f"sparse_flash/integrations/{module}.py").read_text())

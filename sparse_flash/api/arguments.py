@@ -4,17 +4,16 @@ checks lengths, score modifications and dropout; ``keywords`` knows the keywords
 from __future__ import annotations
 
 import math
-import operator
 from itertools import pairwise
-from typing import SupportsIndex
 
+import numpy as np
 import torch
 
 from .. import backends
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
-from ..masks.block_selection import BlockSelection, check_selection_block, check_sharing
+from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
@@ -60,13 +59,14 @@ def checked(
     types. A plain call like an earlier one is not checked again."""
     check_types(q, k, v)
     check_deterministic(deterministic)
+    backends.check_name(backend)
     q, k, v = autocast(q, k, v)
     is_empty = 0 in q.shape or 0 in k.shape
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
         mask = of_another_library(mask)
     variant = None
     has_variant = (
-        dropout_p
+        not (isinstance(dropout_p, float) and dropout_p == 0.0)
         or softcap is not None
         or not isinstance(score_params, tuple)
         or score_params
@@ -98,7 +98,6 @@ def checked(
         checked_scale(scale, q.shape[3])
         if isinstance(pattern, str):
             text_of(pattern)  # raises SpecError for text that cannot be read
-        backends.check_name(backend)
         return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
     if pattern is not None:
         table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
@@ -128,7 +127,6 @@ def select_backend(call: AttentionCall) -> str:
         return call.selected
     if isinstance(call.mask, str) or torch.compiler.is_compiling():
         # The operator chooses: a choice here that depends on a length would make torch.compile recompile.
-        backends.check_name(call.backend)
         return call.backend
     block_size = None if call.mask is None else call.mask.block_size
     asked = backends.Call.of(call.q, call.k, call.v, block_size, call.variant, deterministic=call.deterministic)
@@ -194,16 +192,21 @@ def check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cast: str = "
     """Raises ValueError where back ends do not support a dtype, or where dtypes or devices differ. cast: the fix to suggest,
     formatted with q's dtype and the other dtype."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
-                ".to(torch.bfloat16)"
-            )
+        check_dtype(name, tensor)
         if tensor.dtype != q.dtype:
             way_out = cast.format(q.dtype, tensor.dtype)
             raise ValueError(f"q, k and v must have one dtype; q is {q.dtype}, {name} is {tensor.dtype}; {way_out}")
         if tensor.device != q.device:
             raise ValueError(f"q, k and v must be on one device; q is on {q.device}, {name} on {tensor.device}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where back ends do not support a tensor's dtype."""
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be a floating-point tensor, of float16, bfloat16, float32 or float64; got {tensor.dtype}; cast with "
+            ".to(torch.bfloat16)"
+        )
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
@@ -385,13 +388,11 @@ def checked_documents(name: str, x: torch.Tensor, cu_seqlens: torch.Tensor, long
     return longest
 
 
-def _count(name: str, value: SupportsIndex) -> int:
+def _count(name: str, value: object) -> int:
     """A number of tokens, of any host integer type."""
-    of_numpy = hasattr(value, "__index__") and not isinstance(value, (int, torch.Tensor))  # __index__ of a tensor would synchronize
-    whole = operator.index(value) if of_numpy else value
-    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError(f"{name} must be a number of tokens on the host, an int of at least 0; got {value!r}")
-    return whole
+    return value if isinstance(value, int) else int(value)
 
 
 def _check_bounds(name: str, bounds: list[int], tokens: int, longest: int) -> None:
@@ -416,16 +417,15 @@ def check_selected_heads(selection: BlockSelection, q: torch.Tensor, k: torch.Te
         )
 
 
-def check_choice(keep: object, every: object, block_size: object, score: str) -> None:
-    """Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
-    check_keep(keep)
-    check_sharing(every)
-    check_selection_block(block_size)
+def checked_choice(keep: object, every: object, block_size: object, score: str) -> tuple[int, int, int]:
+    """(keep, every, block_size). Raises TypeError or ValueError for arguments of ``topk_blocks`` by which no query can choose."""
+    keep, every, block_size = checked_keep(keep), checked_sharing(every), checked_selection_block(block_size)
     if isinstance(keep, float):
         raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share; pass every=None for shares")
     if score not in (*SCORES, COMPRESSED):
         names = ", ".join(map(repr, (*SCORES, COMPRESSED)))
         raise ValueError(f"score must be one of {names}; got {score!r}; pass scores= for others")
+    return keep, every, block_size
 
 
 def checked_compression(
@@ -459,11 +459,12 @@ def checked_compression(
     return length, stride
 
 
-def check_keep(keep: object) -> None:
-    """Raises TypeError or ValueError for a ``keep`` of ``topk_blocks`` that is neither a number of blocks nor a share."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)):
+def checked_keep(keep: object) -> int | float:
+    """``keep`` of ``topk_blocks``. Raises TypeError or ValueError for what is neither a number of blocks nor a share."""
+    if isinstance(keep, bool) or not isinstance(keep, (int, np.integer, float)):
         raise TypeError(f"keep must be an int, blocks a row, or a float, a share of them; got {type(keep).__name__}")
-    if isinstance(keep, int) and keep < 1:
-        raise ValueError(f"keep must be at least one block a row; got {keep}")
     if isinstance(keep, float) and not 0 < keep <= 1:
         raise ValueError(f"keep as a share must be in (0, 1]; got {keep}; pass an int for a number of blocks")
+    if not isinstance(keep, float) and keep < 1:
+        raise ValueError(f"keep must be at least one block a row; got {keep}")
+    return keep if isinstance(keep, float) else int(keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -67,7 +68,10 @@ class KeyValueCache:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps k and v, (batch, kv_heads, tokens, head_dim), without their gradients; returns ``keys`` and ``values``.
-        Raises ValueError if they do not fit."""
+        Raises ValueError if they do not fit, TypeError for wrong types."""
+        for name, tensor in (("k", k), ("v", v)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
         tokens: int | str = k.shape[2] if k.dim() == 4 else "tokens"
         wanted = [(*room.shape[:2], tokens, room.shape[3]) for room in self.room]
         if [tuple(k.shape), tuple(v.shape)] != wanted:
@@ -154,11 +158,13 @@ class SparseAttention(nn.Module):
         head_dim = dim // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_counts(head_dim=head_dim, v_head_dim=v_head_dim)
-        if rotary_base is not None and (head_dim % 2 or not isinstance(rotary_base, (int, float)) or rotary_base <= 0):
-            raise ValueError(
-                f"rotary positions need an even head_dim and a positive base; got {head_dim} and {rotary_base!r}; rotary_base=None "
-                "turns them off"
-            )
+        if rotary_base is not None:
+            is_number = isinstance(rotary_base, (int, float)) and not isinstance(rotary_base, bool)
+            if head_dim % 2 or not is_number or not 0 < rotary_base < math.inf:
+                raise ValueError(
+                    f"rotary positions need an even head_dim and a positive, finite base; got {head_dim} and {rotary_base!r}; "
+                    "rotary_base=None turns them off"
+                )
         self.dim, self.heads, self.kv_heads, self.head_dim, self.v_head_dim = dim, heads, kv_heads, head_dim, v_head_dim
         self.mask = mask
         self.select: Select | None = select
@@ -194,8 +200,11 @@ class SparseAttention(nn.Module):
 
         Within torch.compile and without gradients, up to 64 tokens at a time attend to the cache's full capacity, masked by the
         token count, so new tokens compile nothing after the first few."""
-        if x.dim() != 3 or x.shape[2] != self.dim:
-            raise ValueError(f"x must have shape (batch, tokens, {self.dim}); got {tuple(x.shape)}")
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[2] != self.dim:
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"x must be a tensor of shape (batch, tokens, {self.dim}); got {got}")
+        if not (cache is None or isinstance(cache, KeyValueCache)):
+            raise TypeError(f"cache must be a KeyValueCache; got {type(cache).__name__}; layer.new_cache makes one")
         plan = self._plan
         if plan is not None and cache is not None:
             raise ValueError("a layer whose mask is a plan takes no cache; set layer.mask to the pattern to decode with it")
@@ -214,7 +223,7 @@ class SparseAttention(nn.Module):
             options: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": self.deterministic, "backend": self.backend}
             out = plan.attention(q, k, v, select=self.select, **options)
             return self.out_proj(out.transpose(1, 2).flatten(2))
-        if self.select is not None:
+        if self.select is not None and x.shape[1]:  # of no tokens none chooses
             return self.out_proj(self._attended_to_picks(cache, q, k, v).transpose(1, 2).flatten(2))
         mask = self._written if torch.compiler.is_compiling() else self._mask
         out = self._attended(q, k, v, mask, dropout_p=dropout_p) if cache is None else self._attended_with(cache, q, k, v, mask)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..backends import cache_capacity
-from ..masks.block_selection import BlockSelection, check_selection_block
+from ..masks.block_selection import BlockSelection, checked_selection_block
 from ..selection.newest import choose_newest, update_means
 from ..variant.variant import check_counts
-from .arguments import MAX_QUERIES, check_keep, checked_cache_lengths
+from .arguments import MAX_QUERIES, check_dtype, checked_cache_lengths, checked_keep
 
 
 class BlockMeans:
@@ -35,10 +35,9 @@ class BlockMeans:
         device: torch.device | str | None = None,
     ) -> None:
         check_counts(batch=batch, kv_heads=kv_heads, length=length, head_dim=head_dim)
-        check_selection_block(block_size)
-        self.length, self.block_size = length, block_size
+        self.length, self.block_size = length, checked_selection_block(block_size)
         exact = torch.promote_types(torch.get_default_dtype() if dtype is None else dtype, torch.float32)
-        self._room = torch.zeros(batch, kv_heads, length // block_size + 1, head_dim, dtype=exact, device=device)
+        self._room = torch.zeros(batch, kv_heads, length // self.block_size + 1, head_dim, dtype=exact, device=device)
 
     @property
     def means(self) -> torch.Tensor:
@@ -61,8 +60,8 @@ class BlockMeans:
             raise ValueError(
                 f"k must have shape ({', '.join(map(str, wanted[paged]))}), as these means were made for; got {tuple(k.shape)}"
             )
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"tokens must be how many were appended, at least 1; got {tokens!r}")
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= self.length:
+            raise ValueError(f"tokens must be how many were appended, 1 to the {self.length} of the cache; got {tokens!r}")
         kv_lens, block_table = checked_cache_lengths(self._room, k.shape[2], kv_lens, block_table)
         capacity = cache_capacity(k, block_table)
         if capacity < self.length:
@@ -94,17 +93,18 @@ class BlockMeans:
             raise ValueError(
                 f"means choose for 1 to {MAX_QUERIES} queries of a sequence; got {q.shape[2]}; use topk_blocks for more"
             )
-        check_keep(keep)
-        if isinstance(keep, float):
+        blocks = checked_keep(keep)
+        if isinstance(blocks, float):
             raise TypeError(f"keep of a selection must be an int, how many blocks; got {keep}, a share")
         kv_lens, _ = checked_cache_lengths(q, 1, kv_lens, None)
-        keep = min(keep, -(-self.length // self.block_size))
+        keep = min(blocks, -(-self.length // self.block_size))
         picks = choose_newest(q, self.means, kv_lens, self.length, keep, self.block_size, share_group)
         return BlockSelection(picks, q.shape[2], self.length, self.block_size)
 
     def _check_tensor(self, name: str, x: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        check_dtype(name, x)
         if x.device != self._room.device:
             here = str(x.device)
             raise ValueError(f"{name} is on {here} and the means on {self._room.device}; make the means with device={here!r}")

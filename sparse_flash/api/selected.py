@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import backends
 from ..masks.block_selection import BlockSelection
 from ..selection import operators
 from ..variant.definition import with_sinks
@@ -34,11 +35,13 @@ def attention_over_picks(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``attention`` on a selection. others: the arguments that a selection does not take. Raises ValueError for them and for
     arguments that do not fit together, TypeError for wrong types."""
-    given = [name for name, value in others.items() if isinstance(value, torch.Tensor) or value]
+    nothing = int, float, tuple, list  # 0 and () change nothing
+    given = [name for name, value in others.items() if value is not None and (not isinstance(value, nothing) or value)]
     if given:
         raise ValueError(f"a BlockSelection does not take {' and '.join(given)}; leave it out, or pass a BlockMask")
     check_types(q, k, v)
     check_deterministic(deterministic)
+    backends.check_name(backend)
     q, k, v = autocast(q, k, v)
     check_tensors(*of_some_batch(q, k, v))
     check_selection(selection, q, k)

@@ -24,11 +24,11 @@ from ..variant.variant import check_counts
 from .arguments import (
     DEFAULT_BLOCK_SIZE,
     autocast,
-    check_choice,
-    check_keep,
     check_tensors,
     check_types,
+    checked_choice,
     checked_compression,
+    checked_keep,
     of_some_batch,
 )
 from .topk_packed import by_query, by_scores
@@ -205,7 +205,7 @@ def topk_blocks(
     Sources: arXiv:2407.02490 (block-sparse heads: mean-pooled queries and keys, top-k blocks); arXiv:2502.11089 (one choice
     for the query heads that share keys; blocks by query); arXiv:2502.13189 (mean keys by query); arXiv:2606.13392 (the maximum).
     """
-    check_keep(keep)
+    keep = checked_keep(keep)
     if cu_seqlens_q is not None:
         if not (isinstance(within, str) and within == "causal" and q_len is None and kv_len is None):
             raise ValueError("within, q_len and kv_len are of one sequence; leave them out where cu_seqlens_q tells the documents")
@@ -213,7 +213,7 @@ def topk_blocks(
             raise ValueError(
                 "compressed keys are of one sequence; packed documents choose by score='mean', 'max' or by scores= of your own"
             )
-        check_choice(keep, 1 if every is None else every, block_size, score)
+        keep, _, block_size = checked_choice(keep, 1 if every is None else every, block_size, score)
         if every not in (None, 1):
             raise ValueError(f"packed documents choose for each query; got every={every}, whose groups would cross documents")
         if scores is None:
@@ -231,8 +231,7 @@ def topk_blocks(
         if any(given.values()):
             raise ValueError(f"{', '.join(name for name in given if given[name])} is of a selection by query; pass every=1 as well")
         return _by_blocks(*_both(q, k), keep, block_size, within, always, share_group)
-    shared = 1 if every is None else every
-    check_choice(keep, shared, block_size, score)
+    keep, shared, block_size = checked_choice(keep, 1 if every is None else every, block_size, score)
     if not (isinstance(within, str) and within == "causal"):
         raise ValueError(
             "a selection is causal; within is for every=None: leave it out, and pass always= for pairs to keep in any case"
@@ -272,7 +271,8 @@ class QueryChoice:
         if "keep" not in arguments:
             raise TypeError("select needs keep, how many blocks each query attends to; got none; pass select={'keep': 16}")
         choice = cls(**arguments)
-        check_choice(choice.keep, choice.every, choice.block_size, choice.score)
+        keep, every, block_size = checked_choice(choice.keep, choice.every, choice.block_size, choice.score)
+        choice = replace(choice, keep=keep, every=every, block_size=block_size)
         if choice.score == COMPRESSED:
             raise ValueError(
                 "score='softmax' reads compressed keys, and a layer makes none; pass a function of (q, k) that makes them"

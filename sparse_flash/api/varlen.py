@@ -74,7 +74,7 @@ def attention_varlen(
     check_packed(q, k, v)
     options: dict[str, Any] = {"scale": scale, "return_lse": True, "deterministic": deterministic, "backend": backend}
     if isinstance(mask, PackedSelection):
-        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+        _check_selection(mask, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         selection, axis = mask.on_blocks()
         q, k, v = (_onto_blocks(t, axis) for t in (q, k, v))
         results = attention(q, k, v, selection, return_block_lse=return_block_lse, **options)
@@ -120,12 +120,14 @@ def _check_selection(
     k: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
-    longest: int | None,
+    longest_q: int | None,
+    longest_k: int | None,
 ) -> None:
     """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
-    side = documents_of("q", q, cu_seqlens_q, longest)
-    if longest is not None and side.longest != selection.longest:
-        raise ValueError(f"max_seqlen_q must be the selection's, {selection.longest}; got {side.longest}; leave it out")
+    for name, longest in (("q", longest_q), ("k", longest_k)):
+        side = documents_of(name, q, cu_seqlens_q, longest)
+        if longest is not None and side.longest != selection.longest:
+            raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {side.longest}; leave it out")
     ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if not same or len(k) != len(q):
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 
 from ..compat.dynamo import length_may_vary
 from .from_flex import FlexMask, MaskFunction
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid
+from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
 from .table import Table, ordered_bounds, work_of_whole_rows
@@ -165,7 +165,8 @@ class BlockMask:
         return build.per_head(masks, q_len, kv_len, block_size, device)
 
     def select(self, head: int = 0, batch: int = 0) -> BlockMask:
-        """The mask of one head of one batch entry, as a separate mask, on its device."""
+        """The mask of one head of one batch entry, as a separate mask, on its device. Raises TypeError or IndexError for numbers
+        that it has not, as ``kept_keys`` and ``kept_queries`` do."""
         return build.select(self, head, batch)
 
     def _does_not_combine(self, *_: object) -> NoReturn:
@@ -186,8 +187,10 @@ class BlockMask:
 
     def stored_index(self, batch: int, head: int) -> int:
         """Which stored mask a head uses."""
-        index = self.mask_index
-        return int(index[batch if index.shape[0] > 1 else 0, head if index.shape[1] > 1 else 0])
+        batches, heads = self.mask_index.shape  # 1 stands for any number
+        batch = checked_index("batch", batch, batches) if batches > 1 else 0
+        head = checked_index("head", head, heads) if heads > 1 else 0
+        return int(self.mask_index[batch, head])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -390,15 +393,15 @@ class BlockMask:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        return self._line(self.by_query, query, self.q_len, batch, head, axis=1)[: self.kv_len]
+        query = checked_index("query", query, self.q_len)
+        return self._line(self.by_query, query, batch, head, axis=1)[: self.kv_len]
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
-        return self._line(self.by_key, key, self.kv_len, batch, head, axis=2)[: self.q_len]
+        key = checked_index("key", key, self.kv_len)
+        return self._line(self.by_key, key, batch, head, axis=2)[: self.q_len]
 
-    def _line(self, table: Table, token: int, length: int, batch: int, head: int, axis: int) -> torch.Tensor:
-        if not 0 <= token < length:
-            raise IndexError(f"the mask has tokens 0 to {length - 1} on that side; got {token}")
+    def _line(self, table: Table, token: int, batch: int, head: int, axis: int) -> torch.Tensor:
         mask = self.stored_index(batch, head)
         row, place = divmod(token, self.block_size)
         begin, end = table.row_ptr[mask, row : row + 2].tolist()

@@ -12,7 +12,7 @@ import torch
 from ..compat.pytorch import assert_in_graph
 from .block_mask import BlockMask, Device, MaskLike
 from .cache import is_recorded, one_mask
-from .grid import BlockGrid
+from .grid import BlockGrid, checked_index
 from .pattern import Pattern, parse, text_of
 
 SELECTION_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
@@ -79,8 +79,7 @@ class BlockSelection:
         Launches only tensor operations of fixed shapes: no host synchronization on a GPU, safe under CUDA graphs. The picks are not
         differentiated. Raises TypeError for wrong types, ValueError for arguments that do not fit together.
         """
-        check_sharing(every)
-        check_selection_block(block_size)
+        every, block_size = checked_sharing(every), checked_selection_block(block_size)
         if not isinstance(picks, torch.Tensor):
             raise TypeError(f"picks must be an int32 tensor; got {type(picks).__name__}; use torch.tensor(..., dtype=torch.int32)")
         if picks.dtype not in (torch.int32, torch.int64):
@@ -166,8 +165,13 @@ class BlockSelection:
         return replace(self, picks=self.picks.to(device), always=self.always and self.always.to(device))
 
     def select(self, head: int = 0, batch: int = 0) -> BlockSelection:
-        """The selection of one head of one batch entry, as a separate selection. head: of those that pick."""
-        return replace(self, picks=self.picks[batch, head][None, None])
+        """The selection of one head of one batch entry, as a separate selection. head: of those that pick. Raises TypeError or
+        IndexError for numbers that it has not, as ``kept_keys``, ``kept_queries`` and ``kept_pairs`` do."""
+        return replace(self, picks=self._picks_of(head, batch)[None, None])
+
+    def _picks_of(self, head: int, batch: int) -> torch.Tensor:
+        """(groups, n). Raises TypeError or IndexError."""
+        return self.picks[checked_index("batch", batch, self.batch), checked_index("head", head, self.heads)]
 
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (batch, kv_heads | heads, q_len, kv_len) bool.
@@ -184,9 +188,8 @@ class BlockSelection:
 
     def kept_keys(self, query: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which keys a query keeps: (kv_len,) bool on the CPU, in memory and time linear in kv_len."""
-        if not 0 <= query < self.q_len:
-            raise IndexError(f"the selection has queries 0 to {self.q_len - 1}; got {query}")
-        picks = self.picks[batch, head, query // self.every].cpu().long()
+        query = checked_index("query", query, self.q_len)
+        picks = self._picks_of(head, batch)[query // self.every].cpu().long()
         kept = torch.zeros(self.kv_blocks, self.block_size, dtype=torch.bool, device="cpu")
         kept[picks[picks >= 0]] = True
         kept = kept.flatten()[: self.kv_len]
@@ -195,10 +198,8 @@ class BlockSelection:
 
     def kept_queries(self, key: int, batch: int = 0, head: int = 0) -> torch.Tensor:
         """Which queries keep a key: (q_len,) bool on the CPU."""
-        if not 0 <= key < self.kv_len:
-            raise IndexError(f"the selection has keys 0 to {self.kv_len - 1}; got {key}")
-        query = torch.arange(self.q_len, device="cpu")
-        kept = (self.picks[batch, head] == key // self.block_size).any(1).cpu()[query // self.every]
+        key, query = checked_index("key", key, self.kv_len), torch.arange(self.q_len, device="cpu")
+        kept = (self._picks_of(head, batch) == key // self.block_size).any(1).cpu()[query // self.every]
         kept = kept if self.always is None else kept | self.always.kept_queries(key).cpu()
         return kept & (query + self.offset >= key)
 
@@ -214,7 +215,7 @@ class BlockSelection:
         unit = max(self.q_len, self.kv_len) if unit is None else unit
         rows, cols = -(-self.q_len // unit), -(-self.kv_len // unit)
         counts = np.zeros(rows * cols)
-        picks = self.picks[batch, head].cpu().numpy().astype(np.int64)
+        picks = self._picks_of(head, batch).cpu().numpy().astype(np.int64)
         for query, key, pairs in chain(self._picked_pairs(picks), self._pairs_of_always(picks)):
             # Past the lengths there are tokens of the table of ``always``, and no pairs.
             cell = np.minimum(query // unit, rows - 1) * cols + np.minimum(key // unit, cols - 1)
@@ -259,19 +260,21 @@ class BlockSelection:
         )
 
 
-def check_sharing(every: object) -> None:
-    """Raises TypeError or ValueError unless this many queries may share a choice."""
-    if isinstance(every, bool) or not isinstance(every, int):
+def checked_sharing(every: object) -> int:
+    """How many queries share a choice. Raises TypeError or ValueError where that many cannot."""
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
         raise TypeError(f"every must be an int, how many queries share a choice; got {type(every).__name__}")
     if not 1 <= every <= MOST_SHARED:
         raise ValueError(f"every must be 1 to {MOST_SHARED} queries that share a choice; got {every}")
+    return int(every)
 
 
-def check_selection_block(block_size: object) -> None:
-    """Raises ValueError for a block size that selections do not have."""
-    if not isinstance(block_size, int) or block_size not in SELECTION_BLOCK_SIZES:
+def checked_selection_block(block_size: object) -> int:
+    """The block size of a selection. Raises ValueError for one that selections do not have."""
+    if not isinstance(block_size, (int, np.integer)) or block_size not in SELECTION_BLOCK_SIZES:
         sizes = ", ".join(map(str, SELECTION_BLOCK_SIZES))
         raise ValueError(f"block_size of a selection must be one of {sizes} keys; got {block_size!r}; try 64")
+    return int(block_size)
 
 
 def own_width(every: int, block_size: int, offset: int) -> int:

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
+from ..compat.pytorch import in_differentiating_transform
 from . import block_mask, coarsen, from_flex
 from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
@@ -74,6 +75,11 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
         )
     if 0 in blocks.shape:
         raise ValueError(f"blocks must not be empty; got shape {tuple(blocks.shape)}")
+    if not torch.compiler.is_compiling() and in_differentiating_transform():
+        raise NotImplementedError(
+            "masks of blocks are not made under vmap or torch.func's transforms; make the mask before, or put what vmap would map "
+            "over into the batch"
+        )
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     q_blocks, kv_blocks = blocks.shape[2:]
     q_len = q_blocks * block_size if q_len is None else q_len

@@ -6,9 +6,10 @@ position ``i + kv_len - q_len``. That one rule aligns every pattern at the end, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -16,6 +17,17 @@ import scipy.sparse
 EMPTY, PARTIAL, FULL = 0, 1, 2
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
+
+
+def checked_index(name: str, value: SupportsIndex, count: int) -> int:
+    """The number of one of ``count`` tokens, heads or batch entries. Raises TypeError or IndexError."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, 0 to {count - 1}; got {value!r}") from None
+    if not 0 <= index < count:
+        raise IndexError(f"{name} must be 0 to {count - 1}; got {index}")
+    return index
 
 
 @dataclass(frozen=True)

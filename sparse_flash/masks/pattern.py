@@ -43,13 +43,19 @@ class Pattern:
     ``shift_invariant`` says that the token rule depends only on ``q - kv``, so blocks on one diagonal are alike and only one of
     them is evaluated. A pattern made of whole blocks may define ``block_rule`` alone.
 
-    Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError.
+    Fields are hashable, as tables are looked up by their pattern: tuples, not lists or arrays. Others raise a TypeError. Equal
+    patterns, which share tables, have equal fields of one kind: 1, 1.0 and True differ.
     """
 
     name: ClassVar[str | None] = None
     shift_invariant: ClassVar[bool] = False
     # Subclasses are dataclasses and have this.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__eq__" not in vars(cls):
+            cls.__eq__ = _equal  # type: ignore[method-assign,assignment]  # a dataclass keeps the one that it finds
 
     def __post_init__(self) -> None:
         try:
@@ -172,6 +178,21 @@ def _check_hashable(pattern: Pattern, name: str) -> None:
             f"{owner}: {name} must be hashable, as tables are looked up by their pattern; got "
             f"{type(value).__name__}; pass tuples in place of lists and arrays, also within tuples"
         ) from None
+
+
+def _equal(pattern: Pattern, other: object) -> bool:
+    params = getattr(type(pattern), "__dataclass_params__", None)
+    if type(pattern) is not type(other) or params is None or not params.eq:
+        return NotImplemented
+    names = [field.name for field in dataclasses.fields(pattern) if field.compare]
+    return all(_of_a_kind(getattr(pattern, name)) == _of_a_kind(getattr(other, name)) for name in names)
+
+
+def _of_a_kind(value: object) -> object:
+    """Tells 1, 1.0 and True apart, also within tuples."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_a_kind, value))
+    return isinstance(value, (bool, np.bool_)), isinstance(value, (float, np.floating)), value
 
 
 class DerivedPattern(Pattern):

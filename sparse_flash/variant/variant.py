@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
@@ -55,7 +58,7 @@ class ScoreFunction:
         if (self.triton is None) != (self.derivative is None):
             raise ValueError("a ScoreFunction has triton and derivative both, or neither; the backward pass needs the derivative")
         # Operators refer to it by name: PyTorch's take tensors, numbers and text.
-        name = f"{self.torch.__module__}.{self.torch.__qualname__}"
+        name = f"{self.torch.__module__}.{getattr(self.torch, '__qualname__', type(self.torch).__qualname__)}"
         same = sum(known.partition("#")[0] == name for known in _score_functions)
         object.__setattr__(self, "name", f"{name}#{same}" if same else name)
         _score_functions[self.name] = self
@@ -64,7 +67,7 @@ class ScoreFunction:
         return self  # immutable, and Triton's functions cannot be copied
 
     def __reduce__(self) -> tuple[Callable[..., ScoreFunction], tuple[object, ...]]:
-        return _of_functions, (self.torch, self.triton, self.derivative)
+        return _of_functions, (self.torch, _place(self.triton), _place(self.derivative))
 
     def _check_arguments(self) -> None:
         """Raises TypeError for a function of other arguments, such as FlexAttention's, which has no params."""
@@ -81,8 +84,31 @@ class ScoreFunction:
             ) from None
 
 
-def _of_functions(*functions: Any) -> ScoreFunction:
+def _place(function: Any) -> tuple[str, str] | None:
+    """The module and name of a function of Triton's, which pickle does not find. Raises PicklingError if it is not there."""
+    if function is None:
+        return None
+    decorated = getattr(function, "fn", function)
+    place = decorated.__module__, decorated.__qualname__
+    try:
+        found = _at(place)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not function:
+        raise pickle.PicklingError(
+            f"a ScoreFunction's Triton functions are pickled by name, and {'.'.join(place)} is not this one; define it at the top "
+            "of a module"
+        )
+    return place
+
+
+def _at(place: tuple[str, str] | None) -> Any:
+    return None if place is None else operator.attrgetter(place[1])(import_module(place[0]))
+
+
+def _of_functions(in_torch: _OfTensors, *places: tuple[str, str] | None) -> ScoreFunction:
     """What a ScoreFunction of these functions is where it is unpickled: this process's own, or a new one."""
+    functions = in_torch, *map(_at, places)
     for known in _score_functions.values():
         if (known.torch, known.triton, known.derivative) == functions:
             return known
@@ -251,8 +277,8 @@ def check_dropout(dropout_p: object) -> None:
 
 
 def check_number(name: str, value: object, what: str = "a number") -> None:
-    """Raises TypeError unless value is a number."""
-    if not isinstance(value, (int, float)):
+    """Raises TypeError unless value is a number; True is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = "; use .item()" * hasattr(value, "item")  # a tensor, or a number of numpy
         raise TypeError(f"{name} must be {what}; got {type(value).__name__}{hint}")
 

@@ -197,8 +197,10 @@ def test_what_the_layer_shows_names_its_mask():
     [
         ({"kv_heads": 3}, "kv_heads must divide heads; got 3 and 4"),
         ({"head_dim": 5}, "even head_dim"),
-        ({"rotary_base": -1.0}, "positive base"),
-        ({"rotary_base": "10000"}, r"positive base; got 12 and '10000'; rotary_base=None"),
+        ({"rotary_base": -1.0}, "positive, finite base"),
+        ({"rotary_base": float("nan")}, "positive, finite base; got 12 and nan"),
+        ({"rotary_base": True}, "positive, finite base; got 12 and True"),
+        ({"rotary_base": "10000"}, r"positive, finite base; got 12 and '10000'; rotary_base=None"),
         ({"kv_heads": 0}, "kv_heads must be an integer of at least 1; got 0"),
         ({"head_dim": 8.0}, r"head_dim must be an integer of at least 1; got 8\.0"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\); got 1.0"),
@@ -218,7 +220,13 @@ def test_inputs_and_caches_that_do_not_fit_are_refused():
     attn = layer()
     with pytest.raises(ValueError, match=r"\(batch, tokens, 48\); got \(2, 150\)"):
         attn(torch.randn(2, TOKENS))
+    with pytest.raises(ValueError, match=r"\(batch, tokens, 48\); got NoneType"):
+        attn(None)
+    with pytest.raises(TypeError, match=r"cache must be a KeyValueCache; got bool; layer.new_cache makes one"):
+        attn(inputs(), True)
     cache = attn.new_cache(2, length=160)
+    with pytest.raises(TypeError, match="k must be a tensor; got NoneType"):
+        cache.append(None, None)
     attn(inputs(), cache)
     with pytest.raises(ValueError, match="room for 160 tokens and holds 150; 150 more"):
         attn(inputs(), cache)

@@ -500,6 +500,7 @@ def packed(tokens=10, heads=2, kv_heads=2, k_tokens=None):
         ("max_seqlen_k must be", {"max_seqlen_k": -1}),
         ("max_seqlen_q must be", {"max_seqlen_q": True}),
         ("max_seqlen_q must be", {"max_seqlen_q": torch.tensor(6)}),
+        ("max_seqlen_q must be", {"max_seqlen_q": np.array([6, 6])}),
         ("unknown pattern", {"mask": "nothing_like_it"}),
         ("scale must be positive", {"scale": -1.0}),
         ("backend must be", {"backend": "none"}),

@@ -356,6 +356,9 @@ def test_transforms_that_would_go_wrong_are_refused():
     for call in calls:
         with pytest.raises(NotImplementedError, match="reverse-mode autograd"):
             call()
+    for call in (lambda q: sf.topk_blocks(q, q, 1).mask_index, lambda q: sf.BlockMask.from_blocks(q[:, :, :4] > 0, 16).mask_index):
+        with pytest.raises(NotImplementedError, match=r"masks of blocks are not made under vmap .*; make the mask before"):
+            torch.vmap(call)(q[None])
     with torch.autograd.forward_ad.dual_level():
         attend(q)
         with pytest.raises(NotImplementedError, match="reverse-mode autograd"):

@@ -347,6 +347,28 @@ def test_what_is_no_list_of_masks_is_one_clear_error():
         sf.BlockMask.from_flex(sf.compile_mask("causal", 20))
 
 
+PER_HEAD = sf.BlockMask.per_head(["causal", "full"], 40)
+PICKED = sf.BlockSelection.from_picks(torch.zeros(1, 2, 40, 1, dtype=torch.int32), 16)
+
+
+@pytest.mark.parametrize("masks", [PER_HEAD, PICKED], ids=["mask", "selection"])
+@pytest.mark.parametrize(
+    "error, number", [(IndexError, 9999), (IndexError, -1), *((TypeError, other) for other in (None, 0.5, "0"))]
+)
+def test_a_token_or_head_that_is_not_there_is_one_clear_error(masks, number, error):
+    for name, last, call in [
+        ("head", 1, masks.select),
+        ("query", 39, masks.kept_keys),
+        ("head", 1, lambda head: masks.kept_keys(0, head=head)),
+        ("key", 39, masks.kept_queries),
+        ("head", 1, lambda head: masks.kept_queries(0, head=head)),
+    ]:
+        with pytest.raises(error, match=f"{name} must be .*0 to {last}; got {number}|{name} must be .*; got '0'"):
+            call(number)
+    for number in (1, np.int64(1), torch.tensor(1)):
+        assert torch.equal(masks.select(number).kept_keys(number), masks.kept_keys(1, head=1))
+
+
 def test_mask_moves_to_a_device_whole_and_stays_itself_where_it_is():
     mask = sf.compile_mask("causal & local(100)", 1000)
     assert mask.to("cpu") is mask

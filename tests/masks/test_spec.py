@@ -321,6 +321,38 @@ def test_text_says_every_field_that_differs_from_its_default_in_literals(near, f
     assert sf.parse(pattern.to_spec()) == pattern
 
 
+def test_patterns_whose_fields_are_equal_numbers_of_other_kinds_are_others(registry):
+    @sf.register_pattern("nearest")
+    @dataclass(frozen=True)
+    class Nearest(sf.Pattern):
+        keep: int | float  # tokens, or a share of the past
+        beside: tuple = ()
+
+        def token_rule(self, q, kv):
+            return (kv <= q) & (q - kv < (self.keep * (q + 1) if isinstance(self.keep, float) else self.keep))
+
+    q, token, whole = torch.randn(1, 1, 40, 8), Nearest(1), Nearest(1.0)
+    for pattern, same in ((token, "local(1)"), (whole, "causal"), (token | whole, "causal"), (Nearest(np.float64(1)), "causal")):
+        for mask in (pattern, pattern.to_spec()):
+            assert torch.equal(sf.attention(q, q, q, mask), sf.attention(q, q, q, f"causal & {same}"))
+        assert sf.parse(pattern.to_spec()) == pattern
+    assert token != whole and Nearest(2, (1,)) != Nearest(2, (True,)) and Nearest(2, (1,)) == Nearest(2, (1,))
+
+
+@pytest.mark.parametrize("decorated", [dataclass(frozen=True, eq=False), lambda cls: cls])
+def test_patterns_that_compare_no_fields_are_equal_to_themselves_alone(decorated):
+    @decorated
+    class Table(sf.Pattern):
+        kept: object = field(default_factory=lambda: np.eye(9, dtype=bool))
+
+        def token_rule(self, q, kv):
+            return q == kv
+
+    one = Table()
+    assert one == one and one != Table()
+    assert sf.compile_mask(one, 9).equal(sf.compile_mask("local(1)", 9))
+
+
 @pytest.mark.parametrize("far, got", [([1], "list"), (np.arange(2), "ndarray"), (([1],), "tuple"), ({1: 2}, "dict")])
 def test_field_that_cannot_be_hashed_is_named_with_its_pattern_and_the_way_out(far, got, registry):
     @dataclass(frozen=True)

@@ -307,6 +307,20 @@ def test_picks_that_do_not_fit_are_refused(changes, error, message):
         sf.BlockSelection.from_picks(**{"picks": PICKS, "block_size": 16, **changes})
 
 
+def test_numbers_of_numpy_count_as_ints():
+    q, k = (torch.zeros(1, heads, 64, 8) for heads in (4, 2))
+    keep, every, block_size = np.array([3, 4, 16])
+    layer = sf.SparseAttention(32, 4, kv_heads=2, select={"keep": keep, "every": every, "block_size": block_size})
+    for sel in (
+        sf.topk_blocks(q, k, keep, every=every, block_size=block_size),
+        sf.BlockSelection.from_picks(PICKS[:, :, ::4], block_size, every=every, q_len=np.int64(64)),
+        sf.BlockMeans(1, 2, 64, 8, block_size).choose(q[:, :, :9], keep),
+        layer.select(q, k),
+    ):
+        assert type(sel.every) is type(sel.block_size) is int and sel.block_size == 16
+    assert sf.topk_blocks(q, k, keep, block_size=block_size).equal(sf.topk_blocks(q, k, 3, block_size=16))
+
+
 def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
     bad = changed(0, 1, 40, 1, 9)
     assert torch.equal(sf.BlockSelection.from_picks(bad, 16, check=False).picks[0, 1, 40].unique(), torch.tensor([-1, 0, 2]).int())
@@ -320,6 +334,7 @@ def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
         ({"dropout_p": 0.1}, ValueError, "a BlockSelection does not take dropout_p; leave it out, or pass a BlockMask"),
         ({"softcap": 3.0, "kv_lens": torch.tensor([3])}, ValueError, "does not take kv_lens and softcap"),
         ({"alibi_slopes": torch.ones(4)}, ValueError, "does not take alibi_slopes"),
+        ({"kv_lens": np.array([3, 4])}, ValueError, "does not take kv_lens"),
         ({"rel_bias": torch.ones(4, 3)}, ValueError, "does not take rel_bias"),
         ({"score_mod": sf.ScoreFunction(lambda s, *_: s)}, ValueError, "does not take score_mod"),
         ({"sinks": torch.zeros(2)}, ValueError, r"shape \(heads,\), here \(4,\)"),
@@ -337,6 +352,7 @@ def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
         ),
         ({"backend": "hopper"}, ValueError, "backend 'hopper' cannot run this call: "),
         ({"backend": "flash"}, ValueError, "backend must be 'auto' or one of"),
+        ({"backend": None}, ValueError, "backend must be 'auto' or one of .*; got None"),
         ({"scale": -1.0}, ValueError, "scale must be positive"),
         ({"mask": None, "return_block_lse": True}, ValueError, "return_block_lse is of the blocks that a BlockSelection picked"),
     ],

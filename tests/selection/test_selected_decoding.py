@@ -232,7 +232,10 @@ def test_means_refuse_what_they_were_not_made_for():
         (TypeError, "q must be a tensor; got list", lambda: means.choose([Q], 3)),
         (ValueError, r"k must have shape \(3, 2, capacity, 32\), .* got \(3, 1,", lambda: means.update(K[:, :1], 1)),
         (ValueError, r"k must have shape \(pages, 2, page_size, 32\)", lambda: means.update(K[0], 1, block_table=K)),
-        (ValueError, "tokens must be how many were appended, at least 1; got 0", lambda: means.update(K, 0)),
+        (ValueError, "tokens must be how many were appended, 1 to the 64 of the cache; got 0", lambda: means.update(K, 0)),
+        (ValueError, "tokens must be how many were appended, .*; got 65", lambda: means.update(K, 65)),
+        (ValueError, "k must be a floating-point tensor, .*; got torch.int64; cast", lambda: means.update(K.long(), 1)),
+        (ValueError, "q must be a floating-point tensor, .*; got torch.bool; cast", lambda: means.choose(Q > 0, 3)),
         (
             ValueError,
             "kv_lens must have shape",

@@ -99,6 +99,16 @@ def test_a_layer_on_the_meta_device_tells_the_shapes_of_decoding(options):
     assert sf.topk_blocks(*[x.unflatten(2, (4, 12)).transpose(1, 2)] * 2, 3, block_size=16).device.type == "meta"
 
 
+@pytest.mark.parametrize("select", [SELECT, BY_MEANS])
+def test_a_layer_that_selects_takes_no_tokens_too(select):
+    attn = layer(select=select)
+    cache, x = attn.new_cache(2, 100), inputs()
+    for nothing in (attn(x[:, :0]), attn(x[:, :0], cache)):
+        assert nothing.shape == (2, 0, 48)
+    with torch.no_grad():
+        assert torch.equal(attn(x[:, :9], cache), attn(x[:, :9], attn.new_cache(2, 100)))
+
+
 def test_a_cache_that_keeps_means_takes_no_tokens_too():
     cache = layer(select=BY_MEANS).new_cache(2, 100)
     for tokens in (20, 0, 20):

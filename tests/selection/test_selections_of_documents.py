@@ -208,6 +208,11 @@ def test_a_selection_of_other_documents_is_refused():
         ),
         (
             ValueError,
+            "max_seqlen_k must be the selection's, 90; got 70",
+            lambda: sf.attention_varlen(Q, K, V, ENDS, mask=chosen, max_seqlen_k=70),
+        ),
+        (
+            ValueError,
             "return_block_lse is of the blocks .*; got mask of str",
             lambda: sf.attention_varlen(Q, K, V, ENDS, mask="causal", return_block_lse=True),
         ),

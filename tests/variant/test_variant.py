@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -803,7 +804,8 @@ def test_a_score_function_without_triton_runs_on_pytorch_and_says_so_elsewhere(m
 def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compiles(monkeypatch):
     assert copy.deepcopy({"of a layer": OWN})["of a layer"] is OWN and copy.copy(OWN) is OWN
     plain = sf.ScoreFunction(own_in_torch)
-    assert pickle.loads(pickle.dumps(plain)) is plain
+    for one in (plain, OWN):
+        assert pickle.loads(pickle.dumps(one)) is one
     monkeypatch.setattr(variant_module, "_score_functions", {})  # as in a process that has not made it
     again = pickle.loads(pickle.dumps(plain))
     q, k, v, _ = inputs()
@@ -811,6 +813,29 @@ def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compi
     options = {"score_params": (torch.ones(2, HEADS, device=DEVICE),), "backend": "torch"}
     attend = torch.compile(lambda q: sf.attention(q, k, v, score_mod=again, **options), backend="aot_eager")
     assert again is not plain and torch.equal(attend(q), sf.attention(q, k, v, score_mod=plain, **options))
+
+
+def test_a_score_function_whose_triton_functions_have_no_place_says_where_they_can_be_pickled():
+    def hidden(score, batch, head, q_pos, k_pos, params):
+        return score
+
+    with pytest.raises(pickle.PicklingError, match="hidden is not this one; define it at the top of a module"):
+        pickle.dumps(sf.ScoreFunction(own_in_torch, hidden, hidden))
+
+
+class Halved(torch.nn.Module):
+    def forward(self, score, batch, head, q_pos, k_pos, params):
+        return score / 2
+
+
+@parametrize("function", [Halved(), functools.partial(Halved().forward)], ids=["module", "partial"])
+def test_what_can_be_called_is_a_score_function(function):
+    q, k, v, _ = inputs()
+    halved = sf.ScoreFunction(function)
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q: sf.attention(q, k, v, score_mod=halved, backend="torch"), fullgraph=True, backend="aot_eager")
+    for out in (attend(q), sf.attention(q, k, v, score_mod=halved, backend="torch")):
+        torch.testing.assert_close(out, sf.attention(q, k, v, scale=0.125, backend="torch"))
 
 
 def test_functions_of_one_name_are_kept_apart_under_compile():
