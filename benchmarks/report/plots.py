@@ -286,8 +286,8 @@ def _peers(data: dict, theme: Theme):
                     ax.barh(y, length, height=0.82, color=theme.paper if row.doubtful else colour, edgecolor=colour)
                     bars = _bars(length, row)
                     ax.errorbar(length, y, xerr=bars, color=theme.faint, linewidth=1)
-                    text = f" {length:.3g}" + f" {MARK}" * row.doubtful
-                    ax.annotate(text, (length + (bars[1][0] if bars else 0), y), va="center_baseline", color=theme.faint, fontsize=7.5)
+                    text, end = f" {length:.3g}" + f" {MARK}" * row.doubtful, length + (bars[1][0] if bars else 0)
+                    ax.annotate(text, (end, y), va="center_baseline", color=theme.faint, fontsize=7.5)
             y += 1
         y += 0.9
     axes[0].set_yticks(ticks, [f"{_shorter(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)
