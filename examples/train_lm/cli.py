@@ -1,5 +1,6 @@
-"""The commands: train, compare, evaluate, picks, generate, export, plot.
+"""Trains decoders, dense or sparse, and evaluates, exports and compares them.
 
+\b
 python -m examples.train_lm train --preset 150M --mask "causal & (local(1024) | power_of_two(block=128))"
 torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fsdp --length 65536
 """
