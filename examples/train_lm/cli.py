@@ -351,7 +351,9 @@ def export(
     with user_errors():
         model = loaded(run, torch.device("cpu"))
         settings, _ = checkpoint.read(checkpoint.of_run(run))
-        exported(model, settings, folder / "tokenizer.json", target)
+        if not (tokenizer := folder / "tokenizer.json").exists():
+            console.print(f"{tokenizer} is missing, so the model has no tokenizer; --data names its folder", markup=False)
+        exported(model, settings, tokenizer, target)
         console.print(
             f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
         )
