@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import sparse_flash as sf
 from sparse_flash.masks import pattern as pattern_module
@@ -133,6 +134,15 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
         "test_picture_in_the_docstring_is_the_pattern",
         "test_every_built_in_pattern_has_a_formula_a_picture_and_a_sorted_name",
     }
+
+
+@pytest.mark.parametrize("name", ["train_lm", "equal_time", "recall", "long_range", "selection_layers"])
+def test_the_commands_in_an_examples_help_stand_as_they_are_typed(name):
+    pytest.importorskip("tokenizers")
+    cli = importlib.import_module(f"examples.{name}.cli")
+    shown = CliRunner().invoke(cli.app, ["--help"]).output
+    typed = [line for line in cli.__doc__.splitlines() if line.startswith(("python", "torchrun"))]
+    assert typed and all(f"  {line}\n" in shown for line in typed)
 
 
 def codes(page: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..measure.noise import MARK, MOST_SPREAD, doubts
 from ..results import Results, finished
 from . import plots
+from .format import number
 from .peer_tables import ratios_to_best
 from .rows import TEXT_COLUMNS
 from .tables import gains, tables
@@ -110,7 +111,7 @@ def headlines(data: dict) -> list[tuple[str, str]]:
         longest = max(compiled, key=lambda e: (e["case"]["tokens"], e["result"]["compile_s"]))
         found.append(
             (
-                f"{longest['result']['compile_s']:.2f} s",
+                f"{number(longest['result']['compile_s'])} s",
                 f"to compile {longest['case']['label']} for {longest['case']['tokens']:,} tokens",
             )
         )

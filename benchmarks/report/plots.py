@@ -167,10 +167,10 @@ def _dot(doubtful: bool, theme: Theme, colour: str) -> dict:
     return {"marker": "o", "markersize": 7, "markerfacecolor": face, "markeredgecolor": colour, "linestyle": "", "linewidth": 1}
 
 
-def _bars(y: float, row: Row) -> float | None:
-    """Half the spread of a row's times, around a figure made from them."""
+def _bars(y: float, row: Row) -> list[list[float]] | None:
+    """Half the spread of a row's times below and above a figure made from them; no time or speed is below 0."""
     share = spread(row.result)
-    return share and y * share / 2
+    return [[min(y * share / 2, y)], [y * share / 2]] if share else None
 
 
 def _label_dots(figure, ax, theme: Theme, dots: list[tuple[float, float, str]]) -> None:
@@ -284,10 +284,10 @@ def _peers(data: dict, theme: Theme):
             for ax, key in zip(axes, figures):
                 if length := row.result.get(key):
                     ax.barh(y, length, height=0.82, color=theme.paper if row.doubtful else colour, edgecolor=colour)
-                    bars = _bars(length, row) or 0
-                    ax.errorbar(length, y, xerr=bars or None, color=theme.faint, linewidth=1)
-                    text = f" {length:.3g}" + f" {MARK}" * row.doubtful
-                    ax.annotate(text, (length + bars, y), va="center_baseline", color=theme.faint, fontsize=7.5)
+                    bars = _bars(length, row)
+                    ax.errorbar(length, y, xerr=bars, color=theme.faint, linewidth=1)
+                    text, end = f" {length:.3g}" + f" {MARK}" * row.doubtful, length + (bars[1][0] if bars else 0)
+                    ax.annotate(text, (end, y), va="center_baseline", color=theme.faint, fontsize=7.5)
             y += 1
         y += 0.9
     axes[0].set_yticks(ticks, [f"{_shorter(label)}\n{shape}" for shape, label in problems], fontsize=8, color=theme.ink)

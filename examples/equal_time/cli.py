@@ -1,5 +1,6 @@
 """What sparse attention buys in equal training time.
 
+\b
 python -m examples.equal_time prepare --packages corpus
 python -m examples.equal_time run power-of-two --seconds 300 --seed 1 --out runs/equal_time/power-of-two-1.json
 python -m examples.equal_time run-missing --out runs/equal_time     # of the reported runs

@@ -1,5 +1,6 @@
-"""The commands: prepare, sheet, train, evaluate, export, plot, results.
+"""Trains classifiers on the long-range tasks ListOps and Pathfinder.
 
+\b
 python -m examples.long_range prepare --task pathfinder --size 32
 python -m examples.long_range train --task pathfinder --size 32 --attention butterfly --minutes 10 --out runs/path-32
 python -m examples.long_range train --task pathfinder --size 64 --start runs/path-32 --minutes 10 --out runs/path-64

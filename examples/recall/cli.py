@@ -1,5 +1,6 @@
-"""The commands: arms, train, plot.
+"""A recall task: who answers what stood far back, by mask.
 
+\b
 python -m examples.recall train window --preset 64K --seconds 60 --seed 0 --seed 1 --out runs/recall
 python -m examples.recall plot runs/recall/*.json
 """

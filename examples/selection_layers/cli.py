@@ -1,5 +1,6 @@
 """Trains layers whose queries choose, and says how many questions each answers.
 
+\b
 python -m examples.selection_layers                                 # all of them, some minutes on a CPU
 python -m examples.selection_layers dense nsa --preset 64K          # on a GPU
 """

@@ -1,5 +1,6 @@
-"""The commands: train, compare, evaluate, picks, generate, export, plot.
+"""Trains decoders, dense or sparse, and evaluates, exports and compares them.
 
+\b
 python -m examples.train_lm train --preset 150M --mask "causal & (local(1024) | power_of_two(block=128))"
 torchrun --nproc-per-node 4 -m examples.train_lm train --preset 1B --parallel fsdp --length 65536
 """
@@ -350,7 +351,9 @@ def export(
     with user_errors():
         model = loaded(run, torch.device("cpu"))
         settings, _ = checkpoint.read(checkpoint.of_run(run))
-        exported(model, settings, folder / "tokenizer.json", target)
+        if not (tokenizer := folder / "tokenizer.json").exists():
+            console.print(f"{tokenizer} is missing, so the model has no tokenizer; --data names its folder", markup=False)
+        exported(model, settings, tokenizer, target)
         console.print(
             f"{target}: AutoModelForCausalLM.from_pretrained({str(target)!r}, trust_remote_code=True)", soft_wrap=True, markup=False
         )

@@ -323,6 +323,8 @@ class Tokens:
     """One of the two token files of a prepared folder."""
 
     def __init__(self, folder: Path, split: str, vocabulary: int):
+        if not (folder / "manifest.json").exists():
+            raise ValueError(f"{folder} holds no prepared tokens; pass the --data folder that the model was trained on")
         self.tokens = np.memmap(folder / f"{split}.bin", dtype_of(vocabulary), mode="r")
         self.starts = np.load(folder / f"{split}.starts.npy")
 

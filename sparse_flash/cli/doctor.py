@@ -29,7 +29,7 @@ def doctor() -> None:
     if _version("triton"):
         table.add_row("C compiler", _found(versions.no_compiler(), versions.compiler()))
         table.add_row("Python.h", _found(versions.no_headers(), versions.headers()))
-    table.add_row("CPU", f"{torch.get_num_threads()} threads")
+    table.add_row("CPU threads", str(torch.get_num_threads()))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
@@ -92,7 +92,9 @@ def _calls(torch) -> list[tuple[str, object]]:
 def _back_ends(torch) -> Table:
     from sparse_flash import backends
 
-    table = Table("call", *backends.NAMES, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("call", *backends.NAMES):
+        table.add_column(heading, overflow="fold")
     absent = {name: _ask(name, "available") for name in backends.NAMES}
     table.add_row(Text("any, on this machine", "cyan"), *map(_verdict, absent.values()))
     for name, call in _calls(torch):

@@ -22,7 +22,9 @@ def patterns() -> None:
     """Lists the patterns that a spec may name."""
     from sparse_flash.masks.pattern import list_patterns, pattern_class
 
-    table = Table("name", "arguments", "keeps", "from", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "arguments", "keeps", "from"):
+        table.add_column(heading, no_wrap=heading == "name", overflow="fold")
     for name in list_patterns():
         cls = pattern_class(name)
         arguments = ", ".join(_argument(p) for p in inspect.signature(cls).parameters.values())

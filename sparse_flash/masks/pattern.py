@@ -9,7 +9,8 @@ import dataclasses
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib import metadata
@@ -97,13 +98,9 @@ class Pattern:
     def token_tiles(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """The token rule on many blocks: q (n, block), kv (n, block) positions -> (n, block, block) bool."""
         shape = (*q.shape, kv.shape[1])
-        try:
+        with on_arrays(self, "the token rule"):
             # A rule may change its arguments in place, and other rules get the same positions.
             kept = np.asarray(self.token_rule(q[:, :, None].copy(), kv[:, None, :].copy()))
-        except ValueError as error:
-            raise ValueError(
-                f"the token rule of {self} failed on arrays of positions: {error} (combine with & | ~ instead of and, or, not)"
-            ) from error
         if kept.dtype != bool:
             raise TypeError(f"the token rule of {self} must return booleans; got {kept.dtype}; compare or use .astype(bool)")
         try:
@@ -155,6 +152,17 @@ class Pattern:
             return self.to_spec()
         except ValueError:
             return repr(self)
+
+
+@contextmanager
+def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
+    """Errors of a rule that does not take arrays name it and say what to write."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
+        ) from error
 
 
 def check_parameters(function: Callable[..., Any], caller: str, names: tuple[str, ...], way_out: str) -> None:
@@ -344,7 +352,7 @@ def _read_entry_points() -> None:
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             loaded = entry.load()
-            if isinstance(loaded, type) and issubclass(loaded, Pattern) and _own_name(loaded) is None:
+            if isinstance(loaded, type) and not (issubclass(loaded, Pattern) and _own_name(loaded)):
                 register_pattern(entry.name)(loaded)
         except Exception as error:
             # One broken plug-in must not disable the others; the warning names it.

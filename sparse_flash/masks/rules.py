@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse
 
 from .grid import FULL, PARTIAL, BlockGrid, BlockRuns, ranges, runs_of
-from .pattern import Pattern, Runs
+from .pattern import Pattern, Runs, on_arrays
 
 # Evaluating all pairs of smaller units would cost as much as evaluating tokens.
 SMALLEST_LISTED_UNIT = 16
@@ -92,14 +92,15 @@ class RunPattern(Pattern):
 
     def _runs_of_a_query(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
-        runs: object = self.row_runs(np.array([position]))
+        with on_arrays(self, "row_runs"):
+            runs: object = self.row_runs(np.array([position, position]))
         if not isinstance(runs, (tuple, list)) or len(runs) != 2:
             got = f"{len(runs)} values" if isinstance(runs, (tuple, list)) else type(runs).__name__
             raise TypeError(f"row_runs of {self} must return (first, stop), two integer arrays; got {got}")
         first, stop = map(np.asarray, runs)
-        if first.ndim != 2 or len(first) != 1 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
+        if first.ndim != 2 or len(first) != 2 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
-                f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (1,) got "
+                f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
                 f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}; begin with q = q[..., None]"
             )
         return first.shape[1]
@@ -157,7 +158,8 @@ class UnitPattern(Pattern):
         for low in range(first, stop, step):
             # New arrays for each call: a rule may change its arguments in place.
             i, j = np.arange(low, min(low + step, stop))[:, None], np.arange(cols)[None, :]
-            kept = np.asarray(self.unit_rule(i, j))
+            with on_arrays(self, "unit_rule"):
+                kept = np.asarray(self.unit_rule(i, j))
             if kept.dtype != bool:
                 raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
             row, col = np.nonzero(np.broadcast_to(kept, (len(i), cols)))
@@ -260,7 +262,8 @@ class DistancePattern(UnitPattern):
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
-        kept = np.asarray(self.distance_rule(distance.copy()))  # a rule may change its argument in place
+        with on_arrays(self, "distance_rule"):
+            kept = np.asarray(self.distance_rule(distance.copy()))  # a rule may change its argument in place
         if kept.dtype != bool or kept.shape != distance.shape:
             raise TypeError(
                 f"distance_rule of {self} must return booleans of its argument's shape, {distance.shape}; got {kept.dtype} of "

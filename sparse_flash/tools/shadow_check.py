@@ -13,6 +13,7 @@ import torch
 from ..dispatch import observers
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
+from ..masks.cache import as_block_mask
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern, parse
 from ..variant.definition import Pairs, existing_pairs, kept_by_dropout, scored
@@ -89,7 +90,7 @@ class Check:
     def saw(self, q, k, v, mask, scale, out, lse, variant) -> None:
         sample = _Sample(q, k, v, mask, scale, out, lse, variant, self.rows, self._random)
         call = self.calls
-        self._judge(call, q, sample.forward_errors())
+        self._judge(call, sample, sample.forward_errors())
         asked = {name: tensor for name, tensor in (("dq", q), ("dk", k), ("dv", v)) if tensor.requires_grad}
         if not asked or not out.requires_grad:
             return
@@ -104,7 +105,7 @@ class Check:
             def hook(gradient):
                 arrived[name] = gradient.detach()
                 if len(arrived) == len(asked):
-                    self._judge(call, q, sample.backward_errors(incoming, arrived))
+                    self._judge(call, sample, sample.backward_errors(incoming, arrived))
                     incoming.clear()
                     arrived.clear()
 
@@ -115,16 +116,17 @@ class Check:
         for name, tensor in asked.items():
             tensor.register_hook(arrive(name))
 
-    def _judge(self, call: int, q: torch.Tensor, errors: dict[str, float]) -> None:
-        report = Report(call, tuple(q.shape), errors)
+    def _judge(self, call: int, sample: _Sample, errors: dict[str, float]) -> None:
+        q, report = sample.q, Report(call, tuple(sample.q.shape), errors)
         self.reports.append(report)
         listed = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
         _log.info("call %d, q %s: %s", call, report.shape, listed)
         bound = BOUNDS[q.dtype] if self.bound is None else self.bound
         if not report.worst <= bound:  # NaN exceeds any bound
+            way_out = sample.contradiction() or "compare backend='reference', and report it with its mask"
             raise CheckError(
                 f"in call {call}, attention of q {report.shape}, {q.dtype}, is further from its definition than {bound:.2g}: "
-                f"{listed} (relative errors of sampled rows); compare backend='reference', and report it with its mask"
+                f"{listed} (relative errors of sampled rows); {way_out}"
             )
 
 
@@ -177,6 +179,11 @@ class _Sample:
             return [(rng.randrange(batch), rng.randrange(heads), rng.randrange(tokens)) for _ in range(rows)]
 
         self.queries, self.keys = places(*q.shape[:3]), places(*k.shape[:3])
+
+    def contradiction(self) -> str | None:
+        """Whether the mask's own rules disagree at a sampled query or key, and what to look at."""
+        queries, keys = ({token for _, _, token in places} for places in (self.queries, self.keys))
+        return self.keeps.contradiction(sorted(queries), sorted(keys))
 
     def forward_errors(self) -> dict[str, float]:
         wanted = [self._query(*place) for place in self.queries]
@@ -296,6 +303,23 @@ class _Keeps:
         if self.mask is None:
             return torch.ones(self.grid.q_len, dtype=torch.bool, device="cpu")
         return self._by_rule(self.mask, np.arange(self.grid.q_len), np.array([j]))[:, 0]
+
+    def contradiction(self, queries: list[int], keys: list[int]) -> str | None:
+        """What is wrong with a pattern whose table does not keep what its token rule keeps of these tokens; None if it does."""
+        if not isinstance(self.mask, Pattern):
+            return None
+        table = as_block_mask(self.mask, q_len=self.grid.q_len, kv_len=self.grid.kv_len, block_size=self.grid.block_size)
+        for name, tokens, by_rule, by_table in (
+            ("query", queries, self.of_query, table.kept_keys),
+            ("key", keys, self.of_key, table.kept_queries),
+        ):
+            for token in tokens:
+                if not torch.equal(by_rule(0, 0, token), by_table(token)):
+                    return (
+                        f"the table of {self.mask} differs from its token rule at {name} {token}: correct block_rule, unit_pairs, "
+                        "shift_invariant or ordered_runs of its patterns, or a rule that does not repeat"
+                    )
+        return None
 
     def _by_rule(self, pattern: Pattern, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor:
         kept = pattern.token_rule(queries[:, None] + self.grid.offset, keys[None, :])

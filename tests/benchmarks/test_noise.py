@@ -205,6 +205,21 @@ def test_a_row_whose_baseline_moved_is_marked_where_its_figure_stands_and_makes_
     assert f'<td class="doubtful">5.00 {MARK}</td>' in written
 
 
+def test_a_bar_of_any_spread_ends_at_zero():
+    for spread in (0.1, 6.0):
+        row = SimpleNamespace(result={"forward_ms": 10.0, "forward_ms_spread": [1.0, 1.0 + 10 * spread]})
+        (below,), (above,) = plots._bars(4.0, row)
+        assert below == min(above, 4.0) and above == pytest.approx(2 * spread)
+    assert plots._bars(4.0, SimpleNamespace(result={})) is None
+
+
+def test_the_headline_of_a_compiled_mask_is_never_no_time_at_all(machine, tmp_path):
+    results, _ = measured(tmp_path)
+    case = {"kind": "compile", "label": "causal", "tokens": 4096}
+    results.data["cases"]["compile"] = {"case": case, "result": {"compile_s": 0.0012, "peak_bytes": 1}}
+    assert dict(page.headlines(results.data))["0.001 s"] == "to compile causal for 4,096 tokens"
+
+
 @pytest.mark.parametrize("change", [{"spread": 0.5}, {"load": {"others": 1.5, "threads": 2, "cpus": 2}}], ids=str)
 def test_nothing_that_is_measured_on_a_busy_machine_makes_a_headline(machine, tmp_path, change):
     vars(machine).update(change)

@@ -28,6 +28,16 @@ def test_patterns_lists_every_name_with_its_arguments():
     assert "window" in out and "built in" in out and "``" not in out
 
 
+@pytest.mark.parametrize("command", ["patterns", "doctor"])
+def test_nothing_is_cut_off_on_a_narrow_terminal(command, monkeypatch):
+    import sparse_flash
+
+    monkeypatch.setattr("sparse_flash.cli.console._PIPE_WIDTH", 40)
+    out = invoke(command).output
+    assert "…" not in out and max(map(len, out.splitlines())) <= 40
+    assert command != "patterns" or all(f"\n{name} " in out for name in sparse_flash.list_patterns())
+
+
 @pytest.mark.parametrize("command", [("show",), ("explain",), ("bench", "--suite", "compile")])
 def test_a_bad_spec_is_one_message_with_a_caret(command):
     result = invoke(*command, "causal & lokal(4)", code=2)

@@ -285,7 +285,7 @@ def test_block_rule_of_the_wrong_shape_type_or_states_is_refused():
 @pytest.mark.parametrize(
     "base, rule, message",
     [
-        (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(1,\).*begin with q = q\[..., None\]"),
+        (sf.RunPattern, {"row_runs": lambda self, q: (q - 3, q + 1)}, r"got int64 of shape \(2,\).*begin with q = q\[..., None\]"),
         (sf.RunPattern, {"row_runs": lambda self, q: (0, q[..., None])}, r"two integer arrays of shape \(\*q.shape, runs\)"),
         (sf.RunPattern, {"row_runs": lambda self, q: (q[..., None] / 2, q[..., None])}, "got float64 of shape"),
         (sf.RunPattern, {"row_runs": lambda self, q: None}, r"must return \(first, stop\), two integer arrays; got NoneType"),

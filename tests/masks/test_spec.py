@@ -398,10 +398,12 @@ def test_patterns_of_installed_packages_are_found_at_the_first_look(installed):
 
 
 def test_broken_plug_in_is_named_and_does_not_take_the_others_away(installed):
-    installed(("broken", "no_such_module:Pattern"), ("local", f"{__name__}:Offered"), ("offered", f"{__name__}:Offered"))
+    entries = {"broken": "no_such_module:Pattern", "ordered": "collections:OrderedDict"}
+    installed(*entries.items(), ("local", f"{__name__}:Offered"), ("offered", f"{__name__}:Offered"))
     with pytest.warns(UserWarning) as warned:
         names = sf.list_patterns()
     messages = [str(w.message) for w in warned]
     assert any("'broken' (no_such_module:Pattern)" in m and "No module named" in m for m in messages)
+    assert any("'ordered'" in m and "must decorate a subclass of sparse_flash.Pattern" in m for m in messages)
     assert any("'local'" in m and "already registered by sparse_flash.patterns.local.Local" in m for m in messages)
     assert "offered" in names and "broken" not in names and sf.parse("local(3)") == sf.local(3)

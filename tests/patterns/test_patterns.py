@@ -1,5 +1,6 @@
 """Each pattern keeps the pairs of its formula, and accepts and refuses the right parameters."""
 
+import math
 import os
 import pickle
 import subprocess
@@ -402,6 +403,42 @@ def test_a_token_rule_that_fails_on_arrays_names_its_pattern():
 
     with pytest.raises(ValueError, match=r"the token rule of .*Both\(\) failed on arrays of positions: .*& \| ~ instead of and"):
         sf.compile_mask(Both(), 40)
+
+
+@dataclass(frozen=True)
+class Logarithm(sf.Pattern):
+    def token_rule(self, q, kv):
+        return math.log2(abs(q - kv) + 1) < 3
+
+
+@dataclass(frozen=True)
+class Choosing(sf.RunPattern):
+    def row_runs(self, q):
+        return (q - (3 if q > 5 else 1))[..., None], q[..., None] + 1
+
+
+@dataclass(frozen=True)
+class UnitsOf(sf.UnitPattern):
+    block: int = 16
+
+    def unit_rule(self, i, j):
+        return i >= j and j > 0
+
+
+@dataclass(frozen=True)
+class DistanceOf(sf.DistancePattern):
+    block: int = 16
+
+    def distance_rule(self, distance):
+        return 0 <= distance < 3
+
+
+@pytest.mark.parametrize("pattern", [Logarithm(), Choosing(), UnitsOf(), DistanceOf()], ids=lambda p: type(p).__name__)
+def test_each_rule_that_fails_on_arrays_is_named_with_its_pattern(pattern):
+    rule = r"(the token rule|row_runs|unit_rule|distance_rule)"
+    said = rf"{rule} of .*{type(pattern).__name__}\(.*\) failed on arrays of positions: .* \(use NumPy's functions"
+    with pytest.raises((TypeError, ValueError), match=said):
+        sf.compile_mask(sf.causal() & pattern, 300)
 
 
 @pytest.mark.parametrize("combine", [lambda p: p & sf.causal, lambda p: sf.causal & p, lambda p: p | sf.causal])

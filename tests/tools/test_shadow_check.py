@@ -4,8 +4,10 @@ import copy
 import io
 import logging
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +118,37 @@ def test_a_table_that_is_not_its_patterns_is_found(monkeypatch):
     monkeypatch.setattr(arguments, "_table_or_text", lambda *args: wrong)
     with pytest.raises(sf.CheckError, match=r"\bout \d\.\d+"):
         sf.check(step, every=1)("causal & local(20)", *tensors())
+
+
+@dataclass(frozen=True)
+class EveryOtherFar(sf.RunPattern):
+    ordered_runs = True  # they are not
+
+    def row_runs(self, q):
+        return np.where(q % 2 == 0, q - 5, 0)[..., None], q[..., None] + 1
+
+
+@dataclass(frozen=True)
+class UnitsBefore(sf.UnitPattern):
+    block: int = 16
+
+    def unit_rule(self, i, j):
+        return i >= j
+
+    def unit_pairs(self, first, stop, cols):
+        return np.arange(first, stop), np.arange(first, stop)  # not all
+
+
+@dataclass(frozen=True)
+class Moody(sf.Pattern):
+    def token_rule(self, q, kv):
+        return np.random.default_rng().random(np.broadcast_shapes(q.shape, kv.shape)) < 0.5
+
+
+@pytest.mark.parametrize("pattern", [EveryOtherFar(), UnitsBefore(), Moody()], ids=lambda p: type(p).__name__)
+def test_a_pattern_whose_rules_contradict_each_other_is_told_so_by_name(pattern):
+    with pytest.raises(sf.CheckError, match=rf"the table of .*{type(pattern).__name__}.* differs from its token rule at \w+ \d+: "):
+        sf.check(step, every=1, rows=16)(sf.causal() & pattern, *tensors())
 
 
 def test_every_so_many_calls_of_a_module_are_looked_at_until_it_is_removed():

@@ -167,7 +167,9 @@ def test_the_share_of_far_text_counts_tokens_past_the_distance_in_their_group_an
     assert tokens.far_share(100) * 1900 == pytest.approx(expected, abs=20)
 
 
-def test_token_files_that_do_not_fit_are_clear_errors(tmp_path):
+def test_token_files_that_do_not_fit_or_are_not_there_are_clear_errors(tmp_path):
+    with pytest.raises(ValueError, match="data holds no prepared tokens; pass the --data folder"):
+        Tokens(tmp_path / "data", "train", 50)
     np.save(tmp_path / "tokens.npy", np.array([0, 5, 9]))
     with pytest.raises(ValueError, match="holds token 9, and the vocabulary has 9; pass --vocabulary 10"):
         import_tokens(tmp_path / "data", tmp_path / "tokens.npy", 9)

@@ -400,7 +400,9 @@ def test_commands_train_evaluate_generate_export_and_plot(tmp_path):
     picks = torch.load(saved)["picks"]
     assert picks.shape == (4, 2, 64, 2) and picks[:, :, -1, -1].eq(3).all()  # the last query's own block
     assert invoke("generate", tmp_path / "run", "--prompt", "x1_1 =", "--count", 5, *data, "--device", "cpu").startswith("x1_1 =")
-    assert "from_pretrained" in invoke("export", tmp_path / "run", tmp_path / "hf", *data)
+    exported = invoke("export", tmp_path / "run", tmp_path / "hf", *data)
+    assert "from_pretrained" in exported and "no tokenizer" not in exported
+    assert "no tokenizer" in invoke("export", tmp_path / "run", tmp_path / "bare", "--data", tmp_path / "elsewhere")
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     invoke("plot", tmp_path / "run", "--target", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 5000

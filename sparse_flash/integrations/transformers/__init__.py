@@ -265,15 +265,7 @@ def _masked(
 ):
     """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start. max_length_q
     and max_length_k are not needed. block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks of keys."""
-    # An option that is off is None, or False for a switch.
-    unknown = sorted(
-        name for name, value in kwargs.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
-    )
-    if unknown:
-        raise ValueError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not support; use another "
-            "implementation, such as model.set_attn_implementation('eager')"
-        )
+    _refuse_unknown(module, kwargs)
     own = attention_mask
     if own is None:
         own = assumed(module, query, key, sliding_window, is_causal)
@@ -291,15 +283,14 @@ def _masked(
             f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
             f"and {own.kv_length}, which {NAME!r} does not support"
         )
-    mask = settings.mask
+    cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
     if block_indices is not None:
-        cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
         return _of_chosen_blocks(
             settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
         )
+    mask = settings.mask
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
-    cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
     if cu_seqlens is not None:
         reason = _not_packed(own, mask, query, key, dropout, softcap, s_aux)
         if reason is None:
@@ -307,6 +298,23 @@ def _masked(
         if own.sequences is None:
             raise ValueError(f"packed sequences with {reason} are not supported here; leave it out, or do not pack")
         own, mask = own.separated(mask)
+    return _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, s_aux), None
+
+
+def _refuse_unknown(module, options: dict) -> None:
+    """Raises ValueError for options of unknown effect that are on. One that is off is None, or False for a switch."""
+    unknown = sorted(
+        name for name, value in options.items() if value is not None and value is not False and name not in _WITHOUT_EFFECT
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which {NAME!r} does not support; use another "
+            "implementation, such as model.set_attn_implementation('eager')"
+        )
+
+
+def _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, sinks) -> torch.Tensor:
+    """Attention of a batch whose sequences are not packed, padded or not: (batch, tokens, heads, head_dim)."""
     kv_lens = None
     if own.end_tensor is not None and torch.compiler.is_compiling() and not _is_prompt(own):
         kv_lens = own.end_tensor.to(torch.int32).expand(query.shape[0])
@@ -327,8 +335,8 @@ def _masked(
         out, lse = attention_decode(
             query, key, value, mask, kv_lens=kv_lens, scale=scaling, return_lse=True, backend=settings.backend
         )
-        if s_aux is not None:
-            out, _ = with_sinks(out, lse, s_aux, None)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks, None)
     else:
         out = attention(
             query,
@@ -339,11 +347,11 @@ def _masked(
             dropout_p=dropout,
             **lengths,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=sinks,
             deterministic=settings.deterministic,
             backend=settings.backend,
         )
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _of_chosen_blocks(
