@@ -12,7 +12,7 @@ from .walked_tables import TallRows
 BLOCK, QUERIES = 128, 192  # a row is three halves of blocks: block rows 0 and 1, 1 and 2, 3 and 4, ...
 
 # Forward, H200: a step of 192 queries takes 1.34 times one of 128, or 0.9 of its time by query; a masked step 1.35 times a full one
-# (docs/performance.md). Tall rows are taken where steps are this many times as many by query, or fewer.
+# (docs/performance/kernels.md). Tall rows are taken where steps are this many times as many by query, or fewer.
 _TIME_OF_PARTIAL = 1.35
 _MOST_TIME = 1.06
 # Beyond, making them takes seconds on the host, and gigabytes.

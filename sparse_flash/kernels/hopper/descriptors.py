@@ -42,7 +42,7 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
 def heads_together(row_bytes: int, rows: int, mask, by_key: bool = False) -> int:
     """How many heads follow each other together: as many as fit the L2 cache with their walked operands, two tensors of ``rows``
     rows each. Two in place of one with blocks by document, and backward (by_key) if one just fits: 3 to 8 % faster. Not for longer
-    rows of scattered blocks, where heads evict each other's: up to 20 % slower (docs/performance.md)."""
+    rows of scattered blocks, where heads evict each other's: up to 20 % slower (docs/performance/kernels.md)."""
     fitting = L2_BYTES // (2 * rows * row_bytes)
     two = (mask is not None and mask.starts is not None) or (by_key and fitting == 1)
     return max(2 if two else 1, fitting)
