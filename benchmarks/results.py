@@ -52,9 +52,10 @@ def environment(device) -> dict:
 def device_name(device) -> str:
     import torch
 
-    return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({_cpu_name()}, {torch.get_num_threads()} threads)"
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU ({_cpu_name()}, {threads} thread{'s' * (threads != 1)})"
 
 
 def _version(name: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -87,6 +88,9 @@ def poisoned_memory():
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, poisoned(getattr(owner, name)))
         yield
+    # Its first compilation lists PyTorch's functions: were they poisoned then, it would know the real ones no more.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.trace_rules.clear_lru_cache()
 
 
 def kept_pairs(pattern, mask, q_len: int, kv_len: int) -> torch.Tensor:

@@ -60,6 +60,8 @@ def room(name: str) -> str | None:
     root, *inner = name.split(".")
     if root != "sparse_flash":
         return None
+    if inner == ["__main__"]:
+        return "cli"
     return "/".join(inner[:2]) if inner[:1] == ["kernels"] and len(inner) > 1 else inner[0] if inner else root
 
 

@@ -65,9 +65,13 @@ class Chosen:
     log_length: bool
 
 
-def chosen(preset: str, name: str) -> Chosen:
-    """Raises ValueError where the arm was not tuned."""
+def chosen(preset: str, name: str, learning_rate: float | None = None, log_length: bool | None = None) -> Chosen:
+    """What is given, and of the rest what tuning chose. Without either, scores are not scaled. Raises ValueError where neither says
+    the learning rate."""
     table = json.loads(CHOSEN.read_text())["chosen"] if CHOSEN.exists() else {}
-    if name not in table.get(preset, {}):
+    tuned = table.get(preset, {}).get(name, {"log_length": False})
+    given = {"learning_rate": learning_rate, "log_length": log_length}
+    how = tuned | {field: value for field, value in given.items() if value is not None}
+    if "learning_rate" not in how:
         raise ValueError(f"no learning rate was chosen for {name} of the {preset} model; tune it, or pass --learning-rate")
-    return Chosen(**table[preset][name])
+    return Chosen(**how)

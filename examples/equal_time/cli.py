@@ -81,7 +81,7 @@ def run(
     """Train one arm for so many seconds and evaluate it."""
     with user_errors(), parallel.world(device) as world:
         arm, shape = arm_of(name), preset_of(preset)
-        how = chosen(preset, name) if learning_rate is None else Chosen(learning_rate, bool(log_length))
+        how = chosen(preset, name, learning_rate, log_length)
         first = start and checkpoint.of_run(start)
         found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
         _write(out, {"preset": preset, **found})
@@ -173,7 +173,7 @@ def choose(
         before = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
         tried: dict[str, dict[str, list]] = {}
         for path in files:
-            one = json.loads(path.read_text())
+            one = results.read(path)
             how = Chosen(one["settings"]["learning_rate"], one["settings"]["log_length"])
             loss = min(map(evaluate.mean, one["evaluations"].values()))
             about = {"loss": round(loss, 4), "seed": one["seed"], "seconds": one["budget"], "tokens": one["tokens"]}

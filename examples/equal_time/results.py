@@ -83,11 +83,23 @@ class Result:
         return float(np.mean(shares))
 
 
+def read(path: Path) -> dict:
+    """One result. Raises ValueError for a file that ``run`` or ``tune`` did not write."""
+    try:
+        found = json.loads(path.read_text())
+        missing = [name for name in ("arm", "preset", "budget", "settings", "evaluations") if name not in found]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no result of run: {type(error).__name__}: {error}") from error
+    if missing:
+        raise ValueError(f"{path} is no result of run: it has no {missing[0]}; pass the files that run --out wrote")
+    return found
+
+
 def load(paths: list[Path]) -> dict[str, Result]:
     """Results by arm, of files that ``run`` wrote. Raises ValueError where files do not belong together."""
     runs: dict[str, list[dict]] = {}
     for path in paths:
-        run = json.loads(path.read_text())
+        run = read(path)
         runs.setdefault(run["arm"], []).append(run)
     if not runs:
         raise ValueError("no results; pass the files that run --out wrote")

@@ -29,6 +29,7 @@ from .report import console
 from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, default_micro_batch, density, tokens_of
 from .train import Run, evaluated
 
+TASK, SIZE, DASHES = Pathfinder.name, 32, 14
 _HELD_OUT_TOKENS = 1 << 26  # so that evaluating takes less time than training
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -41,24 +42,24 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a 
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
 
 
-def _folder(task: str, size: int, dashes: int) -> Path:
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
-    return Path("runs/long_range/data") / (f"{task}-{size}-{dashes}" if task == Pathfinder.name else task)
+def _folder(name: str, size: int, dashes: int) -> Path:
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    return Path("runs/long_range/data") / (f"{name}-{size}-{dashes}" if name == Pathfinder.name else name)
 
 
 @app.command()
 def prepare(
-    task: TaskName = "pathfinder",
-    size: Size = 32,
-    dashes: Dashes = 14,
+    task: TaskName = TASK,
+    size: Size = SIZE,
+    dashes: Dashes = DASHES,
     train: Annotated[int, typer.Option(help="Training examples.")] = 200_000,
     held_out: Annotated[int | None, typer.Option(help="Held-out examples. [10,000, or as many as have 67,108,864 tokens]")] = None,
     depth: Annotated[int, typer.Option(help="Of ListOps: expressions in each other, at most, digits included.")] = 10,
     arguments: Annotated[int, typer.Option(help="Of ListOps: arguments of an operator, at most.")] = 10,
     shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
     longest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at most.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes. [one for each CPU core]")] = os.cpu_count() or 1,
     folder: Data = None,
 ) -> None:
@@ -79,10 +80,10 @@ def _commonest(manifest: dict) -> str:
 
 @app.command()
 def sheet(
-    size: Size = 32,
-    dashes: Dashes = 14,
-    columns: Annotated[int, typer.Option(help="Images in a row.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the images.")] = 0,
+    size: Size = SIZE,
+    dashes: Dashes = DASHES,
+    columns: Annotated[int, typer.Option(min=1, help="Images in a row.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the images.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("sheet.png"),
 ) -> None:
     """Draw Pathfinder's images: a row of positive and a row of negative ones."""
@@ -92,19 +93,21 @@ def sheet(
 
 @app.command()
 def train(
-    task: TaskName = "pathfinder",
-    size: Size = 32,
-    dashes: Dashes = 14,
+    task: Annotated[str | None, typer.Option("--task", help=f"{' or '.join(TASKS)}. [what --data holds, or {TASK}]")] = None,
+    size: Annotated[int | None, typer.Option(help=f"Of Pathfinder's images. [what --data holds, or {SIZE}]")] = None,
+    dashes: Annotated[int | None, typer.Option(help=f"Of Pathfinder's long paths. [what --data holds, or {DASHES}]")] = None,
     attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")] = "butterfly",
     order: Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")] = "tiles",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
     epochs: Annotated[float, typer.Option(help="In place of steps: times that each example is read.")] = 0.0,
     minutes: Annotated[float, typer.Option(help="In place of steps: of training steps.")] = 0.0,
-    batch: Annotated[int | None, typer.Option(help="Examples of a step. [by the number of tokens]")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Examples computed at a time. [with up to 1,048,576 tokens]")] = None,
-    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is at its peak.")] = 500,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples computed at a time. [with up to 1,048,576 tokens]")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 500,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices.")] = 0.05,
+    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's, of matrices.")] = 0.05,
     dim: Annotated[int, typer.Option(help="Width of the model.")] = SHAPE.dim,
     layers: Annotated[int, typer.Option(help="Blocks.")] = SHAPE.layers,
     heads: Annotated[int, typer.Option(help="Heads of attention.")] = SHAPE.heads,
@@ -113,7 +116,7 @@ def train(
     turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Turn and mirror images by chance.")] = True,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of examples.")] = 0,
-    evaluations: Annotated[int, typer.Option(help="On the held-out examples, evenly spread; each also saves.")] = 20,
+    evaluations: Annotated[int, typer.Option(min=1, help="On the held-out examples, evenly spread; each also saves.")] = 20,
     start: Annotated[
         Path | None, typer.Option(help="A run, checkpoint or exported file whose parameters are the first, also of a smaller size.")
     ] = None,
@@ -128,8 +131,12 @@ def train(
             raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
         if steps and epochs:
             raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
-        folder = folder or _folder(task, size, dashes)
+        given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
+        folder = folder or _folder(**{"name": TASK, "size": SIZE, "dashes": DASHES} | given)
         examples = Examples(folder, "train")
+        held = examples.manifest["task"]
+        if other := {name: value for name, value in given.items() if held.get(name) != value}:
+            raise ValueError(f"{folder} holds examples of {held}; asked for {other}; pass its own, or another --data")
         batch = batch or default_batch(examples.task)
         settings = Settings(
             task=examples.manifest["task"],
@@ -170,7 +177,7 @@ def _introduce(run: Run) -> None:
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
-    batch: Annotated[int | None, typer.Option(help="Examples at a time. [the run's]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples at a time. [the run's]")] = None,
     folder: Data = None,
     device: Device = "auto",
 ) -> None:

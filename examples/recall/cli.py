@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich
 
 Preset = Annotated[str, typer.Option(help=f"Sizes of model and task: {', '.join(PRESETS)}.")]
 Length = Annotated[int | None, typer.Option(help="Tokens of a sequence. [the preset's, as all sizes]")]
-Layers = Annotated[int | None, typer.Option(help="Layers of the model.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Layers of the model.")]
 Window = Annotated[int | None, typer.Option(help="Tokens that each query sees next to it.")]
 Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and butterfly, and of a chosen block.")]
 
@@ -101,7 +101,7 @@ def train(
     ] = None,
     tuning_seed: Annotated[int, typer.Option(help="Of the trials that choose a learning rate; no result is written.")] = 1000,
     seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
-    questions: Annotated[int, typer.Option(help="At least so many held-out questions are drawn for evaluation.")] = 65_536,
+    questions: Annotated[int, typer.Option(min=1, help="At least so many held-out questions are drawn for evaluation.")] = 65_536,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),
@@ -111,8 +111,6 @@ def train(
     with user_errors(), parallel.world(device) as world:
         if tuning_seed in seeds and len(rates) > 1:
             raise ValueError(f"--tuning-seed must not be a seed that is reported; got {tuning_seed}; pass another")
-        if questions < 1:
-            raise ValueError(f"--questions must be at least 1; got {questions}")
         on = world.device.type == "cuda" if compiled is None else compiled
         sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
         sizes |= {"layers": layers, "window": window, "block": block}

@@ -51,43 +51,46 @@ def train(
         list[str] | None,
         typer.Option(help="Spec text, or topk_blocks(16, block=128); several are given to the layers in turn. sdpa: PyTorch's."),
     ] = None,
-    dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 65_536,
-    step_tokens: Annotated[int | None, typer.Option(help="Tokens of a step over all GPUs. [the length, at least 65,536]")] = None,
+    dense_every: Annotated[int, typer.Option(min=0, help="Each so-many-th layer is dense; 0: none.")] = 0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 65_536,
+    step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a step over all GPUs. [the length, at least 65,536]")
+    ] = None,
     micro_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that a GPU, or those that share a sequence, compute at a time. [a step's share]")
+        int | None,
+        typer.Option(min=1, help="Tokens that a GPU, or those that share a sequence, compute at a time. [a step's share]"),
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
+        int | None, typer.Option(min=1, help="Text is shuffled in pieces of so many tokens. [the length, at least 65,536]")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
     minutes: Annotated[float, typer.Option(help="In place of steps: they are worked out after 50 timed ones.")] = 0.0,
-    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is at its peak.")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 100,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
     extend_to: Annotated[int, typer.Option(help="Tokens of a sequence from step --extend-at on.")] = 0,
     extend_at: Annotated[int, typer.Option(help="The step at which sequences become longer.")] = 0,
     log_length: Annotated[
         bool, typer.Option("--log-length", help="Scores grow with the log of the keys: arXiv:2501.19399.")
     ] = False,
-    vocabulary: Annotated[int | None, typer.Option(help="Tokens that the model knows. [the preset's]")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens that the model knows. [the preset's]")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Documents do not see each other.")] = False,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="A killed run resumes bit for bit.")] = False,
-    check_every: Annotated[int, typer.Option(help="Every so many steps, recompute rows of attention in float64.")] = 0,
+    check_every: Annotated[int, typer.Option(min=0, help="Every so many steps, recompute rows of attention in float64.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A folder of text. [source text of installed packages]")] = None,
     packages: Annotated[Path | None, typer.Option(help="Packages that pip install --target put in a folder.")] = None,
     held_out: Annotated[float, typer.Option(help="Share of the text that is held out.")] = 0.05,
     tokens: Annotated[Path | None, typer.Option(help="A .npy file of token numbers.")] = None,
-    most_bytes: Annotated[int | None, typer.Option(help="Read no more text than this.")] = None,
+    most_bytes: Annotated[int | None, typer.Option(min=1, help="Read no more text than this.")] = None,
     folder: Data = Path("runs/train_lm/data"),
     out: Out = Path("runs/train_lm/run"),
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
-    evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 250,
-    windows: Annotated[int, typer.Option(help="Held-out sequences of an evaluation.")] = 16,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
+    windows: Annotated[int, typer.Option(min=1, help="Held-out sequences of an evaluation.")] = 16,
     start: Annotated[
         Path | None, typer.Option(help="A run or checkpoint whose parameters are the first: from dense to sparse.")
     ] = None,
@@ -173,34 +176,39 @@ def compare(
     out: Out = Path("runs/train_lm/compare"),
     mask: Annotated[str, typer.Option(help="The sparse arm's.")] = "causal & (local(128) | power_of_two(block=32))",
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "tiny",
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Steps of each arm.")] = 150,
-    most_bytes: Annotated[int, typer.Option(help="Bytes of text to read.")] = 6 << 20,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each arm.")] = 150,
+    most_bytes: Annotated[int, typer.Option(min=1, help="Bytes of text to read.")] = 6 << 20,
     device: Device = "auto",
 ) -> None:
     """Train dense and sparse, one after the other, on the same tokens: does everything work here?"""
     with user_errors(), parallel.world(device) as world:
         shape = preset_of(preset)
         folder = out / "data"
-        data.prepare(folder, shape.vocabulary, None, most_bytes)
         table = Table(
             title=f"{shape.parameters / 1e6:.1f}M parameters, {steps} steps of {2 * length:,} tokens, sequences of {length:,}"
         )
         for heading in ("attention", "held-out loss", "tokens/s", "of causal pairs"):
             table.add_column(heading, justify="left" if heading == "attention" else "right")
+        base = Settings(shape, ("causal",), length, 2 * length, 2 * length, length, steps, warmup=steps // 10, learning_rate=4e-3)
+        base = replace(base, compiled=world.device.type == "cuda")
+        # Both are checked before one is trained.
+        arms = {name: checked(replace(base, masks=(one,))) for name, one in (("dense", "causal"), ("sparse", mask))}
+        data.prepare(folder, shape.vocabulary, None, most_bytes)
         runs = {}
-        for name, one in (("dense", "causal"), ("sparse", mask)):
-            settings = Settings(
-                shape, (one,), length, 2 * length, 2 * length, length, steps, warmup=steps // 10, learning_rate=4e-3
-            )
-            settings = checked(replace(settings, compiled=world.device.type == "cuda"))
+        for name, settings in arms.items():
             runs[name] = out / name
             run = Run(settings, runs[name], folder, world, fresh=True)
             runs[name].mkdir(parents=True, exist_ok=True)
             run.train(save_every=steps, evaluate_every=max(1, steps // 5), windows=8)
             nats = float(report.read(runs[name] / "evaluations.csv")[-1]["loss"])
             pairs = memory.kept_pairs(settings, length) / (length * (length + 1) / 2)
-            table.add_row(f"{name}: {one}", f"{nats:.3f}", f"{run.progress.position / run.progress.seconds:,.0f}", f"{pairs:.0%}")
+            table.add_row(
+                f"{name}: {settings.masks[0]}",
+                f"{nats:.3f}",
+                f"{run.progress.position / run.progress.seconds:,.0f}",
+                f"{pairs:.0%}",
+            )
         console.print(table)
         console.print(f"plot {report.plot(runs, out / 'compare.png')}", soft_wrap=True, markup=False)
         console.print(
@@ -214,13 +222,13 @@ def compare(
 def cost(
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "150M",
     mask: Annotated[list[str] | None, typer.Option(help="Spec text; each is measured in all layers. sdpa: PyTorch's.")] = None,
-    dense_every: Annotated[int, typer.Option(help="Each so-many-th layer is dense; 0: none.")] = 0,
-    length: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; several are measured in turn.")] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of a step, at every length.")] = 262_144,
-    most_micro_tokens: Annotated[int, typer.Option(help="Tokens at a time, at most; the rest is accumulated.")] = 262_144,
+    dense_every: Annotated[int, typer.Option(min=0, help="Each so-many-th layer is dense; 0: none.")] = 0,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a sequence; several are measured in turn.")] = None,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at every length.")] = 262_144,
+    most_micro_tokens: Annotated[int, typer.Option(min=1, help="Tokens at a time, at most; the rest is accumulated.")] = 262_144,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
-    steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     profile: Annotated[bool, typer.Option("--profile", help="Also print the kernels of a step.")] = False,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.")] = None,
     device: Device = "auto",
@@ -230,34 +238,42 @@ def cost(
 
     with user_errors(), parallel.world(device) as world:
         base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled)
-        costs = []
-        for one in mask or ["sdpa", SPARSE]:
-            for tokens in length or [65_536]:
-                settings = costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens)
-                try:
-                    costs.append(costs_of.measure(settings, world, steps))
-                except torch.OutOfMemoryError as error:
-                    console.print(f"{one} at {tokens:,}: out of memory: {str(error).splitlines()[0]}", markup=False)
-                    costs_of.free()
-                    continue
-                found = costs[-1]
-                used = f", MFU {found.mfu:.1%}" if found.mfu else ""
-                said = f"{found.seconds:.3f} s a step, {found.tokens_per_second:,.0f} tokens/s{used}, {found.gib:.1f} GiB"
-                rest = f"(estimated {found.estimated:.1f}); the first step took {found.first:.1f} s"
-                console.print(f"{found.mask} at {tokens:,}: {said} {rest}", markup=False, soft_wrap=True)
-                if out:
-                    costs_of.save(costs, out, world, settings)
-                if profile:
-                    print(costs_of.profiled(settings, world))
+        if out:
+            out.parent.mkdir(parents=True, exist_ok=True)  # an error here costs no measurement
+        lengths, costs = length or [65_536], []
+        # All are checked before one is measured.
+        every = [
+            costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens)
+            for one in mask or ["sdpa", SPARSE]
+            for tokens in lengths
+        ]
+        for settings in [checked(one) for one in every]:
+            name = f"{', '.join(settings.masks)} at {settings.length:,}"
+            try:
+                costs.append(costs_of.measure(settings, world, steps))
+            except torch.OutOfMemoryError as error:
+                console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
+                costs_of.free()
+                continue
+            found = costs[-1]
+            used = f", MFU {found.mfu:.1%}" if found.mfu else ""
+            said = f"{found.seconds:.3f} s a step, {found.tokens_per_second:,.0f} tokens/s{used}"
+            memory_of = "" if found.gib is None else f", {found.gib:.1f} GiB (estimated {found.estimated:.1f})"
+            rest = f"{memory_of}; the first step took {found.first:.1f} s"
+            console.print(f"{name}: {said}{rest}", markup=False, soft_wrap=True)
+            if out:
+                costs_of.save(costs, out, world, settings)
+            if profile:
+                print(costs_of.profiled(settings, world))
 
 
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a sequence; several are evaluated in turn. [the trained one]")
+        list[int] | None, typer.Option(min=1, help="Tokens of a sequence; several are evaluated in turn. [the trained one]")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Held-out sequences.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Held-out sequences.")] = 16,
     folder: Data = Path("runs/train_lm/data"),
     device: Device = "auto",
 ) -> None:
@@ -280,7 +296,7 @@ def evaluate(
 @app.command()
 def picks(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
-    length: Annotated[int | None, typer.Option(help="Tokens of the held-out sequence. [the trained length]")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the held-out sequence. [the trained length]")] = None,
     keep: Annotated[int, typer.Option(help="Blocks that a query picks, its own among them.")] = 16,
     block_size: Annotated[int, typer.Option(help="Keys of a block.")] = 128,
     start: Annotated[int, typer.Option(help="Where in the held-out text the sequence starts.")] = 0,
@@ -320,8 +336,8 @@ def picks(
 def generate(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to go on with.")] = "def main(",
-    count: Annotated[int, typer.Option(help="Tokens to write.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    count: Annotated[int, typer.Option(min=0, help="Tokens to write.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
     folder: Data = Path("runs/train_lm/data"),
     device: Device = "auto",
 ) -> None:
@@ -365,9 +381,9 @@ def hf_train(
     kernel: Annotated[str | None, typer.Option(help="In place of a mask, PyTorch's own: CUDNN_ATTENTION, ...")] = None,
     layout: Annotated[str, typer.Option(help="whole, padded or packed sequences.")] = "whole",
     preset: Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")] = "30M",
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 16_384,
-    batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 50,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 16_384,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 50,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch_compile=True.")] = True,
     folder: Data = Path("runs/train_lm/data"),
     out: Out = Path("runs/train_lm/hf"),

@@ -24,7 +24,7 @@ from .train import Run
 @dataclass(frozen=True)
 class Cost:
     """Of one step, the median of several. seconds: forward, backward and optimizer. first: of the first step, which compiles.
-    gib: the peak of allocated memory; estimated: what was said before. mfu: see ``memory.step_flop``."""
+    gib: the peak of a GPU's allocated memory, None on a CPU; estimated: what was said before. mfu: see ``memory.step_flop``."""
 
     mask: str
     length: int
@@ -32,7 +32,7 @@ class Cost:
     first: float
     tokens_per_second: float
     mfu: float | None
-    gib: float
+    gib: float | None
     estimated: float
     micro_tokens: int
     recompute: str
@@ -50,7 +50,7 @@ def measure(settings: Settings, world: World, steps: int = 5) -> Cost:
         first, *rows = [run.step() for _ in range(1 + 2 + steps)]
         seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[2:])
         mfu = None if run.peak is None else run.flop[run.length] / seconds / run.peak
-        gib = rows[-1]["memory_gib"] or 0.0
+        gib = rows[-1]["memory_gib"]
         del run
     free()
     about = settings.micro_tokens, settings.recompute, settings.compiled
@@ -89,9 +89,17 @@ def free() -> None:
 
 
 def at(settings: Settings, length: int, most_micro_tokens: int) -> Settings:
-    """The settings at a length, a step having the same tokens."""
-    micro = max(length, min(settings.step_tokens, most_micro_tokens // length * length))
-    return replace(settings, length=length, micro_tokens=micro, chunk=max(length, settings.chunk))
+    """The settings at a length, a step having the same tokens, as many at a time as divide it. Raises ValueError where these are
+    not whole sequences."""
+    sequences, rest = divmod(settings.step_tokens, length)
+    if rest or not sequences:
+        raise ValueError(
+            f"--step-tokens must be whole sequences of {length:,}; got {settings.step_tokens:,}; pass --step-tokens "
+            f"{max(1, sequences) * length}"
+        )
+    most = max(1, min(sequences, most_micro_tokens // length))
+    together = next(count for count in range(most, 0, -1) if sequences % count == 0)
+    return replace(settings, length=length, micro_tokens=together * length, chunk=-(-settings.chunk // length) * length)
 
 
 def save(costs: list[Cost], path: Path, world: World, settings: Settings) -> None:

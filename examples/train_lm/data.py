@@ -188,6 +188,8 @@ def prepare(
                 f"{folder} was prepared from {given}; now asked for {wanted}; pass another --data, or remove the folder"
             )
         return manifest
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"--held-out must be a share of the text, more than 0 and less than 1; got {held_out_share}")
     if source is not None and not source.is_dir():
         raise ValueError(f"--text must be a folder of text; got {source}")
     if installed is not None and next(packages(installed), None) is None:
@@ -197,7 +199,8 @@ def prepare(
         if not about_groups:
             raise ValueError(f"{source} holds no text: no file ends in {', '.join(sorted(_TEXT))}")
         if not documents:
-            raise ValueError(f"no file in {source} is UTF-8 text that is not empty")
+            small = "" if most_bytes is None else f" and at most an eighth of --most-bytes, {most_bytes:,}; pass more"
+            raise ValueError(f"no file of {wanted['source']} is UTF-8 text that is not empty{small}")
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {name: about["bytes"] for name, about in about_groups.items() if about["bytes"]}
         held_out = held_out_groups(sizes, held_out_share)
@@ -325,11 +328,20 @@ class Tokens:
     def __init__(self, folder: Path, split: str, vocabulary: int):
         if not (folder / "manifest.json").exists():
             raise ValueError(f"{folder} holds no prepared tokens; pass the --data folder that the model was trained on")
+        self.split = split
         self.tokens = np.memmap(folder / f"{split}.bin", dtype_of(vocabulary), mode="r")
         self.starts = np.load(folder / f"{split}.starts.npy")
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def check_holds(self, length: int) -> None:
+        """Raises ValueError where the text is shorter than a sequence of ``length`` and the token after it."""
+        if len(self) <= length:
+            raise ValueError(
+                f"the {self.split.replace('_', '-')} text has {len(self):,} tokens, fewer than one sequence of {length:,}; pass a "
+                "shorter --length, or prepare more text"
+            )
 
     def window(self, start: int, length: int) -> torch.Tensor:
         """(length,) int64."""
@@ -364,7 +376,8 @@ class Stream:
         self.chunks = (len(tokens) - 1) // chunk
         if self.chunks < 1:
             raise ValueError(
-                f"the training text has {len(tokens):,} tokens, fewer than one chunk of {chunk:,}; add text, or shorten --chunk"
+                f"the training text has {len(tokens):,} tokens, fewer than one chunk of {chunk:,}; add text, or shorten --chunk "
+                "and --length"
             )
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 

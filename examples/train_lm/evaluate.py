@@ -39,10 +39,7 @@ def loaded(path: Path, device: torch.device) -> Decoder:
 @torch.no_grad()
 def losses(model: Decoder, tokens: Tokens, length: int, windows: int, device: torch.device) -> torch.Tensor:
     """(windows, length) float32, in nats: the loss of each token of ``windows`` sequences spread evenly over a text."""
-    if len(tokens) <= length:
-        raise ValueError(
-            f"the held-out text has {len(tokens):,} tokens, fewer than one sequence of {length:,}; pass a shorter --length"
-        )
+    tokens.check_holds(length)
     starts = torch.linspace(0, len(tokens) - length - 1, windows).long().tolist()
     rows = []
     for start in track(starts, description=f"evaluating at {length:,}", transient=True):

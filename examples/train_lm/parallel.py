@@ -76,18 +76,26 @@ class World:
 @contextmanager
 def world(device: str, context: int = 1):
     """The World of this process; a process group where torchrun started it. device: cpu, cuda, cuda:1 or auto. context: how many
-    ranks share a sequence. Raises ValueError where that does not divide the ranks."""
+    ranks share a sequence. Raises ValueError where that does not divide the ranks, and for a device that is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda, cuda:1, ... or auto; got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device} needs a GPU, and PyTorch sees none; pass --device cpu")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if context < 1 or size % context:
         raise ValueError(f"--context, the GPUs that share a sequence, must divide the {size} that torchrun started; got {context}")
     if "RANK" not in os.environ:
-        yield World(torch.empty(0, device=device).device)
+        try:
+            place = torch.empty(0, device=device).device
+        except RuntimeError as error:
+            raise ValueError(f"--device {device} is not there: {str(error).splitlines()[0]}; pass cpu or cuda") from error
+        yield World(place)
         return
     if device.startswith("cuda"):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    kind = device.partition(":")[0]
     place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     try:
         yield among_peers(place, size, context)

@@ -99,12 +99,16 @@ def plot(runs: dict[str, Path], target: Path) -> Path:
 
 
 def plot_costs(source: Path, target: Path) -> Path:
-    """Tokens per second against length, of a file that ``cost --out`` wrote: a picture for each model, a line for each mask."""
+    """Tokens per second against length, of a file that ``cost --out`` wrote: a picture for each model, a line for each mask. Of
+    steps that were compiled, where any were. Raises ValueError for other files."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    found = json.loads(source.read_text())
-    costs = [cost for cost in found["costs"] if cost["compiled"]]
+    try:
+        found = json.loads(source.read_text())
+        costs = [cost for cost in found["costs"] if cost["compiled"]] or found["costs"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{source} is no file that cost --out wrote: {type(error).__name__}: {error}") from error
     models = list(dict.fromkeys(cost.get("model", "") for cost in costs))
     masks = list(dict.fromkeys(cost["mask"] for cost in costs))
     lengths = sorted({cost["length"] for cost in costs})
@@ -119,7 +123,7 @@ def plot_costs(source: Path, target: Path) -> Path:
             axis.plot(*zip(*sorted(best.items()), strict=True) if best else ([], []), "o-", color=f"C{number}", label=_named(mask))
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        axis.set_xticks(lengths, [f"{length}" if length % 1024 else f"{length // 1024}K" for length in lengths])
         axis.set_xlim(lengths[0] * 0.85, lengths[-1] * 1.15)
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(in_thousands)

@@ -77,7 +77,10 @@ class Run:
         self.stopped = False
 
     def train(self, save_every: int = 500, evaluate_every: int = 250, windows: int = 16) -> bool:
-        """To the last step; False where Ctrl-C or SIGTERM came before it. Saves at the end in either case."""
+        """To the last step; False where Ctrl-C or SIGTERM came before it. Saves at the end in either case. Raises ValueError where
+        the held-out text is too short to evaluate on, before the first step."""
+        for step in (self.progress.step + 1, self.settings.steps or self.settings.extend_at):
+            self.held_out.check_holds(self.settings.length_at(step))
         log = Log(self.folder, ", ".join(self.settings.masks), self.progress) if self.world.is_first else None
         handlers = {kind: signal.signal(kind, self._stop) for kind in (signal.SIGINT, signal.SIGTERM)}
         progress = self.progress
@@ -247,9 +250,8 @@ class Run:
         """Mean held-out loss in nats a token, over ``windows`` sequences spread evenly; the ranks share them, and each
         where they share sequences."""
         world, length = self.world, self.length
+        self.held_out.check_holds(length)
         spread = torch.linspace(0, len(self.held_out) - length - 1, windows).long().tolist()
-        if len(self.held_out) <= length:
-            raise ValueError(f"the held-out text has {len(self.held_out):,} tokens, fewer than one sequence of {length:,}")
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         replicas = world.replicas
         for number in range(world.replica, -(-windows // replicas) * replicas, replicas):  # each as many passes

@@ -20,6 +20,7 @@ from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
 from ..selection.choice import COMPRESSED, SCORES
 from ..variant.variant import ScoreFunction, check_counts, check_number, check_same_device, checked_variant, int32_lengths
+from .shared import SharedSequence
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
@@ -63,6 +64,8 @@ def checked(
     q, k, v = autocast(q, k, v)
     is_empty = 0 in q.shape or 0 in k.shape
     if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
+        if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
+            raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
         mask = of_another_library(mask)
     variant = None
     has_variant = (

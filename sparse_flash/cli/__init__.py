@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    """Entry point of ``sparse-flash``."""
+    """Entry point of ``sparse-flash`` and of ``python -m sparse_flash``."""
     from .app import app
 
     app(prog_name="sparse-flash")

@@ -480,11 +480,13 @@ def _check_cache_call(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_
         )
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("block_table says which pages a sequence has, and cache_batch_idx which cache; pass one of them")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[2:] != k_cache.shape[2:]):
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[2:] != cache.shape[2:]):
             raise ValueError(
                 f"{name} must have shape (batch, new tokens, kv_heads, head_dim), here ({q.shape[0]}, new tokens, "
-                f"{k_cache.shape[2]}, {k_cache.shape[3]}); got {tuple(tensor.shape)}"
+                f"{cache.shape[2]}, {cache.shape[3]}); got {tuple(tensor.shape)}"
             )
+    if k is not None and k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must hold as many new tokens; got {k.shape[1]} and {v.shape[1]}")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k_cache, v_cache, k, v)):
         raise ValueError("flash_attn_with_kvcache gives no gradients, and an argument requires one; call it under torch.no_grad()")

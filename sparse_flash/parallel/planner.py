@@ -91,7 +91,7 @@ class ContextParallel:
         timeout: timedelta | None = None,
     ):
         group = group_of(mesh)
-        self._mesh, self._single = mesh, not isinstance(mask, (list, tuple))
+        self._mesh, self._single, self._closed = mesh, not isinstance(mask, (list, tuple)), False
         # Apart from the group of the model's exchanges, as another thread uses it.
         ranks = dist.get_process_group_ranks(group)
         self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
@@ -123,8 +123,10 @@ class ContextParallel:
         most q_len; tokens past it keep nothing. A list, tuple, array or tensor.
 
         Every rank of the mesh submits the same documents, in the same order. What is wrong with them is an error of ``result``, on
-        every rank.
+        every rank. RuntimeError after ``close``.
         """
+        if self._closed:
+            raise RuntimeError("this planner is closed, and plans no more; submit before close, or make another ContextParallel")
         try:
             bounds = _bounds(cu_seqlens, self._task.q_len)
         except (TypeError, ValueError) as error:
@@ -133,6 +135,7 @@ class ContextParallel:
 
     def close(self) -> None:
         """Ends the process once it has planned what was submitted."""
+        self._closed = True
         self._process.shutdown()
 
     def __enter__(self) -> ContextParallel:

@@ -51,7 +51,7 @@ class PlanOptions:
             raise ValueError(f"kv_heads must divide heads; got {self.kv_heads} and {self.heads}")
         if self.strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy must be 'auto', 'blocks', 'queries', 'heads' or 'nodes'; got {self.strategy!r}")
-        if len(self.rates) != 2 or not all(rate > 0 for rate in self.rates):
+        if len(self.rates) != 2 or not all(isinstance(rate, (int, float)) and rate > 0 for rate in self.rates):
             raise ValueError(
                 f"link_rate must be a positive number of bytes per second, or two, between nodes and within; got {self.link_rate!r}"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -32,9 +32,19 @@ class TokenShards:
         self.exists = (own >= 0).to(self.device)
         self.positions = own.clamp(min=0).to(self.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __copy__(self) -> Self:
         """Itself, as copies of a model share its ranks."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as above."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a plan is of the ranks of this run, and cannot be pickled, nor can a layer or model that holds it; save a state_dict, "
+            "which has no plan, and make the plan again on every rank"
+        )
 
     @cached_property
     def document_positions(self) -> torch.Tensor:
@@ -56,6 +66,8 @@ class TokenShards:
         x: all tokens in natural order, on any device. Differentiable. Shift labels before they are sharded: the next token may be
         on another rank.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a tensor of all {self.q_len} tokens; got {type(x).__name__}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.q_len:
             raise ValueError(
                 f"dimension {dim} of x must hold the {self.q_len} tokens of the whole sequence; got shape {tuple(x.shape)}"

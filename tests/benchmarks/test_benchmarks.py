@@ -20,7 +20,7 @@ from sparse_flash.benchmarks.measure import accuracy as check
 from sparse_flash.benchmarks.measure import latency, noise, throughput
 from sparse_flash.benchmarks.report import page, peer_tables
 from sparse_flash.benchmarks.report.tables import tables
-from sparse_flash.benchmarks.results import Results, finished, why_not
+from sparse_flash.benchmarks.results import Results, device_name, finished, why_not
 from sparse_flash.benchmarks.run import Options, run
 from sparse_flash.benchmarks.workload import cases, masks, suites
 
@@ -451,3 +451,9 @@ def test_unreadable_results_say_so(tmp_path):
     (tmp_path / "results.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         Results.read(tmp_path)
+
+
+@pytest.mark.parametrize("threads, said", [(1, "1 thread)"), (2, "2 threads)")])
+def test_a_cpu_is_named_with_the_number_of_its_threads(threads, said, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert device_name(torch.device("cpu")).endswith(f", {said}")

@@ -155,6 +155,11 @@ def test_doctor_names_every_back_end_and_its_reason():
         assert name in out
 
 
+def test_the_package_runs_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "sparse_flash", "show", "lokal(4)"], capture_output=True, text=True)
+    assert done.returncode == 2 and "did you mean 'local'" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_output_without_a_terminal_is_plain(encoding):
     environment = os.environ | {"PYTHONIOENCODING": encoding, "NO_COLOR": "1"}

@@ -250,6 +250,10 @@ def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
     assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
     assert arms.chosen("30M", "dense") == arms.chosen("tiny", "dense-8k") == Chosen(0.5, True)
     assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
+    # What is given takes the place of one thing that tuning chose, and of that alone.
+    assert arms.chosen("30M", "dense", log_length=False) == Chosen(0.5, False)
+    assert arms.chosen("30M", "dense", learning_rate=0.1) == Chosen(0.1, True)
+    assert arms.chosen("tiny", "window", learning_rate=0.1) == Chosen(0.1, False)
     with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
         arms.chosen("tiny", "window")
 
@@ -313,6 +317,8 @@ def test_bad_input_is_one_sentence(data, tmp_path):
         (["run", "dense", "--preset", "1B", "--data", str(tmp_path)], "no learning rate was chosen for dense"),
         (["run", "sparse", "--learning-rate", "1"], "arm must be one of"),
         (["prepare", "--packages", str(tmp_path)], "has no package"),
+        (["report", __file__], "is no result of run"),
+        (["choose", str(data / "manifest.json"), "--target", str(tmp_path / "chosen.json")], "it has no arm; pass the files that"),
     ):
         done = runner.invoke(app, arguments)
         assert done.exit_code == 2 and said in done.output, done.output

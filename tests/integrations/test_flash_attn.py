@@ -211,6 +211,8 @@ def test_what_cannot_be_had_is_refused_by_name():
         ({"k": k}, "k and v go together"),
         ({"k": k, "v": v}, "cache_seqlens, which is None"),
         ({"k": k, "v": v, "cache_seqlens": 4}, "has room for 8 tokens of a sequence; got cache_seqlens of up to 4 and 8 new"),
+        ({"k": k, "v": v[:, :4], "cache_seqlens": 0}, "as many new tokens; got 8 and 4"),
+        ({"k": k, "v": v[..., 1:], "cache_seqlens": 0}, f"v must have shape .*{DIM}\\); got"),
         ({"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}, "rotate q before"),
         ({"cache_leftpad": ends[1:], "mask": "sinks(4)"}, "distances alone"),
         ({"cache_batch_idx": ends[:1], "block_table": ends[None, :1]}, "pass one of them"),
@@ -219,6 +221,23 @@ def test_what_cannot_be_had_is_refused_by_name():
             fa.flash_attn_with_kvcache(q[:, :1], k, v, **arguments)
     with pytest.raises(ValueError, match=r"torch.no_grad"):
         fa.flash_attn_with_kvcache(q.requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_values_of_another_head_dim_are_written_to_their_cache(paged):
+    lens, table = torch.tensor([5, 17], dtype=torch.int32), torch.tensor([[3, 0], [2, 1]], dtype=torch.int32)
+    room = (4, 16) if paged else (2, 32)
+    q, k, v, keys, values = tensors((2, 3, HEADS, DIM), (2, 3, 2, DIM), (2, 3, 2, 24), (*room, 2, DIM), (*room, 2, 24))
+    options = {"causal": True, "block_table": table if paged else None}
+    written = [cache.clone() for cache in (keys, values)]
+    for b, count in enumerate(lens.tolist()):
+        for token in range(3):
+            at = count + token
+            place = (int(table[b, at // 16]), at % 16) if paged else (b, at)
+            written[0][place], written[1][place] = k[b, token], v[b, token]
+    wanted = fa.flash_attn_with_kvcache(q, *written, cache_seqlens=lens + 3, **options)
+    assert torch.equal(fa.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lens, **options), wanted)
+    assert torch.equal(keys, written[0]) and torch.equal(values, written[1])
 
 
 @pytest.mark.parametrize("window", [3, (3,), (1, 2, 3), "3", None])

@@ -2,6 +2,7 @@
 mask and the pattern both keep, or is refused. No architecture may be changed, or left unchanged, silently."""
 
 import inspect
+from itertools import pairwise
 
 import pytest
 import torch
@@ -165,6 +166,37 @@ def test_decoders_give_what_their_own_attention_gives_of_the_pairs_that_both_kee
             theirs = model(x, attention_mask=exist).logits
             there = torch.ones_like(x) if exist is None else exist
             close(ours[there.bool()], theirs[there.bool()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "dropout", [0.0, 1e-9], ids=["by documents", "by pairs"]
+)  # with dropout, however little, there is one call
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens too"])
+@pytest.mark.parametrize("mask", ["own", None, "causal & (local(3) | sinks(2))"])
+def test_packed_sequences_of_layers_with_chunks_are_what_each_is_alone(mask, given, dropout):
+    model, x = decoder_of("llama4_text"), words()
+    use_sparse_flash(model, mask)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
+    model.train(bool(dropout))
+    bounds = [[0, 11, 12, TOKENS], [0, 9, TOKENS]]
+    places = [(row, slice(a, b)) for row, edges in enumerate(bounds) for a, b in pairwise(edges)]
+    positions = torch.cat([torch.arange(place.stop - place.start) for _, place in places]).view(2, -1)
+    ends = torch.tensor([0, *(row * TOKENS + place.stop for row, place in places)], dtype=torch.int32)
+    options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if given != "position_ids" else {}
+    logits = model(x, position_ids=positions, use_cache=False, **options).logits
+    for row, place in places:
+        close(logits[row, place], model(x[row : row + 1, place], use_cache=False).logits[0])
+
+
+@torch.no_grad()
+def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts():
+    model, x = decoder_of("llama4_text"), words()
+    positions = torch.cat([torch.arange(3, 13), torch.arange(TOKENS - 10)])[None]  # the first goes on from another pack
+    ours = use_sparse_flash(model, "own")(x, position_ids=positions, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    close(ours, model(x, position_ids=positions, use_cache=False).logits)
 
 
 @torch.no_grad()

@@ -244,6 +244,15 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("asked, said", [(["--task", "listops"], "{'name': 'listops'}"), (["--size", "64"], "{'size': 64}")])
+def test_examples_of_another_task_than_was_asked_for_are_refused(asked, said, tmp_path):
+    made = ["--size", 32, "--dashes", 3, "--train", 4, "--held-out", 2, "--workers", 1, "--data", tmp_path / "made"]
+    invoke("prepare", *made)
+    refused = invoke("train", *asked, "--data", tmp_path / "made", "--steps", 1, "--out", tmp_path / "run", code=2)
+    assert "holds examples of {'name': 'pathfinder', 'size': 32, 'dashes': 3}; asked for " + said in " ".join(refused.split())
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_input_that_cannot_work_is_one_sentence(case):
     given, message = BAD[case]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 from functools import partial
 from unittest.mock import patch
@@ -338,7 +339,8 @@ def copied() -> bool:
     layers = torch.nn.ModuleList([sf.SparseAttention(16, 2, plan) for plan in plans])
     layers.plans = plans
     copies = copy.deepcopy(layers)
-    return copies.plans is plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
+    of_plans = copies.plans is plans and copy.copy(plans[0]) is plans[0]
+    return of_plans and all(one.mask is plan for one, plan in zip(copies, plans, strict=True))
 
 
 def compiled(plans: int, in_nodes: bool = False, **options) -> tuple[float, int]:
@@ -466,6 +468,9 @@ def refused_calls() -> dict[str, str]:
         "tokens": lambda: plan.attention(q[:, :, 1:], k, v),
         "heads": lambda: plan.attention(k, k, v),
         "shard": lambda: plan.shard(q, 2),
+        "list": lambda: plan.shard([0] * 1000, 0),
+        "pickled": lambda: torch.save(layer, io.BytesIO()),
+        "as a mask": lambda: sf.attention(q, k, v, plan),
         "unshard": lambda: plan.unshard(q[:, :, 1:], 2),
         "ranks": lambda: plan.explain(ranks=0),
         "nodes": lambda: plan.explain(ranks=8, ranks_of_node=3),
@@ -552,6 +557,10 @@ def refused_documents() -> dict[str, str]:
                 said[name] = repr(pending.result())
             except ValueError as error:
                 said[name] = str(error)
+    try:
+        planner.submit([0, 1000])
+    except RuntimeError as error:
+        said["closed"] = str(error)
     for name, mask, tokens in (("table", sf.compile_mask("causal", 1000), 1000), ("no mask", [], 1000), ("length", "causal", 0)):
         try:
             sf.ContextParallel(mesh(), mask, tokens)

@@ -272,6 +272,7 @@ def test_an_error_of_one_rank_is_an_error_on_every_rank(pools):
         ({"kv_heads": 2}, "says nothing without heads="),
         ({"heads": 0}, "heads must be a positive integer; got 0"),
         ({"link_rate": 0}, "link_rate must be a positive number"),
+        ({"link_rate": "fast"}, "link_rate must be a positive number of bytes per second, or two"),
         ({"link_rate": (1e9, 0)}, "or two, between nodes and within; got (1000000000.0, 0)"),
         ({"strategy": "nodes", "heads": 2}, "needs a mesh of two dimensions, nodes and the ranks of each"),
         ({"mask": []}, "mask must name at least one mask"),
@@ -301,6 +302,9 @@ def test_calls_that_do_not_fit_a_plan_are_refused_by_name(pools):
         assert "4 query and 2 key heads; got 2 and 2" in said["heads"]
         assert "must hold the 1000 tokens of the whole sequence" in said["shard"]
         assert "must hold the 512 tokens of this rank" in said["unshard"]
+        assert said["list"] == "x must be a tensor of all 1000 tokens; got list"
+        assert "cannot be pickled" in said["pickled"] and "save a state_dict" in said["pickled"]
+        assert said["as a mask"] == "a ContextPlan is no mask: it attends itself; call plan.attention(q, k, v) on every rank"
         assert "x must hold the 512 tokens of this rank; got 9" in said["layer"]
         assert "takes no cache" in said["cache"]
         assert said["ranks"] == "ranks must be at least 1; got 0"
@@ -323,4 +327,5 @@ def test_documents_that_are_wrong_or_differ_are_an_error_on_every_rank_and_the_n
     assert "this is rank 0" in first["right"] and "this is rank 1" in second["right"]
     assert "must be a Pattern or its spec text, to join with documents; got BlockMask" in first["table"]
     assert "must name at least one mask" in first["no mask"]
+    assert "this planner is closed" in first["closed"] == second["closed"]
     assert "q_len must be a positive integer number of tokens; got 0" in first["length"]

@@ -171,7 +171,8 @@ BAD = {
     "pairs": (["dense", "--steps", "1", "--pairs", "1000"], "keys must be at least pairs"),
     "window": (["window", "--steps", "1", "--window", "0"], "window"),
     "block": (["chosen", "--steps", "1", "--block", "24"], "block"),
-    "questions": (["dense", "--steps", "1", "--questions", "0"], "questions must be at least 1; got 0"),
+    "questions": (["dense", "--steps", "1", "--questions", "0"], "'--questions'"),
+    "layers": (["arms", "--layers", "0"], "'--layers'"),
     "tuning seed": (
         ["dense", "--steps", "1", "--seed", "1000", "--learning-rate", "1", "--learning-rate", "2"],
         "--tuning-seed must not be a seed that is reported; got 1000; pass another",
@@ -183,7 +184,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp_path):
     given, message = BAD[case]
-    own = [] if given[0] == "plot" else ["train", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path / "out")]
+    own = [] if given[0] in ("plot", "arms") else ["train", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*own, *given])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output

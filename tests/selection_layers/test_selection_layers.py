@@ -163,6 +163,7 @@ def test_the_command_trains_all_layers_and_prints_their_answers_side_by_side(mon
     "given, message",
     [
         (["dsa"], "layer must be one of dense, window, moba, nsa, msa; got 'dsa'"),
+        (["--questions", "0"], "'--questions'"),
         (["--keep", "0"], "keep must be at least 1, a query's own block; got 0"),
         (["--preset", "1M"], "preset must be one of tiny, 64K; got '1M'"),
     ],

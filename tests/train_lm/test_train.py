@@ -19,7 +19,7 @@ import torch
 from tiny_lm import ON_CPU, SETTINGS, SHAPE
 from typer.testing import CliRunner
 
-from examples.train_lm import checkpoint, memory
+from examples.train_lm import checkpoint, data, memory
 from examples.train_lm.cli import app
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, loaded, losses
@@ -282,6 +282,12 @@ BAD = {
     "context": (["--context", "2"], "must divide the 1 that torchrun started; got 2"),
     "no text": (["--text", "/nowhere"], "must be a folder of text"),
     "dense every": (["--mask", "causal", "--mask", "causal", "--dense-every", "4"], "--mask causal"),
+    "no save": (["--save-every", "0"], "'--save-every'"),
+    "no evaluation": (["--evaluate-every", "0"], "'--evaluate-every'"),
+    "no windows": (["--windows", "0"], "'--windows'"),
+    "negative numbers": (["--warmup", "-5"], "'--warmup'"),
+    "all held out": (["--text", str(ROOT / "docs"), "--held-out", "1.5"], "more than 0 and less than 1; got 1.5"),
+    "little text": (["--text", str(ROOT / "docs"), "--most-bytes", "10"], "an eighth of --most-bytes, 10; pass more"),
 }
 
 
@@ -294,6 +300,54 @@ def test_input_that_cannot_work_is_one_sentence_before_training_starts(case, tmp
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "device, said",
+    [
+        ("gpu", "--device must be cpu, cuda, cuda:1, ... or auto; got 'gpu'"),
+        ("meta", "--device must be cpu, cuda"),
+        ("cpu:first", "--device cpu:first is not there"),
+        ("cuda", "--device cuda needs a GPU, and PyTorch sees none; pass --device cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_sentence(device, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["train", "--steps", "2", "--device", device, "--out", str(tmp_path / "run")])
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_a_held_out_text_that_is_too_short_is_said_before_the_first_step(run):
+    one = run(length=512, step_tokens=512, micro_tokens=512, chunk=512)
+    with pytest.raises(ValueError, match="the held-out text has 450 tokens, fewer than one sequence of 512"):
+        one.train()
+    assert one.progress.step == 0
+    with pytest.raises(ValueError, match="fewer than one sequence of 512"):
+        run("longer", chunk=512, step_tokens=512, micro_tokens=512, extend_to=512, extend_at=3).train()
+
+
+def test_both_masks_are_checked_before_one_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "prepare", lambda *_: pytest.fail("read text"))
+    result = CliRunner().invoke(app, ["compare", "--mask", "full", "--out", str(tmp_path), "--device", "cpu"])
+    assert result.exit_code == 2 and "lets tokens see later ones" in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "RUN", "--windows", "0"],
+        ["evaluate", "RUN", "--length", "0"],
+        ["picks", "RUN", "--length", "-37"],
+        ["generate", "RUN", "--count", "-1"],
+        ["generate", "RUN", "--temperature", "-1"],
+        ["cost", "--steps", "0"],
+        ["cost", "--length", "0"],
+        ["hf-train", "--batch", "0"],
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_their_option(command):
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2 and command[-2] in result.output and isinstance(result.exception, SystemExit)
 
 
 @pytest.mark.parametrize(
@@ -419,11 +473,30 @@ def test_measured_costs_are_printed_written_and_drawn(tmp_path):
     ]
     assert all(cost["tokens_per_second"] == pytest.approx(256 / cost["seconds"]) for cost in found["costs"])
     assert result.output.count("tokens/s") == 4
-    for cost in found["costs"]:
-        cost["compiled"] = True
-    (tmp_path / "costs.json").write_text(json.dumps(found))
+    assert "GiB" not in result.output and {cost["gib"] for cost in found["costs"]} == {None}  # not measured on a CPU
     drawn = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "costs.json"), "--target", str(tmp_path / "costs.png")])
     assert drawn.exit_code == 0 and (tmp_path / "costs.png").stat().st_size > 5000
+
+
+def test_costs_are_of_any_length_of_which_a_step_is_whole_sequences(tmp_path):
+    given = ["cost", "--preset", "tiny", "--no-compile", "--steps", "1", "--device", "cpu", "--mask", "causal"]
+    out = tmp_path / "new" / "costs.json"
+    done = CliRunner().invoke(
+        app, [*given, "--length", "96", "--step-tokens", "576", "--most-micro-tokens", "400", "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(out.read_text())["costs"]
+    assert (found["length"], found["micro_tokens"]) == (96, 288)
+    uneven = [*given, "--length", "96", "--length", "100", "--step-tokens", "576"]
+    refused = CliRunner().invoke(app, uneven)
+    assert refused.exit_code == 2 and "whole sequences of 100; got 576; pass --step-tokens 500" in refused.output
+    assert "tokens/s" not in refused.output  # before any is measured
+
+
+def test_files_of_other_programs_are_no_costs(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    done = CliRunner().invoke(app, ["plot-costs", str(tmp_path / "other.json")])
+    assert done.exit_code == 2 and "other.json is no file that cost --out wrote: KeyError: 'costs'" in done.output
 
 
 def launched(ranks: int, *arguments: object, expected: int = 0) -> str:

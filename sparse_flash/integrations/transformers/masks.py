@@ -134,18 +134,22 @@ class ModelMask(FlexBlockMask):
             assert_in_graph(_sees_previous(self.arguments).all(), f"position_ids are of packed sequences; {_PACKED}")
 
     def separated(self, mask) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
-        """(this mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. A mask that
-        depends on positions goes to the limits, where they count from the start of each sequence."""
+        """(this mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. Where a mask
+        or a limit depends on positions, they count from the start of each sequence."""
         one = copy(self)
         one._made, one.sequences = {}, None
         restarts = depends_on_position(mask) and not isinstance(mask, BlockMask)
+        moving = [limit for limit in self.limits if len(limit) == 1 and depends_on_position(limit[0])]
+        inner = [*([mask] if restarts else []), *(limit[0] for limit in moving)]
         limits: list[Pattern | str] = []
         for row in self.sequences.tolist():
             starts = [0, *(k for k in range(1, len(row)) if row[k] != row[k - 1])]
             apart = f"documents({[*starts, len(row)]})"
-            own = _Restarted(parse(mask) if isinstance(mask, str) else mask, tuple(starts)) if restarts else None
+            patterns = [parse(part) if isinstance(part, str) else part for part in inner]
+            own = _Restarted(And.of(*patterns), tuple(starts)) if patterns else None
             limits.append(apart if own is None else And.of(parse(apart), own))
-        one.limits = (*self.limits, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
+        staying = tuple(limit for limit in self.limits if limit not in moving)
+        one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
 
     def joined(self, mask, device: torch.device) -> Pattern | str | BlockMask | None:
@@ -321,6 +325,12 @@ def _said(arguments) -> tuple[str, str | None]:
     return base, f"local({size + 1 if bidirectional else size})"
 
 
+def _count_from_starts(positions: torch.Tensor) -> bool:
+    """Whether positions, (batch, tokens), begin at 0, and again with each packed sequence: wherever they do not go on by one."""
+    first = torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), positions.diff() != 1], 1)
+    return bool((positions[first] == 0).all())
+
+
 class _Reading:
     """The parts of a mask function."""
 
@@ -354,10 +364,12 @@ class _Reading:
             numbers = held["packed_sequence_mask"]
             self.sequences = None if bool((numbers == numbers[:, :1]).all()) else numbers
         elif name == "remap_positions_for_packed_sequence":
-            # The distance of two tokens of one sequence does not change; another restriction separates sequences.
+            # The distance of two tokens of one sequence does not change; another restriction separates sequences. What depends on
+            # positions counts from the start of each, as long as these positions do.
             before = len(self.limits)
             self.function(held["mask_function"])
-            self.unknown |= any(not str(limit[0]).startswith("local") for limit in self.limits[before:])
+            if any(len(limit) > 1 or depends_on_position(limit[0]) for limit in self.limits[before:]):
+                self.unknown |= not _count_from_starts(held["position_ids"])
         else:
             self.unknown = True
 
