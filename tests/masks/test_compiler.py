@@ -509,3 +509,6 @@ def test_block_runs_are_three_valued_logic_on_states(first, seed):
             rows, cols = (np.concatenate([p[k] for p in pieces]) for k in range(2))
             assert list(zip(rows, cols, strict=True)) == list(zip(*np.nonzero(expected == state), strict=True))
             assert all(len(p[0]) <= 3 for p in pieces)
+    below, expected = runs(a).below(), np.vstack([0 * a[:1], a[:-1]])
+    np.testing.assert_array_equal(states_of_runs(below), expected)
+    assert all(below.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))
