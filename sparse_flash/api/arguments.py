@@ -111,7 +111,7 @@ def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction
     """Whether ``checked_variant`` has nothing to do for these, not even to raise an error."""
     no_dropout = isinstance(dropout_p, float) and dropout_p == 0.0
     no_params = isinstance(score_params, tuple) and not score_params
-    return no_dropout and no_params and softcap is score_mod is None
+    return no_dropout and no_params and softcap is None and score_mod is None
 
 
 def _check_of_empty_call(mask: BlockMask | Pattern | str | None, scale: float | None, head_dim: int) -> None:
