@@ -62,25 +62,14 @@ def checked(
     check_deterministic(deterministic)
     backends.check_name(backend)
     q, k, v = autocast(q, k, v)
+    mask = _of_this_library(mask)
     is_empty = 0 in q.shape or 0 in k.shape
-    if not (mask is None or isinstance(mask, (BlockMask, Pattern, str))):
-        if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
-            raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
-        mask = of_another_library(mask)
-    variant = None
-    has_variant = (
-        not (isinstance(dropout_p, float) and dropout_p == 0.0)
-        or softcap is not None
-        or not isinstance(score_params, tuple)
-        or score_params
-        or score_mod is not None
-        or not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
-    )
-    table: BlockMask | str | None
-    table, pattern = (mask, None) if mask is None or isinstance(mask, BlockMask) else (None, mask)
-    if has_variant or sinks is not None or pattern is not None or is_empty:  # the code below reads their shapes
+    has_lengths_or_bias = not (kv_lens is q_lens is kv_starts is q_starts is alibi_slopes is rel_bias is None)
+    is_plain = not has_lengths_or_bias and _is_plain(dropout_p, softcap, score_mod, score_params)
+    if not is_plain or sinks is not None or is_empty or isinstance(mask, (Pattern, str)):  # the code below reads their shapes
         check_tensors(q, k, v, may_be_empty=is_empty)
-    if has_variant:
+    variant = None
+    if not is_plain:
         variant = checked_variant(
             q,
             k,
@@ -98,29 +87,61 @@ def checked(
     if sinks is not None:
         check_sinks(sinks, q)
     if is_empty:
-        checked_scale(scale, q.shape[3])
-        if isinstance(pattern, str):
-            text_of(pattern)  # raises SpecError for text that cannot be read
+        _check_of_empty_call(mask, scale, q.shape[3])
         return AttentionCall(q, k, v, mask, None, None, False, backend, variant, sinks, return_lse, operators.NOTHING, None)
-    if pattern is not None:
-        table = _table_or_text(pattern, q.shape[2], k.shape[2], q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    on_device = table.walked(q.is_cuda) if isinstance(table, BlockMask) else None
-    key = selected = fits = None
-    if variant is None and not isinstance(table, str) and not torch.compiler.is_compiling():
-        if table is not None:
-            fits = table.fits, on_device is None or on_device.block_size
-        shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        key = (*shapes, fits, deterministic, backend)
-        selected = _selected.get(key)
+    table = _table_or_text(mask, q.shape[2], k.shape[2], q.device) if isinstance(mask, (Pattern, str)) else mask
+    walked = table.walked(q.is_cuda) if isinstance(table, BlockMask) else table
+    key = None if variant is not None else _key(q, k, v, table, walked, deterministic, backend)
+    selected = None if key is None else _selected.get(key)
     if selected is None:
         check_tensors(q, k, v)
         if isinstance(table, BlockMask):
             check_mask(table, q, k)
     scale = checked_scale(scale, q.shape[3])
-    walked = table if isinstance(table, str) else on_device
     return AttentionCall(q, k, v, mask, walked, scale, deterministic, backend, variant, sinks, return_lse, selected, key)
+
+
+def _of_this_library(mask: BlockMask | Pattern | str | None) -> BlockMask | Pattern | str | None:
+    """The mask; or the BlockMask that a mask of another library is read as, once. Raises TypeError for anything else."""
+    if mask is None or isinstance(mask, (BlockMask, Pattern, str)):
+        return mask
+    if not torch.compiler.is_compiling() and isinstance(mask, SharedSequence):
+        raise TypeError(f"a {type(mask).__name__} is no mask: it attends itself; call plan.attention(q, k, v) on every rank")
+    return of_another_library(mask)
+
+
+def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction | None, score_params: object) -> bool:
+    """Whether ``checked_variant`` has nothing to do for these, not even to raise an error."""
+    no_dropout = isinstance(dropout_p, float) and dropout_p == 0.0
+    no_params = isinstance(score_params, tuple) and not score_params
+    return no_dropout and no_params and softcap is None and score_mod is None
+
+
+def _check_of_empty_call(mask: BlockMask | Pattern | str | None, scale: float | None, head_dim: int) -> None:
+    """Raises what other calls raise for a wrong scale or for text that cannot be read."""
+    checked_scale(scale, head_dim)
+    if isinstance(mask, str):
+        text_of(mask)
+
+
+def _key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: BlockMask | str | None,
+    walked: BlockMask | str | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[object, ...] | None:
+    """Everything that the checks of a plain call and the choice of its back end depend on; None if the call is not remembered."""
+    if isinstance(table, str) or torch.compiler.is_compiling():
+        return None
+    fits = None
+    if table is not None:
+        fits = table.fits, not isinstance(walked, BlockMask) or walked.block_size
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, fits, deterministic, backend
 
 
 def select_backend(call: AttentionCall) -> str:

@@ -234,60 +234,69 @@ def explain(
     more memory on Hopper. Raises ValueError for a mask that differs over batch or heads.
     """
     mask, pattern = subject(mask, q_len, kv_len, block_size, DEFAULT_LEN)
-    if isinstance(mask, BlockMask) and mask.masks != 1:
-        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
     kv_heads = heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    check_counts(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
-    if heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
+    _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
         return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
-    grid, flops = mask.grid, 2 * batch * heads * (head_dim + v_head_dim)
-    rows, cols, kind, tile = mask.entries()
-    per_row, per_col = np.bincount(rows, minlength=grid.q_blocks), np.bincount(cols, minlength=grid.kv_blocks)
-    kept = int(mask.kept_pairs()[0])
-    area = grid.heights(rows) * grid.widths(cols)
-    full = int((mask.entry_pairs == area).sum())
-    causal_pairs = _causal_pairs(grid.q_len, grid.kv_len)
+    grid, (rows, cols, kind, tile) = mask.grid, mask.entries()
+    blocks, visited = grid.q_blocks * grid.kv_blocks, grid.heights(rows) * grid.widths(cols)
+    full, kept = int((mask.entry_pairs == visited).sum()), int(mask.kept_pairs()[0])
     causal = _is_causal(mask, rows, cols, kind, tile)
-    rival_blocks = int(_causal_blocks(grid)) if causal else grid.q_blocks * grid.kv_blocks
+    causal_pairs = _causal_pairs(grid.q_len, grid.kv_len) if causal else 0
     empty_queries, empty_keys = _empty_tokens(mask, rows, cols, kind, tile)
-    shared = "" if kv_heads == heads else f" on {kv_heads} of keys and values"
-    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}, v of {v_head_dim}"
-    lengths = f"{grid.q_len:,} queries x {grid.kv_len:,} keys in blocks of {grid.block_size}"
+    sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
+    flops = 2 * batch * heads * (head_dim + v_head_dim)  # of a pair
     return Explanation(
         pattern=pattern,
-        call=f"{lengths}; batch {batch}, {heads} heads{shared} of {dims}, {str(dtype).removeprefix('torch.')}",
+        call=_in_words(grid, dtype, batch, heads, kv_heads, head_dim, v_head_dim),
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
         heads=heads,
         head_dim=head_dim,
-        blocks=grid.q_blocks * grid.kv_blocks,
+        blocks=blocks,
         kept_blocks=len(rows),
         partial_blocks=len(rows) - full,
         kept_pairs=kept,
         density=mask.density,
-        causal_density=kept / causal_pairs if causal and causal_pairs else None,
+        causal_density=kept / causal_pairs if causal_pairs else None,
         block_density=mask.block_density,
         table_bytes=mask.nbytes,
-        rows=Load.of(per_row),
-        columns=Load.of(per_col),
+        rows=Load.of(np.bincount(rows, minlength=grid.q_blocks)),
+        columns=Load.of(np.bincount(cols, minlength=grid.kv_blocks)),
         empty_queries=empty_queries,
         empty_keys=empty_keys,
         reach=reachability(mask) if grid.q_len == grid.kv_len else None,
         causal=causal,
         flops=flops * kept,
-        visited_flops=flops * int(area.sum()),
+        visited_flops=flops * int(visited.sum()),
         dense_flops=flops * grid.q_len * grid.kv_len,
-        bytes_moved=_bytes(mask, len(rows), batch * heads, head_dim + v_head_dim, dtype.itemsize),
-        dense_bytes_moved=_bytes(mask, grid.q_blocks * grid.kv_blocks, batch * heads, head_dim + v_head_dim, dtype.itemsize),
-        rival_blocks=rival_blocks,
+        bytes_moved=_bytes(mask, len(rows), *sizes),
+        dense_bytes_moved=_bytes(mask, blocks, *sizes),
+        rival_blocks=_causal_blocks(grid) if causal else blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
     )
+
+
+def _check_call(
+    mask: BlockMask | BlockSelection, dtype: object, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int
+) -> None:
+    """Raises ValueError or TypeError for arguments of ``explain`` that no call has."""
+    if isinstance(mask, BlockMask) and mask.masks != 1:
+        raise ValueError(f"explain looks at one mask; got {mask.masks}; explain them one by one, as mask.select(head)")
+    check_counts(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {dtype!r}")
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}")
+
+
+def _in_words(grid: BlockGrid, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, head_dim: int, v_head_dim: int) -> str:
+    shared = "" if kv_heads == heads else f" on {kv_heads} of keys and values"
+    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}, v of {v_head_dim}"
+    lengths = f"{grid.q_len:,} queries x {grid.kv_len:,} keys in blocks of {grid.block_size}"
+    return f"{lengths}; batch {batch}, {heads} heads{shared} of {dims}, {str(dtype).removeprefix('torch.')}"
 
 
 def memory(

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_flash as sf
-from sparse_flash.masks import block_mask, compiler, rules, table, tiles
+from sparse_flash.masks import block_mask, build, compiler, rules, table, tiles
 from sparse_flash.masks.grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 
 MILLION = 1 << 20
@@ -411,6 +411,9 @@ def test_runs_of_full_blocks_are_turned_into_those_of_columns(rows, cols, share,
 
 
 def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory():
+    build.check_blocks(2**31 - 1)
+    with pytest.raises(ValueError, match="keeps 2,147,483,648 blocks"):
+        build.check_blocks(2**31)
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"keeps 3,051,718,750 blocks, more than 2\^31 - 1; use a larger block_size"):
         sf.compile_mask("causal", 10_000_000)
@@ -509,3 +512,6 @@ def test_block_runs_are_three_valued_logic_on_states(first, seed):
             rows, cols = (np.concatenate([p[k] for p in pieces]) for k in range(2))
             assert list(zip(rows, cols, strict=True)) == list(zip(*np.nonzero(expected == state), strict=True))
             assert all(len(p[0]) <= 3 for p in pieces)
+    below, expected = runs(a).below(), np.vstack([0 * a[:1], a[:-1]])
+    np.testing.assert_array_equal(states_of_runs(below), expected)
+    assert all(below.count(s) == (expected == s).sum() for s in (EMPTY, PARTIAL, FULL))

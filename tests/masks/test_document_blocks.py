@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from sparse_flash.backends import backend
 from sparse_flash.benchmarks.workload.masks import ragged_documents
 from sparse_flash.masks import document_blocks
 from sparse_flash.masks.document_blocks import BLOCK
+from sparse_flash.masks.single_runs import single_runs
 from sparse_flash.masks.tiles import unpack_runs
 from sparse_flash.masks.walked_tables import DocumentBlocks
 from sparse_flash.packed import gather_rows, in_place
@@ -27,12 +29,46 @@ SPECS = {
     "whole blocks, and one more token": ("causal & documents((0, 128, 256, 385))", 385),
 }
 
+FORMS = (
+    "causal",
+    "local(40)",
+    "window(left=70)",
+    "documents((0, 33, 40, 200, 385))",
+    "prefix(50)",
+    "sinks(20)",
+    "~causal",
+    "strided(2, 16)",
+    "from_blocks('111/110/111', 100)",
+    "from_blocks('011/111/111', 100)",
+)
+
 
 @pytest.fixture
 def at_any_cost(monkeypatch):
     monkeypatch.setattr(document_blocks, "_LEAST_GAIN", 0)
     for limit in ("_LEAST_TOKENS", "_LEAST_MEAN", "_LEAST_RUN"):
         monkeypatch.setattr(in_place, limit, 0)
+
+
+@settings(max_examples=150)
+@given(
+    pattern=st.one_of(st.lists(st.sampled_from(FORMS), min_size=1, max_size=3).map("&".join), st.sampled_from(FORMS)),
+    lengths=strategies.lengths,
+    block_size=st.sampled_from([16, 64]),
+)
+def test_single_runs_are_those_of_the_token_rule_or_none_where_a_query_has_several_or_they_do_not_ascend(
+    pattern, lengths, block_size
+):
+    kept = strategies.dense(sf.parse(pattern), *lengths)
+    first, stop = kept.argmax(1), kept.any(1) * (lengths[1] - kept[:, ::-1].argmax(1))
+    keeping = np.flatnonzero(kept.any(1))
+    between = slice(keeping[0], keeping[-1] + 1) if len(keeping) else slice(0)
+    ascend = all((np.diff(bound[between]) >= 0).all() for bound in (first, stop))
+    got = single_runs(sf.compile_mask(pattern, *lengths, block_size))
+    if not ascend or (stop - first != kept.sum(1)).any() or not kept.any(1)[between].all():
+        assert got is None
+    else:
+        np.testing.assert_array_equal(got, (first, stop))
 
 
 def pairs_of(blocks: DocumentBlocks, name: str, tokens: int) -> np.ndarray:

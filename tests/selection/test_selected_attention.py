@@ -333,6 +333,7 @@ def test_values_are_checked_on_the_device_where_asked_and_dropped_where_not():
     [
         ({"dropout_p": 0.1}, ValueError, "a BlockSelection does not take dropout_p; leave it out, or pass a BlockMask"),
         ({"softcap": 3.0, "kv_lens": torch.tensor([3])}, ValueError, "does not take kv_lens and softcap"),
+        ({"deterministic": 1}, TypeError, "deterministic must be True, False or None; got 1"),
         ({"alibi_slopes": torch.ones(4)}, ValueError, "does not take alibi_slopes"),
         ({"kv_lens": np.array([3, 4])}, ValueError, "does not take kv_lens"),
         ({"rel_bias": torch.ones(4, 3)}, ValueError, "does not take rel_bias"),

@@ -157,6 +157,9 @@ def test_the_kernel_picks_for_documents_what_pytorch_picks(kind):
         ({"always": sf.compile_mask("causal", 90)}, TypeError, "always of packed documents must be a Pattern or its spec text"),
         ({"always": "sinks(4)", "block_size": 256}, ValueError, "have up to 128 keys; got block_size=256; leave always out"),
         ({"within": None}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
+        ({"within": "full"}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
+        ({"q_len": 90}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
+        ({"kv_len": 90}, ValueError, "within, q_len and kv_len are of one sequence; leave them out"),
         ({"keep": 0.5}, TypeError, r"keep of a selection must be an int, how many blocks; got 0\.5"),
         ({"cu_seqlens_q": [0, 90]}, TypeError, "cu_seqlens_q must be a tensor on .* got list"),
         (
