@@ -175,8 +175,8 @@ class UnitPattern(Pattern):
         size, unit = kv.shape[1], self._unit()
         if unit == 1:
             return super().token_tiles(q, kv)
-        if size % unit == 0 and not (q[:, 0] % unit).any():
-            # Blocks begin with units, those of keys always do: twice as fast as finding the unit of each token.
+        if size % unit == 0 and not (q[:, 0] % unit).any() and not (kv[:, 0] % unit).any():
+            # Blocks begin with units: twice as fast as finding the unit of each token.
             return super().token_tiles(q[:, ::unit], kv[:, ::unit]).repeat(unit, axis=1).repeat(unit, axis=2)
         (i, row), (j, col) = (_units(position // unit) for position in (q, kv))
         kept = super().token_tiles(i * unit, j * unit)
