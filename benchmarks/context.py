@@ -233,7 +233,7 @@ def joined(kind: str) -> DeviceMesh:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.context")
     parser.add_argument("--out", type=Path, default=Path("runs/context"), help="folder (default %(default)s)")
-    parser.add_argument("--mask", action="append", help="spec text, or a name as in docs/performance/several-gpus.md (default: all)")
+    parser.add_argument("--mask", action="append", help="spec text, or a name of docs/performance/several-gpus.md (all)")
     parser.add_argument("--tokens", type=int, action="append", help=f"(default {', '.join(map(str, TOKENS))})")
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("HEADS", "KV_HEADS"), help="(default 8 8, 32 8)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default %(default)s)")
