@@ -345,6 +345,7 @@ def test_parameters_of_one_meaning_make_equal_patterns_with_equal_text(one, othe
         (lambda: sf.random(0.0), "0 < density <= 1; got 0.0"),
         (lambda: sf.random(float("nan")), "0 < density <= 1"),
         (lambda: sf.random("0.5"), "0 < density <= 1"),
+        (lambda: sf.random(True), "0 < density <= 1; got True"),
         (lambda: sf.random(0.5, seed=-1), "seed must be an integer of at least 0"),
         (lambda: sf.bigbird(density=2), "0 < density <= 1"),
         (lambda: sf.neighborhood((4, 4), 5), r"none larger than the axis; got \(5, 5\)"),
