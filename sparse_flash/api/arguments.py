@@ -115,7 +115,7 @@ def _of_this_library(mask: BlockMask | Pattern | str | None) -> BlockMask | Patt
 def _is_plain(dropout_p: object, softcap: float | None, score_mod: ScoreFunction | None, score_params: object) -> bool:
     """Whether ``checked_variant`` has nothing to do for these, not even to raise an error."""
     no_dropout = isinstance(dropout_p, float) and dropout_p == 0.0
-    no_params = isinstance(score_params, tuple) and not score_params
+    no_params = isinstance(score_params, tuple) and len(score_params) == 0  # Dynamo traces no "not" of a tuple
     return no_dropout and no_params and softcap is None and score_mod is None
 
 
