@@ -282,6 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
     if dist.get_rank() == 0:
         Console(width=200 if not sys.stdout.isatty() else None).print(shown)
         print(options.out)
+    # Gloo's threads drop what they exchanged a little later, which ends a process that is already exiting.
+    dist.barrier()
     dist.destroy_process_group()
     return 0
 
