@@ -12,7 +12,7 @@ from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
 from ..packed.picks import PackedSelection
 from ..packed.repack import Axis, pack
-from .arguments import autocast, check_packed, check_types, documents_of
+from .arguments import autocast, check_packed, check_types, checked_documents, documents_of
 from .attention import attention
 from .keywords import shown_without_foreign, unexpected
 
@@ -124,10 +124,11 @@ def _check_selection(
     longest_k: int | None,
 ) -> None:
     """Raises ValueError where a selection was not made for these documents, TypeError for wrong types."""
-    for name, longest in (("q", longest_q), ("k", longest_k)):
-        side = documents_of(name, q, cu_seqlens_q, longest)
-        if longest is not None and side.longest != selection.longest:
-            raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {side.longest}; leave it out")
+    given_lengths = {"q": longest_q} if longest_k is None else {"q": longest_q, "k": longest_k}
+    for name, given in given_lengths.items():
+        longest = checked_documents(name, q, cu_seqlens_q, given)
+        if given is not None and longest != selection.longest:
+            raise ValueError(f"max_seqlen_{name} must be the selection's, {selection.longest}; got {longest}; leave it out")
     ours, same = selection.cu_seqlens, cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if not same or len(k) != len(q):
         raise ValueError(

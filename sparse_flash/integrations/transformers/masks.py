@@ -141,13 +141,12 @@ class ModelMask(FlexBlockMask):
         restarts = depends_on_position(mask) and not isinstance(mask, BlockMask)
         moving = [limit for limit in self.limits if len(limit) == 1 and depends_on_position(limit[0])]
         inner = [*([mask] if restarts else []), *(limit[0] for limit in moving)]
+        own = And.of(*(parse(part) if isinstance(part, str) else part for part in inner)) if inner else None
         limits: list[Pattern | str] = []
         for row in self.sequences.tolist():
             starts = [0, *(k for k in range(1, len(row)) if row[k] != row[k - 1])]
             apart = f"documents({[*starts, len(row)]})"
-            patterns = [parse(part) if isinstance(part, str) else part for part in inner]
-            own = _Restarted(And.of(*patterns), tuple(starts)) if patterns else None
-            limits.append(apart if own is None else And.of(parse(apart), own))
+            limits.append(apart if own is None else And.of(parse(apart), _Restarted(own, tuple(starts))))
         staying = tuple(limit for limit in self.limits if limit not in moving)
         one.limits = (*staying, tuple(limits) if len(set(limits)) > 1 else (limits[0],))
         return one, None if restarts else mask
