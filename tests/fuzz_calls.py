@@ -220,8 +220,8 @@ def failure(call: DrawnCall) -> str | None:
     except AssertionError as error:
         return str(error)
     # Shifted scores: the rounding of a row's weights moves its whole gradient one way, so a few rows decide the largest error.
-    # PyTorch's error then says less about ours (of some 100 such calls two were at 1.1 and 1.2 times what would be allowed), and with few
-    # rows little.
+    # PyTorch's error then says less about ours (of some 100 such calls two were at 1.1 and 1.2 times what would be allowed), and
+    # with few rows little.
     few = min(dout.shape[:3].numel(), k.shape[:3].numel()) < 64
     slack = (4 if few else 1.5) if call.score_shift else 1
     wrong = {name: both for name, both in errors.items() if not both[0] <= both[1] * slack}
