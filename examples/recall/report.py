@@ -16,6 +16,7 @@ from .task import Task
 
 _OWN = ("arm", "seed", "learning_rate", "compiled", "steps", "seconds")  # what may differ between results of one picture
 _MARKERS = "osv^D<>P"
+_SHARE = 200  # a distance is drawn if it has a 200th of the questions of the distance that has the most
 _APART = 1.04  # arms are drawn side by side, as several answer the same: so far from each other, as a ratio of distances
 Found = dict[str, dict[str, list[dict]]]  # results by budget, and by arm
 
@@ -46,12 +47,14 @@ def read(paths: list[Path]) -> Found:
 
 def plot(found: Found, target: Path) -> Path:
     """Right answers against distance, a panel for each budget: for each arm the mean of its seeds, and a thin line for each, since
-    a seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing."""
+    a seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing. Distances
+    that hardly any question has are left out."""
     figure, panels = plt.subplots(1, len(found), figsize=(2 + 7 * len(found), 5), layout="constrained", sharey=True, squeeze=False)
     arms = list(dict.fromkeys(arm for of_budget in found.values() for arm in of_budget))
     for axis, (title, of_budget) in zip(panels[0], found.items(), strict=True):
         for arm, results in of_budget.items():
-            octaves = [row["first"] for row in results[0]["by_distance"]]
+            fewest = max(row["questions"] for row in results[0]["by_distance"]) / _SHARE
+            octaves = [row["first"] for row in results[0]["by_distance"] if row["questions"] >= fewest]
             number, color = arms.index(arm), f"C{arms.index(arm)}"
             at = [1.5 * first * _APART ** (number - len(arms) / 2) for first in octaves]
             right = [[row["right"] for row in by_octave(results, first)] for first in octaves]

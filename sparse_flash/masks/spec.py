@@ -77,11 +77,11 @@ def write_call(name: str, positional: list[Any], keyword: dict[str, Any]) -> str
 def write_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(write_value, value))}{',' if len(value) == 1 else ''})"
-    if value is None or isinstance(value, bool):
+    if value is None or type(value) in (bool, int, float, str):
         return repr(value)
-    for kind in (int, float, str):
+    for kind in (int, float, str):  # subclasses write themselves otherwise, such as numpy.float64(0.5) or a member of an enum
         if isinstance(value, kind):
-            return kind.__repr__(value)  # not that of a subclass, such as numpy.float64(0.5) or a member of an enum
+            return kind.__repr__(value)  # torch.compile of 2.11 cannot trace this, so other values do not come here
     raise ValueError(
         f"a {type(value).__name__} has no spec text; use integers, floats, strings, booleans and tuples as the fields of a pattern"
     )
