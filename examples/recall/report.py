@@ -47,8 +47,8 @@ def read(paths: list[Path]) -> Found:
 
 def plot(found: Found, target: Path) -> Path:
     """Right answers against distance, a panel for each budget: for each arm the mean of its seeds, and a thin line for each, since
-    a seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing. Distances
-    that hardly any question has are left out."""
+    a seed learns to match keys or does not. Dotted: the share of questions whose answer is within reach. Dashed: guessing.
+    Distances that hardly any question has are left out."""
     figure, panels = plt.subplots(1, len(found), figsize=(2 + 7 * len(found), 5), layout="constrained", sharey=True, squeeze=False)
     arms = list(dict.fromkeys(arm for of_budget in found.values() for arm in of_budget))
     for axis, (title, of_budget) in zip(panels[0], found.items(), strict=True):

@@ -14,7 +14,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
-from ..masks.cache import compiled_once, is_recorded, of_another_library
+from ..masks.cache import check_traceable, compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
@@ -26,7 +26,6 @@ DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
 
 # The back end chosen for each call checked so far, keyed by everything that checks and choice depend on. At _MOST_SELECTED entries
 # all are dropped. Entries never go stale: what back ends support on a device does not change while a process runs.
@@ -166,10 +165,8 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     """The pattern's table for these lengths; where the operator is visible, the pattern's spec text if it has one."""
     if not operators.is_seen():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
-    if _TAKES_TEXT_ALONE and torch.compiler.is_compiling() and isinstance(pattern, Pattern):
-        raise TypeError(
-            f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
-        )
+    if torch.compiler.is_compiling():
+        check_traceable(pattern)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
     return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text

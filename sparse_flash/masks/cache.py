@@ -27,6 +27,8 @@ cleared_by(_of_flex.clear)
 # Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
 _captured: dict[int, object] = {}
 
+_TAKES_TEXT_ALONE = torch.__version__ < "2.13"  # a TorchVersion, which compares versions as numbers
+
 
 @singledispatch
 def as_block_mask(mask: object, **lengths: Any) -> BlockMask:
@@ -92,6 +94,14 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
         _captured[id(tables)] = tables
 
 
+def check_traceable(pattern: Pattern | str) -> None:
+    """Raises a TypeError, which ends a graph, for what torch.compile before PyTorch 2.13 cannot hand over as a constant."""
+    if _TAKES_TEXT_ALONE and isinstance(pattern, Pattern):
+        raise TypeError(
+            f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
+        )
+
+
 def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
     """``as_block_mask`` of a pattern or its spec text, cached. Within torch.compile it is a constant of the compiled graph; under a
     FakeTensorMode it consists of fake tensors."""
@@ -99,6 +109,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
         return as_operations_take_it(mask)
+    check_traceable(pattern)
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)
