@@ -10,6 +10,7 @@ python -m examples.equal_time report runs/equal_time/*.json
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -210,17 +211,26 @@ def report(
                 f"{row['loss']:.4f}{spread}",
                 f"{row['tokens_per_second'] / 1000:,.0f}K ({row['throughput_ratio']:.2f}x)",
                 f"{row['epochs']:.2f}",
-                f"{row['tokens_to_loss_ratio']:.2f}x",
-                f"{row['time_to_loss_ratio']:.2f}x",
+                _ratio(row["tokens_to_loss_ratio"]),
+                _ratio(row["time_to_loss_ratio"]),
                 f"{row['last_quarter']:.1%}",
             )
             gains.add_row(row["arm"], *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")))
         console.print(training, gains)
         console.print(f"picture {results.plot(found, picture)}", soft_wrap=True, markup=False)
         if summary:
-            _write(
-                summary, {"base": base, "rows": [{k: asdict(v) if k.startswith("gain") else v for k, v in r.items()} for r in rows]}
-            )
+            _write(summary, {"base": base, "rows": [{k: _for_json(v) for k, v in row.items()} for row in rows]})
+
+
+def _for_json(value: object) -> object:
+    """What JSON has: null where a number is infinite."""
+    if isinstance(value, results.Difference):
+        return asdict(value)
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if math.isfinite(ratio) else "never"
 
 
 def _table(title: str, headings: str) -> Table:

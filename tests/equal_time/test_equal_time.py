@@ -270,6 +270,21 @@ def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypa
     assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
 
 
+def test_a_loss_that_an_arm_never_has_is_said_and_is_null_in_the_summary(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "width", 220)
+    summary, low = tmp_path / "summary.json", json.loads(files[0].read_text())
+    name = low["arm"]
+    low["curve"][-1]["nats"] = 0.001
+    for found in low["evaluations"].values():
+        found["nats"] = (np.array(found["nats"]) * 0.001).tolist()
+    (tmp_path / "low.json").write_text(json.dumps(low))
+    options = ["--base", name, "--picture", str(tmp_path / "picture.png"), "--summary", str(summary)]
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "low.json"), *map(str, files[1:]), *options])
+    assert done.exit_code == 0, done.output
+    assert "never" in done.output and "infx" not in done.output and "Infinity" not in summary.read_text()
+    assert {row["time_to_loss_ratio"] for row in json.loads(summary.read_text())["rows"] if row["arm"] != name} == {None}
+
+
 def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch):
     ran = []
 

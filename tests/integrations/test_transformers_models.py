@@ -192,7 +192,7 @@ def test_packed_sequences_of_layers_with_chunks_are_what_each_is_alone(mask, giv
 
 @torch.no_grad()
 @pytest.mark.skipif(
-    not hasattr(masking_utils, "packed_sequence_compatibility_function"), reason="this Transformers counts chunks from the row's start"
+    not hasattr(masking_utils, "packed_sequence_compatibility_function"), reason="this Transformers counts them from the row's start"
 )
 def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts():
     model, x = decoder_of("llama4_text"), words()
