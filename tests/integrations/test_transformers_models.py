@@ -17,6 +17,7 @@ from sparse_flash.integrations.transformers import use_sparse_flash  # noqa: E40
 
 WORDS, TOKENS = 90, 24
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)  # Llama 4 in static caches, assistants with windows
+COUNTS_POSITIONS = hasattr(masking_utils, "packed_sequence_compatibility_function")
 LONGEST = 256
 PATTERNS = {
     "distance": "causal & (local(5) | strided(11, block=1))",
@@ -191,9 +192,7 @@ def test_packed_sequences_of_layers_with_chunks_are_what_each_is_alone(mask, giv
 
 
 @torch.no_grad()
-@pytest.mark.skipif(
-    not hasattr(masking_utils, "packed_sequence_compatibility_function"), reason="this Transformers counts them from the row's start"
-)
+@pytest.mark.skipif(not COUNTS_POSITIONS, reason="this Transformers counts chunks from the row's start")
 def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts():
     model, x = decoder_of("llama4_text"), words()
     positions = torch.cat([torch.arange(3, 13), torch.arange(TOKENS - 10)])[None]  # the first goes on from another pack
