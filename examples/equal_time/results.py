@@ -100,7 +100,10 @@ def load(paths: list[Path]) -> dict[str, Result]:
     runs: dict[str, list[dict]] = {}
     for path in paths:
         run = read(path)
-        runs.setdefault(run["arm"], []).append(run)
+        some = runs.setdefault(run["arm"], [])
+        if run["seed"] in [other["seed"] for other in some]:
+            raise ValueError(f"{path} is a second run of {run['arm']} with seed {run['seed']}; pass one for each seed")
+        some.append(run)
     if not runs:
         raise ValueError("no results; pass the files that run --out wrote")
     everything = [run for some in runs.values() for run in some]

@@ -109,6 +109,9 @@ def train(
     """Train one arm and evaluate it, on one device."""
     seeds, rates = seed or [0], learning_rate or [3e-3]
     with user_errors(), parallel.world(device) as world:
+        for option, given in ("--seed", seeds), ("--learning-rate", rates):
+            if len(set(given)) < len(given):
+                raise ValueError(f"{option} must name each value once; got {', '.join(map(str, given))}")
         if tuning_seed in seeds and len(rates) > 1:
             raise ValueError(f"--tuning-seed must not be a seed that is reported; got {tuning_seed}; pass another")
         on = world.device.type == "cuda" if compiled is None else compiled

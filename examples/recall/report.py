@@ -35,13 +35,16 @@ def read(paths: list[Path]) -> Found:
             result = json.loads(path.read_text())
             trial = result["trial"] | {"task": asdict(Task(**result["trial"]["task"]))}  # earlier results lack newer fields
             shared = {name: value for name, value in trial.items() if name not in _OWN} | {"device": result["device"]}
-            found.setdefault(budget(result), {}).setdefault(trial["arm"], []).append(result)
+            some = found.setdefault(budget(result), {}).setdefault(trial["arm"], [])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no result of train: {type(error).__name__}: {error}") from error
         common = common or shared
         if other := [name for name in shared if shared[name] != common[name]]:
             name = other[0]
             raise ValueError(f"{path} has {name} {shared[name]}, and {paths[0]} has {common[name]}; plot them apart")
+        if trial["seed"] in [other["trial"]["seed"] for other in some]:
+            raise ValueError(f"{path} is a second run of {trial['arm']} with seed {trial['seed']}; pass one for each seed")
+        some.append(result)
     return found
 
 

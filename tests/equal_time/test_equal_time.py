@@ -214,6 +214,8 @@ def test_results_that_do_not_belong_together_are_refused(files, tmp_path):
         (tmp_path / "other.json").write_text(json.dumps(one | {name: value}))
         with pytest.raises(ValueError, match=f"differ in their {name}"):
             results.load([files[1], tmp_path / "other.json"])
+    with pytest.raises(ValueError, match="is a second run of dense with seed 1; pass one for each seed"):
+        results.load([files[0], files[0]])
     with pytest.raises(ValueError, match="no run of power-of-two to compare with"):
         results.rows(results.load(files), "power-of-two")
     with pytest.raises(ValueError, match=r"arm must be one of dense, dense-8k, .*; got 'sparse'"):

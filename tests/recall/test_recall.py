@@ -151,6 +151,8 @@ def test_commands_list_arms_train_and_draw(tmp_path):
     files[1].write_text(json.dumps(other))
     refused = CliRunner().invoke(app, ["plot", *map(str, files), "--target", str(tmp_path / "other.png")])
     assert refused.exit_code == 2 and "has window 64" in refused.output and "plot them apart" in refused.output
+    twice = CliRunner().invoke(app, ["plot", str(files[0]), str(files[0]), "--target", str(tmp_path / "other.png")])
+    assert twice.exit_code == 2 and "is a second run of chosen with seed 1; pass one for each seed" in twice.output
     assert not (tmp_path / "other.png").exists()
 
 
@@ -177,6 +179,7 @@ BAD = {
         ["dense", "--steps", "1", "--seed", "1000", "--learning-rate", "1", "--learning-rate", "2"],
         "--tuning-seed must not be a seed that is reported; got 1000; pass another",
     ),
+    "a seed twice": (["dense", "--steps", "1", "--seed", "0", "--seed", "0"], "--seed must name each value once; got 0, 0"),
     "no result": (["plot", __file__], "is no result of train"),
 }
 
