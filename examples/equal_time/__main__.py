@@ -1,4 +1,6 @@
-from .cli import app
+try:
+    from .cli import app
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install 'sparse-flash[train]'") from error
 
-if __name__ == "__main__":
-    app()
+app()

@@ -1,7 +1,9 @@
 """The command line: what it prints, and that mistakes are one message and exit code 2."""
 
 import contextlib
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 
@@ -158,6 +160,15 @@ def test_doctor_names_every_back_end_and_its_reason():
 def test_the_package_runs_as_a_program():
     done = subprocess.run([sys.executable, "-m", "sparse_flash", "show", "lokal(4)"], capture_output=True, text=True)
     assert done.returncode == 2 and "did you mean 'local'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_importing_every_module_runs_no_command(capsys):
+    import sparse_flash
+
+    names = [module.name for module in pkgutil.walk_packages(sparse_flash.__path__, "sparse_flash.")]
+    for name in names:
+        importlib.import_module(name)
+    assert "sparse_flash.__main__" in names and capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
