@@ -448,6 +448,14 @@ def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(mas
     assert model.config._attn_implementation == before
 
 
+def test_a_back_end_of_an_unknown_name_is_refused_before_anything_changes():
+    model, _ = twins("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*; got 'tritn'"):
+        use_sparse_flash(model, PATTERN, backend="tritn")
+    assert model.config._attn_implementation == before
+
+
 def test_a_model_without_attention_layers_is_refused():
     with pytest.raises(ValueError, match="Linear has no self-attention layers"):
         use_sparse_flash(torch.nn.Linear(2, 2))
