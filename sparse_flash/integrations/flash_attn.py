@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
+from ..api.arguments import checked_documents
 from ..api.attention import attention
 from ..api.decode import MAX_QUERIES, attention_decode
 from ..api.varlen import attention_varlen
 from ..backends import check_read_pages
 from ..masks.block_mask import BlockMask
+from ..masks.cache import is_recorded
 from ..masks.memory import remembered
 from ..masks.pattern import And, DerivedPattern, Not, Or, Pattern, parse, text_of
 from ..packed.gather_rows import take_rows
@@ -169,6 +171,15 @@ def flash_attn_varlen_func(
     own = "(tokens of all sequences, kv_heads, head_dim)" if block_table is None else "(pages, page_size, kv_heads, head_dim)"
     for name, tensor in (("k", k), ("v", v)):
         _check_dims(name, tensor, own)
+    checked_documents("q", q, cu_seqlens_q, max_seqlen_q)
+    if block_table is None:
+        checked_documents("k", k, cu_seqlens_k, max_seqlen_k)
+    else:
+        _check_paged_sequences(cu_seqlens_k, max_seqlen_k, block_table, k)
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be of as many sequences; got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
+        )
     alike = block_table is None and cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q
     if not alike:
         _check_distances(mask, "sequences whose queries and keys have cu_seqlens of their own")
@@ -277,28 +288,38 @@ def flash_attn_with_kvcache(
     cache_seqlens, cache_seqlens + 1, ... with causal or a window, otherwise all of it by cache_seqlens.
     rotary_interleaved: pairs of dimensions are 0 and 1, 2 and 3, ...; otherwise 0 and rotary_dim / 2, ...
     cache_seqlens: an int, or (batch,) int32, the tokens of each sequence before k; None: the capacity.
-    cache_batch_idx: (batch,) int32, the cache that each sequence uses; these are copied in each call.
+    cache_batch_idx: (batch,) int32, the cache that each sequence uses; these are copied in each call. None: the first ones.
     cache_leftpad: (batch,) int32, the first token of each sequence in its cache. block_table: (batch, pages of one) int32.
 
     Returns out, like q, or with return_softmax_lse (out, lse), lse of shape (batch, heads, seqlen_q) float32.
 
     Up to 64 queries with pages of a power-of-two size run as ``attention_decode``, which copies nothing. With more queries, other
     pages, softcap, alibi_slopes or cache_leftpad, the cache is copied in each call, and mask must be a pattern that depends only on
-    distances.
+    distances. It is also copied where queries see later keys and may outnumber the tokens of a sequence: several without k,
+    without mask, neither causal nor with a window that ends at the query, on a GPU unless cache_seqlens is an int or None.
     """
     paged = block_table is not None
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _check_dims(name, tensor, "(pages, page_size, kv_heads, head_dim)" if paged and tensor is not q else "four dimensions")
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    for name, each in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if isinstance(each, torch.Tensor) and each.shape != q.shape[:1]:
+            raise ValueError(f"{name} must have shape ({len(q)},), a number for each sequence; got {tuple(each.shape)}")
+    if not paged and cache_batch_idx is None:
+        k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
     kept = _kept(causal, window_size, mask)
     batch, q_len = q.shape[:2]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if not isinstance(cache_seqlens, torch.Tensor):
-        count = capacity if cache_seqlens is None else cache_seqlens
-        cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
     new = 0 if k is None else k.shape[1]
+    fewest = 0  # tokens that every sequence is known to hold
+    if not isinstance(cache_seqlens, torch.Tensor):
+        fewest = capacity if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), fewest, dtype=torch.int32, device=q.device)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        longest = max(cache_seqlens.tolist(), default=0)  # there may be no sequence
+        counts = cache_seqlens.tolist() or [0]  # there may be no sequence
+        fewest, longest = min(counts), max(counts)
+        if fewest < 0:
+            raise ValueError(f"cache_seqlens must not be negative; got {fewest}")
         if longest + new > capacity:
             room = "block_table names pages for" if paged else "the cache has room for"
             raise ValueError(f"{room} {capacity} tokens of a sequence; got cache_seqlens of up to {longest} and {new} new tokens")
@@ -315,7 +336,9 @@ def flash_attn_with_kvcache(
     variant = _variant(0.0, softcap, alibi_slopes)
     options: dict[str, Any] = {"scale": softmax_scale, "return_lse": True, "backend": backend}
     pages_fit = not paged or k_cache.shape[1] & (k_cache.shape[1] - 1) == 0
-    if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit:
+    # Decoding lets a query before the first token keep nothing; that package lets it see what causal and window leave of the keys.
+    early = mask is None and not causal and _limits(window_size)[1] != 0 and 1 < q_len > fewest + new
+    if variant or cache_leftpad is not None or q_len > MAX_QUERIES or not pages_fit or early:
         _check_distances(mask, "a cache with cache_leftpad, softcap, alibi_slopes, more than 64 queries or such pages")
         # The last tokens of all sequences go to the end of the axis.
         lens = lens.clamp(max=capacity)
@@ -351,6 +374,24 @@ def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
     packed = next((int(part) for part in shape.split(", ") if part in ("2", "3")), None)
     if packed is not None and tensor.shape[-3] != packed:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
+
+
+def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:
+    """Raises as ``checked_documents`` does, where each sequence has the room of its pages."""
+    _check_block_table(block_table, len(cu_seqlens) - 1)
+    room = block_table.shape[1] * cache.shape[1]
+    if cu_seqlens.device.type == "cpu" and not is_recorded(cu_seqlens.device):
+        lengths = cu_seqlens.diff().tolist()
+        if min(lengths, default=0) < 0 or max(lengths, default=0) > min(longest, room):
+            raise ValueError(
+                f"cu_seqlens_k must not decrease, and no sequence be longer than max_seqlen_k={longest} or the {room} tokens of "
+                f"its pages; got sequences of {min(lengths)} to {max(lengths)} tokens"
+            )
+
+
+def _check_block_table(block_table: torch.Tensor, batch: int) -> None:
+    if block_table.dim() != 2 or len(block_table) != batch or block_table.shape[1] == 0:
+        raise ValueError(f"block_table must have shape ({batch}, pages of a sequence); got {tuple(block_table.shape)}")
 
 
 def _variant(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> dict:
@@ -480,6 +521,15 @@ def _check_cache_call(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_
         )
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("block_table says which pages a sequence has, and cache_batch_idx which cache; pass one of them")
+    if block_table is not None:
+        _check_block_table(block_table, len(q))
+    elif cache_batch_idx is None and len(k_cache) < len(q):
+        raise ValueError(f"there must be a cache for each sequence; got {len(k_cache)} caches and {len(q)} sequences")
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[3] != q.shape[3]:
+        raise ValueError(
+            "k_cache and v_cache must agree in all but head_dim, and k_cache in that with q; got "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}, and q of {tuple(q.shape)}"
+        )
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[2:] != cache.shape[2:]):
             raise ValueError(

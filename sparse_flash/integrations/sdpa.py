@@ -58,9 +58,9 @@ def scaled_dot_product_attention(
     return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)  # type: ignore[return-value]  # a tuple with return_lse
 
 
-def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
-    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len); a mask shared by batch entries or heads is
-    stored once."""
+def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask | None:
+    """The table of a tensor that broadcasts to wanted, (batch, heads, q_len, kv_len), or None where there are no pairs; a mask
+    shared by batch entries or heads is stored once."""
     if kept.dtype != torch.bool:
         raise ValueError(f"attn_mask must be bool, True where a pair is kept; got {kept.dtype}, which is added to scores")
     shape = (1,) * (4 - kept.dim()) + tuple(kept.shape)
@@ -69,4 +69,4 @@ def _table(kept: torch.Tensor, wanted: tuple[int, ...]) -> BlockMask:
             f"attn_mask must broadcast to (batch, heads, q_len, kv_len), here {wanted}; got {tuple(kept.shape)}; it must have two "
             "to four dimensions, each 1 or that of the call, counted from the last"
         )
-    return BlockMask.from_dense(kept.view(shape).expand(-1, -1, *wanted[2:]))
+    return None if 0 in wanted else BlockMask.from_dense(kept.view(shape).expand(-1, -1, *wanted[2:]))

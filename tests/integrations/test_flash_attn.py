@@ -167,6 +167,89 @@ def test_a_cache_is_written_and_attended_to(kind, causal, window, interleaved, n
             assert torch.equal(of(cache)[stop:], of(old)[stop:])
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("as_int", [False, True], ids=["a tensor", "an int"])
+@pytest.mark.parametrize("causal, window", WINDOWS)
+def test_queries_before_the_first_token_of_a_short_cache_see_what_the_definition_says(causal, window, as_int, paged):
+    held, q_len = [2, 2] if as_int else [13, 2], 4
+    q, *caches = tensors((BATCH, q_len, HEADS, DIM), *[(BATCH, 16, 2, DIM)] * 2)
+    out, lse = fa.flash_attn_with_kvcache(
+        q,
+        *caches,
+        cache_seqlens=2 if as_int else torch.tensor(held, dtype=torch.int32),
+        block_table=torch.arange(BATCH, dtype=torch.int32)[:, None] if paged else None,
+        causal=causal,
+        window_size=window,
+        return_softmax_lse=True,
+    )
+    for b in range(BATCH):
+        right = expected(q[b], *(cache[b, : held[b]] for cache in caches), causal, window)
+        assert_alike(out[b], right[0])
+        assert_alike(lse[b], right[1])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
+def test_sequences_use_the_first_caches_where_there_are_more(softcap):
+    q, new, *caches = tensors((BATCH, 1, HEADS, DIM), (BATCH, 1, 2, DIM), *[(BATCH + 2, 16, 2, DIM)] * 2)
+    before = [cache.clone() for cache in caches]
+    first = [cache[:BATCH].clone() for cache in caches]
+    options = {"k": new, "v": new, "cache_seqlens": 5, "softcap": softcap}
+    assert torch.equal(fa.flash_attn_with_kvcache(q, *caches, **options), fa.flash_attn_with_kvcache(q, *first, **options))
+    for cache, written, old in zip(caches, first, before):
+        assert torch.equal(cache[:BATCH], written) and torch.equal(cache[BATCH:], old[BATCH:])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["in place", "copied"])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"cache_seqlens": -1}, "cache_seqlens must not be negative; got -1"),
+        ({"cache_seqlens": torch.tensor([3, -2])}, "cache_seqlens must not be negative; got -2"),
+        ({"cache_seqlens": torch.tensor([3])}, r"cache_seqlens must have shape \(2,\), .* got \(1,\)"),
+        ({"cache_batch_idx": torch.tensor([[0], [1]])}, r"cache_batch_idx must have shape \(2,\), .* got \(2, 1\)"),
+        ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad must have shape \(2,\), .* got \(1,\)"),
+        ({"block_table": torch.tensor([0, 1])}, r"block_table must have shape \(2, pages of a sequence\); got \(2,\)"),
+        ({"block_table": torch.tensor([[0, 1]])}, r"block_table must have shape \(2, pages of a sequence\); got \(1, 2\)"),
+        ({"q": torch.randn(3, 1, 4, DIM)}, "a cache for each sequence; got 2 caches and 3 sequences"),
+        ({"q": torch.randn(2, 1, 4, DIM + 8)}, r"k_cache in that with q; got .*, and q of \(2, 1, 4, 24\)"),
+        ({"v_cache": torch.zeros(2, 9, 2, DIM)}, r"must agree in all but head_dim, .*; got \(2, 16, 2, 16\) and \(2, 9, 2, 16\)"),
+    ],
+)
+def test_what_does_not_fit_a_cache_is_refused_before_anything_is_written(options, said, softcap):
+    q, new, k_cache, v_cache = torch.randn(2, 1, 4, DIM), torch.ones(2, 1, 2, DIM), *torch.zeros(2, 2, 16, 2, DIM)
+    call = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": new, "v": new, "cache_seqlens": 5, "softcap": softcap}
+    with pytest.raises(ValueError, match=said):
+        fa.flash_attn_with_kvcache(**call | options)
+    assert not k_cache.any() and not v_cache.any()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "terms"])
+@pytest.mark.parametrize(
+    "q_ends, k_ends, longest, said",
+    [
+        ([0, 5, 12], [0, 5, 12], 6, "7 tokens, more than max_seqlen_q=6"),
+        ([0, 5, 12], [0, 2, 12], 9, "10 tokens, more than max_seqlen_k=9"),
+        ([1, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must start with 0"),
+        ([0, 5, 12], [0, 5, 20], 20, "cu_seqlens_k must start with 0, not decrease, and end with at most the 12 tokens"),
+        ([0, 9, 5, 12], [0, 5, 9, 12], 12, "cu_seqlens_q must .*not decrease"),
+        ([0, 5, 12], [0, 3, 5, 12], 12, "cu_seqlens_k must be of as many (sequences|documents); got 2 and 3"),
+        ([0.0, 5, 12], [0, 5, 12], 12, "cu_seqlens_q must be int32 or int64"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_tokens_are_refused(q_ends, k_ends, longest, said, softcap):
+    q, k = torch.randn(12, HEADS, DIM), torch.randn(12, 2, DIM)
+    with pytest.raises(ValueError, match=said):
+        fa.flash_attn_varlen_func(q, k, k, torch.tensor(q_ends), torch.tensor(k_ends), longest, longest, softcap=softcap)
+
+
+@pytest.mark.parametrize("ends, longest", [([0, 9, 10], 24), ([0, 7, 10], 4), ([0, 5, 3], 8)])
+def test_sequences_that_do_not_fit_their_pages_are_refused(ends, longest):
+    q, pages = torch.randn(2, HEADS, DIM), torch.randn(3, 8, 2, DIM)
+    ends, table = torch.tensor(ends, dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"no sequence be longer than max_seqlen_k={longest} or the 8 tokens of its pages"):
+        fa.flash_attn_varlen_func(q, pages, pages, torch.arange(3), ends, 1, longest, block_table=table)
+
+
 def test_a_mask_of_ours_goes_with_every_call():
     q, k, v = tensors(*[(1, 40, HEADS, DIM)] * 3)
     right, _ = expected(q[0], k[0], v[0], causal=True, extra=lambda distance: distance % 3 == 0)

@@ -48,6 +48,16 @@ def test_results_and_gradients_are_pytorchs(name):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("batch, q_len, kv_len", [(0, 8, 8), (2, 0, 8), (2, 8, 0)])
+def test_a_mask_of_no_pairs_gives_results_of_none(batch, q_len, kv_len):
+    q, k = torch.randn(batch, 4, q_len, 16), torch.randn(batch, 4, kv_len, 16)
+    kept = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool)
+    out = scaled_dot_product_attention(q, k, k, kept)
+    assert out.shape == q.shape and not out.any()
+    with pytest.raises(ValueError, match="must broadcast to"):
+        scaled_dot_product_attention(q, k, k, torch.ones(batch, 1, q_len, kv_len + 2, dtype=torch.bool))
+
+
 def test_masks_of_this_library_are_taken_as_well():
     inputs = tensors()
     for mask in ("causal & local(20)", sf.causal() & sf.local(20), sf.compile_mask("causal & local(20)", 150)):

@@ -180,6 +180,33 @@ def test_what_patterns_cannot_say_is_kept_pair_by_pair():
     torch.testing.assert_close(use_sparse_flash(model)(x, attention_mask=shared).logits, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_a_mask_of_pairs_made_in_inference_mode_is_taken_and_not_remembered_past_a_write_to_it():
+    model, dense = twins("llama")
+    use_sparse_flash(model)
+    x = words()
+    with torch.inference_mode():
+        kept = pairs("causal", *x.shape).clone()
+        for _ in range(2):
+            torch.testing.assert_close(
+                model(x, attention_mask=kept).logits, dense(x, attention_mask=kept).logits, atol=1e-5, rtol=1e-4
+            )
+            kept &= pairs("local(9)", *x.shape)
+
+
+def test_a_mask_of_pairs_is_converted_once_for_all_layers_and_again_after_a_write_to_it(monkeypatch):
+    model, dense = twins("llama")
+    use_sparse_flash(model)
+    x = words()
+    kept, made = pairs("causal", *x.shape).clone(), []
+    original = sf.BlockMask.from_dense
+    monkeypatch.setattr(sf.BlockMask, "from_dense", lambda *args: made.append(1) or original(*args))
+    for count in (1, 2):
+        ours = model(x, attention_mask=kept).logits
+        torch.testing.assert_close(ours, dense(x, attention_mask=kept).logits, atol=1e-5, rtol=1e-4)
+        assert len(made) == count
+        kept &= pairs("local(9)", *x.shape)
+
+
 def test_a_mask_function_without_code_of_its_own_is_kept_pair_by_pair():
     def near(batch, head, query, key, distance):
         return (query - key).abs() < distance
@@ -418,6 +445,14 @@ def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(mas
     before = model.config._attn_implementation
     with pytest.raises((ValueError, TypeError), match=message):
         use_sparse_flash(model, masks)
+    assert model.config._attn_implementation == before
+
+
+def test_a_back_end_of_an_unknown_name_is_refused_before_anything_changes():
+    model, _ = twins("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*; got 'tritn'"):
+        use_sparse_flash(model, PATTERN, backend="tritn")
     assert model.config._attn_implementation == before
 
 

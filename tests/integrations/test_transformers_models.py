@@ -192,6 +192,19 @@ def test_packed_sequences_of_layers_with_chunks_are_what_each_is_alone(mask, giv
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("pattern", ["own", PATTERNS["place"]])
+def test_chunks_count_from_each_sequences_own_start_beside_padding_between_tokens(pattern):
+    model, x = decoder_of("llama4_text"), words()
+    exist = torch.ones_like(x)
+    exist[0, :3] = exist[1, 5:8] = 0
+    ours = use_sparse_flash(model, pattern)(x, attention_mask=exist).logits
+    as_oracle(model)
+    if pattern != "own":
+        keep(pattern)
+    close(ours[exist.bool()], model(x, attention_mask=exist).logits[exist.bool()])
+
+
+@torch.no_grad()
 @pytest.mark.skipif(not COUNTS_POSITIONS, reason="this Transformers counts chunks from the row's start")
 def test_chunks_count_positions_from_where_a_packed_sequence_says_that_it_starts():
     model, x = decoder_of("llama4_text"), words()

@@ -32,6 +32,7 @@ from ...api.attention import attention
 from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
+from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern, parse, text_of
@@ -117,6 +118,7 @@ def use_sparse_flash(
     masks that do not fit them; the model is then unchanged.
     """
     check_deterministic(deterministic)
+    check_name(backend)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
     part = tower(model)

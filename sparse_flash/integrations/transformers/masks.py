@@ -171,17 +171,21 @@ class ModelMask(FlexBlockMask):
         return self._made[key]
 
     def _block_mask(self, mask, limits, device) -> BlockMask:
+        each = tuple(
+            joined(mask, tuple(limit[entry if len(limit) > 1 else 0] for limit in limits), self.kv_offset)
+            for entry in range(max(map(len, limits), default=1))
+        )
         if self.dense is None:
-            each = zip(*(limit if len(limit) > 1 else limit * max(map(len, limits)) for limit in limits), strict=True)
-            return _of_entries(tuple(joined(mask, one, self.kv_offset) for one in each), self.q_length, self.end, device)
+            return _of_entries(each, self.q_length, self.end, device)
         if self.dense[..., :1, :1].numel() * self.q_length * self.end > _MOST_PAIRS:
             raise ValueError(
                 f"the model's mask is not a pattern, and {self.q_length} x {self.end} pairs of each of "
                 f"{self.dense.shape[0]} sequences are too many to keep one by one; use shorter sequences or smaller batches"
             )
         kept = self.dense[..., : self.end].to(device).expand(-1, -1, self.q_length, -1)
-        pattern = joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
-        if pattern is not None:
+        if len(each) > 1:
+            kept = kept & _of_entries(each, self.q_length, self.end, device).to_dense()
+        elif (pattern := each[0]) is not None:
             compiled = (
                 pattern if isinstance(pattern, BlockMask) else compiled_once(pattern, self.q_length, self.end, _BLOCK, device)
             )
@@ -389,8 +393,9 @@ def assumed(module, query, key, sliding_window, is_causal) -> ModelMask:
 
 
 def given(mask: torch.Tensor, query, key) -> ModelMask:
-    """The mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor."""
-    known = getattr(mask, "_sparse_flash", None)
+    """The mask of a tensor of pairs passed to the model, True or 0 where a pair is kept; converted once per tensor, but in each
+    layer for one made in inference mode, which does not count the writes to it."""
+    known = None if mask.is_inference() else getattr(mask, "_sparse_flash", None)
     if known is not None and known[0] == mask._version:
         return known[1]
     q_length, kv_length = query.shape[2], key.shape[2]
@@ -411,7 +416,8 @@ def given(mask: torch.Tensor, query, key) -> ModelMask:
     elif mask.dtype != torch.bool:
         raise ValueError(f"an attention mask of pairs must be bool, or 0 and -inf in a floating-point type; got {mask.dtype}")
     own = ModelMask(q_length, kv_length, dense=kept, end=kv_length)
-    mask._sparse_flash = mask._version, own  # type: ignore[attr-defined]  # cached on the tensor
+    if not mask.is_inference():
+        mask._sparse_flash = mask._version, own  # type: ignore[attr-defined]  # cached on the tensor
     return own
 
 
