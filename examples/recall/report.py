@@ -27,21 +27,23 @@ def budget(result: dict) -> str:
 
 
 def read(paths: list[Path]) -> Found:
-    """Raises ValueError for a file that is no result, and for results that cannot be compared."""
+    """Raises ValueError for a file that is no result, and for results that cannot be compared. Equal steps may be taken on several
+    devices, equal seconds may not."""
     found: Found = {}
-    common = None
+    common: dict = {}  # by name, what is the same in all results, and where it was seen first
     for path in paths:
         try:
             result = json.loads(path.read_text())
             trial = result["trial"] | {"task": asdict(Task(**result["trial"]["task"]))}  # earlier results lack newer fields
-            shared = {name: value for name, value in trial.items() if name not in _OWN} | {"device": result["device"]}
+            shared = {name: value for name, value in trial.items() if name not in _OWN}
+            shared |= {"device": result["device"]} if trial["seconds"] else {}
             some = found.setdefault(budget(result), {}).setdefault(trial["arm"], [])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no result of train: {type(error).__name__}: {error}") from error
-        common = common or shared
-        if other := [name for name in shared if shared[name] != common[name]]:
-            name = other[0]
-            raise ValueError(f"{path} has {name} {shared[name]}, and {paths[0]} has {common[name]}; plot them apart")
+        for name, value in shared.items():
+            first, where = common.setdefault(name, (value, path))
+            if value != first:
+                raise ValueError(f"{path} has {name} {value}, and {where} has {first}; plot them apart")
         if trial["seed"] in [other["trial"]["seed"] for other in some]:
             raise ValueError(f"{path} is a second run of {trial['arm']} with seed {trial['seed']}; pass one for each seed")
         some.append(result)
@@ -96,7 +98,9 @@ def _of_budget(title: str, found: dict[str, list[dict]]) -> list[Table]:
         by_distance.add_column(heading, justify="left" if heading == "arm" else "right")
     for arm, of_arm in found.items():
         steps, seconds, speed = (mean(result[name] for result in of_arm) for name in ("steps", "seconds", "tokens_per_second"))
-        about = f"{len(of_arm)}", f"{steps:,.0f}", f"{seconds:,.0f}", f"{speed:,.0f}", f"{of_arm[0]['reach']['density']:.1%}"
+        one_device = len({result["device"] for result in of_arm}) == 1  # a mean over several says nothing
+        times = (f"{seconds:,.0f}", f"{speed:,.0f}") if one_device else ("", "")
+        about = f"{len(of_arm)}", f"{steps:,.0f}", *times, f"{of_arm[0]['reach']['density']:.1%}"
         by_distance.add_row(arm, *about, *(_percent(by_octave(of_arm, first)) for first in octaves))
     made = [by_distance, _by_count(found, "hops", "hops that the masks need")]
     if all("without_layer" in result for result in results):

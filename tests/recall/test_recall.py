@@ -147,6 +147,15 @@ def test_commands_list_arms_train_and_draw(tmp_path):
     assert "after 3 steps" in said and "after 2 s of training" in said
     one, both = (image.imread(tmp_path / name).shape for name in ("recall.png", "both.png"))
     assert both[0] == one[0] and both[1] > 1.5 * one[1]  # a panel for each budget
+    elsewhere = in_time | {"device": "another", "trial": in_time["trial"] | {"arm": "dense"}}
+    (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
+    in_both = [str(tmp_path / name) for name in ("in-time.json", "elsewhere.json")]
+    refused = CliRunner().invoke(app, ["plot", *in_both, "--target", str(tmp_path / "other.png")])
+    assert refused.exit_code == 2 and "has device another" in refused.output and "plot them apart" in refused.output
+    files[1].write_text(json.dumps(json.loads(files[1].read_text()) | {"device": "another"}))  # equal steps are equal anywhere
+    said = invoke("plot", *files, "--target", tmp_path / "recall.png")
+    (row,) = [line for line in said.splitlines() if line.startswith("│ chosen") and " 3 │" in line]
+    assert [cell.strip() for cell in row.split("│")[2:6]] == ["2", "3", "", ""]
     other = result | {"trial": result["trial"] | {"window": 64}}
     files[1].write_text(json.dumps(other))
     refused = CliRunner().invoke(app, ["plot", *map(str, files), "--target", str(tmp_path / "other.png")])
