@@ -1,6 +1,9 @@
 """Trains classifiers on the long-range tasks ListOps and Pathfinder.
 
 \b
+python -m examples.long_range climb --to 256 --minutes 60        # all of it, from easy images to large ones
+
+\b
 python -m examples.long_range prepare --task pathfinder --size 32
 python -m examples.long_range train --task pathfinder --size 32 --attention butterfly --minutes 10 --out runs/path-32
 python -m examples.long_range train --task pathfinder --size 64 --start runs/path-32 --minutes 10 --out runs/path-64
@@ -21,6 +24,8 @@ from examples.train_lm import parallel
 from examples.train_lm.cli import user_errors
 
 from . import checkpoint, data, report
+from .climb import climb as climb_stages
+from .climb import prepared, stages_to
 from .data import TASKS, Examples
 from .listops import ListOps
 from .model import Classifier
@@ -30,6 +35,7 @@ from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, defau
 from .train import Run, evaluated
 
 TASK, SIZE, DASHES = Pathfinder.name, 32, 14
+WORKERS = os.cpu_count() or 1
 _HELD_OUT_TOKENS = 1 << 26  # so that evaluating takes less time than training
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -38,6 +44,15 @@ TaskName = Annotated[str, typer.Option("--task", help=f"{' or '.join(TASKS)}.")]
 Size = Annotated[int, typer.Option(help="Pixels on a side of Pathfinder's images: 32, 64, 128 or 256.")]
 Dashes = Annotated[int, typer.Option(help="Of Pathfinder: of the long paths; 6 are easy, 9 are less so.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of examples. [runs/long_range/data/TASK-SIZE-DASHES]")]
+Attention = Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")]
+Order = Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")]
+Workers = Annotated[int, typer.Option(help="Processes. [one for each CPU core]")]
+Dim = Annotated[int, typer.Option(help="Width of the model.")]
+Layers = Annotated[int, typer.Option(help="Blocks.")]
+Heads = Annotated[int, typer.Option(help="Heads of attention.")]
+HeadDim = Annotated[int, typer.Option(help="Width of a head.")]
+MlpDim = Annotated[int, typer.Option(help="Inner width of a block's MLP.")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
 
@@ -60,7 +75,7 @@ def prepare(
     shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
     longest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at most.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
-    workers: Annotated[int, typer.Option(help="Processes. [one for each CPU core]")] = os.cpu_count() or 1,
+    workers: Workers = WORKERS,
     folder: Data = None,
 ) -> None:
     """Make examples. The same command goes on where it was stopped."""
@@ -96,8 +111,8 @@ def train(
     task: Annotated[str | None, typer.Option("--task", help=f"{' or '.join(TASKS)}. [what --data holds, or {TASK}]")] = None,
     size: Annotated[int | None, typer.Option(help=f"Of Pathfinder's images. [what --data holds, or {SIZE}]")] = None,
     dashes: Annotated[int | None, typer.Option(help=f"Of Pathfinder's long paths. [what --data holds, or {DASHES}]")] = None,
-    attention: Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")] = "butterfly",
-    order: Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")] = "tiles",
+    attention: Attention = "butterfly",
+    order: Order = "tiles",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
     epochs: Annotated[float, typer.Option(help="In place of steps: times that each example is read.")] = 0.0,
     minutes: Annotated[float, typer.Option(help="In place of steps: of training steps.")] = 0.0,
@@ -108,13 +123,13 @@ def train(
     warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 500,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
     weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's, of matrices.")] = 0.05,
-    dim: Annotated[int, typer.Option(help="Width of the model.")] = SHAPE.dim,
-    layers: Annotated[int, typer.Option(help="Blocks.")] = SHAPE.layers,
-    heads: Annotated[int, typer.Option(help="Heads of attention.")] = SHAPE.heads,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = SHAPE.head_dim,
-    mlp_dim: Annotated[int, typer.Option(help="Inner width of a block's MLP.")] = SHAPE.mlp_dim,
+    dim: Dim = SHAPE.dim,
+    layers: Layers = SHAPE.layers,
+    heads: Heads = SHAPE.heads,
+    head_dim: HeadDim = SHAPE.head_dim,
+    mlp_dim: MlpDim = SHAPE.mlp_dim,
     turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Turn and mirror images by chance.")] = True,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    compiled: Compiled = True,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of examples.")] = 0,
     evaluations: Annotated[int, typer.Option(min=1, help="On the held-out examples, evenly spread; each also saves.")] = 20,
     start: Annotated[
@@ -160,6 +175,67 @@ def train(
             console.print(f"stopped early; the same command goes on from {checkpoint.of_run(out)}", soft_wrap=True, markup=False)
             raise typer.Exit(130)
         console.print(f"{checkpoint.of_run(out)}; plot {report.plot([out], out / 'accuracy.png')}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def climb(
+    to: Annotated[int, typer.Option(help="Pixels on a side of the last images: 32, 64, 128 or 256.")] = 256,
+    minutes: Annotated[float, typer.Option(help="Of training steps in all, without seeds that are given up.")] = 30.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Tried for the first run, one after the other, until one learns.")] = 6,
+    attention: Attention = "butterfly",
+    order: Order = "tiles",
+    train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
+    held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak.")] = 100,
+    dim: Dim = SHAPE.dim,
+    layers: Layers = SHAPE.layers,
+    heads: Heads = SHAPE.heads,
+    head_dim: HeadDim = SHAPE.head_dim,
+    mlp_dim: MlpDim = SHAPE.mlp_dim,
+    compiled: Compiled = True,
+    evaluations: Annotated[int, typer.Option(min=3, help="Of each run, evenly spread; each also saves.")] = 5,
+    workers: Workers = WORKERS,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of the folders of images.")] = Path("runs/long_range/data"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/long_range/climb"),
+    device: Device = "auto",
+) -> None:
+    """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
+    shape = replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
+
+    def settings(stage, minutes: float, seed: int) -> Settings:
+        images = batch or default_batch(stage.task)
+        return checked(
+            Settings(
+                task=data.described(stage.task),
+                shape=shape,
+                attention=attention,
+                order=order,
+                batch=images,
+                micro_batch=default_micro_batch(stage.task, images),
+                minutes=minutes,
+                warmup=warmup,
+                learning_rate=stage.learning_rate,
+                compiled=compiled,
+                seed=seed,
+            )
+        )
+
+    with user_errors(), parallel.world(device) as world:
+        if world.size > 1:
+            raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+        given = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
+        stages = [(replace(stage, **given), share) for stage, share in stages_to(to, minutes)]
+        for stage, share in stages:
+            settings(stage, share, 0)  # refuses what cannot work before anything is made
+        with prepared([stage for stage, _ in stages], folder, workers) as images:
+            ended = climb_stages(stages, settings, images, out, world, seeds, evaluations)
+        if ended is None:
+            console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
+            raise typer.Exit(130)
+        runs = [run for run, _ in ended]
+        console.print(report.results(runs))
+        console.print(f"plot {report.plot(runs, out / 'accuracy.png')}", soft_wrap=True, markup=False)
 
 
 def _introduce(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ class Run:
         elif start:
             _, _, state = checkpoint.read(start)
             self.model.start_from(state["model"], str(start))
-        self.stopped = False
+        self.stopped = self.hopeless = False
 
     @property
     def done(self) -> float:
@@ -66,8 +67,9 @@ class Run:
         settings, progress = self.settings, self.progress
         return min(1.0, progress.step / settings.steps if settings.steps else progress.seconds / (60 * settings.minutes))
 
-    def train(self, evaluations: int = 20) -> bool:
-        """To the end; False where Ctrl-C or SIGTERM came before it. Evaluates and saves so many times, evenly spread."""
+    def train(self, evaluations: int = 20, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
+        """To the end; False where Ctrl-C or SIGTERM came before it, or the run is hopeless, by the share of it that is done and a
+        score. Evaluates and saves so many times, evenly spread."""
         if evaluations < 1:
             raise ValueError(f"evaluations must be at least 1; got {evaluations}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ class Run:
         try:
             if self.settings.compiled and self.done < 1:
                 self._warm_up()
-            while self.done < 1 and not self.stopped:
+            while self.done < 1 and not self.stopped and not self.hopeless:
                 before = self.done
                 row = self.step()
                 log.step(row, self.done)
@@ -84,6 +86,7 @@ class Run:
                     score = evaluated(self.model, self.held_out, self.settings.micro_batch, self.world)
                     log.evaluation({name: row[name] for name in ("step", "examples", "seconds")} | score._asdict())
                     self.save()
+                    self.hopeless = hopeless is not None and hopeless(self.done, score)
             self.save()
         finally:
             for kind, handler in handlers.items():

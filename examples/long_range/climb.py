@@ -1,0 +1,156 @@
+"""Goes up from short paths to long ones and from small images to large ones, each run with the parameters of the one before.
+
+Whether the first run leaves 50 % is luck (docs/evidence.md), so it is tried with several seeds: a run that knows nothing after
+``LOOK`` of its time ends, and the next seed begins. All that tells how far a climb is lies in its runs' folders, so the same call
+goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from examples.train_lm.parallel import World
+from examples.train_lm.report import read
+
+from . import data
+from .pathfinder import Pathfinder
+from .report import console
+from .settings import Settings
+from .train import Run, Score
+
+KNOWS = 0.55  # right more often than this is not luck, with the fewest held-out images
+LOOK = 0.4  # of a run's time
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of the climb. share: of the minutes. train, held_out: images. learning_rate: its peak; runs that go on lose what they
+    know at 0.001."""
+
+    size: int
+    dashes: int
+    share: float
+    train: int
+    held_out: int
+    learning_rate: float = 5e-4
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.dashes}"
+
+    @property
+    def task(self) -> Pathfinder:
+        return Pathfinder(self.size, self.dashes)
+
+
+STAGES = (
+    Stage(32, 4, 0.1, 40_000, 2_000, 1e-3),
+    Stage(32, 9, 0.1, 40_000, 2_000),
+    Stage(32, 14, 0.15, 60_000, 4_000),
+    Stage(64, 9, 0.1, 50_000, 2_000),
+    Stage(64, 14, 0.2, 80_000, 4_000),
+    Stage(128, 14, 0.2, 30_000, 2_000),
+    Stage(256, 14, 0.15, 10_000, 1_000),
+)
+
+
+class Lost(ValueError):
+    """No seed of the first run has learned anything."""
+
+
+def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
+    """The stages up to images of ``size``, and the minutes of training steps of each, of ``minutes`` in all."""
+    if size not in {stage.size for stage in STAGES}:
+        raise ValueError(f"the size must be one of {sorted({stage.size for stage in STAGES})}; got {size}")
+    if not minutes > 0:
+        raise ValueError(f"minutes must be positive; got {minutes}")
+    stages = [stage for stage in STAGES if stage.size <= size]
+    whole = sum(stage.share for stage in stages)
+    return [(stage, minutes * stage.share / whole) for stage in stages]
+
+
+@contextmanager
+def prepared(stages: list[Stage], folder: Path, workers: int):
+    """Makes the images of all stages in the order in which they are needed, in processes of its own, while others train. Yields
+    stage -> its folder, once it is complete."""
+    jobs = [(folder / f"pathfinder-{stage.name}", stage.task, stage.train, stage.held_out) for stage in stages]
+    maker = get_context("spawn").Process(target=_make, args=(jobs, workers))
+    maker.start()
+
+    def complete(stage: Stage) -> Path:
+        place = folder / f"pathfinder-{stage.name}"
+        with console.status(f"waiting for images of {stage.size} x {stage.size} pixels"):
+            while not (place / "manifest.json").exists():
+                if not maker.is_alive() and not (place / "manifest.json").exists():
+                    command = f"prepare --size {stage.size} --dashes {stage.dashes} --data {place}"
+                    raise ValueError(f"{place} could not be made; python -m examples.long_range {command} says why")
+                time.sleep(0.1)
+        return place
+
+    try:
+        yield complete
+    finally:
+        maker.terminate()
+        maker.join()
+
+
+def _make(jobs: list[tuple], workers: int) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # the bars of training have the terminal
+        for folder, task, train, held_out in jobs:
+            data.prepare(folder, task, train, held_out, workers=workers)
+
+
+def climb(
+    stages: list[tuple[Stage, float]],
+    settings: Callable[[Stage, float, int], Settings],
+    images: Callable[[Stage], Path],
+    folder: Path,
+    world: World,
+    seeds: int,
+    evaluations: int,
+) -> list[tuple[Path, float]] | None:
+    """The folder and the held-out accuracy of each run that ended, of the first stage with the seed that learned it; None where
+    Ctrl-C or SIGTERM came before. settings: of a stage, its minutes and a seed.
+
+    Raises ``Lost`` where no seed learned the first stage. Nothing goes on from a later run that has not learned its own.
+    """
+    (first, minutes), *others = stages
+    ended = []
+    for seed in range(seeds):
+        run = Run(settings(first, minutes, seed), folder / f"{first.name}-seed-{seed}", images(first), world)
+        if not _ended(run, evaluations, lambda done, score: done >= LOOK and score.accuracy <= KNOWS):
+            return None
+        if _accuracy(run.folder) > KNOWS:
+            ended.append((run.folder, _accuracy(run.folder)))
+            break
+        console.print(f"seed {seed} knows nothing: {_accuracy(run.folder):.1%}")
+    else:
+        raise Lost(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
+    start = ended[0][0]
+    for stage, minutes in others:
+        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=start / "checkpoint.pt")
+        if not _ended(run, evaluations):
+            return None
+        ended.append((run.folder, _accuracy(run.folder)))
+        if ended[-1][1] > KNOWS:
+            start = run.folder
+    return ended
+
+
+def _ended(run: Run, evaluations: int, hopeless: Callable[[float, Score], bool] | None = None) -> bool:
+    """Trains a run to its end, or until it is hopeless; False where it was stopped before."""
+    rows = read(run.folder / "evaluations.csv")
+    if run.resumed and hopeless and rows and hopeless(run.done, Score(*(float(rows[-1][name]) for name in Score._fields))):
+        return True
+    console.print(f"{run.folder.name}: {run.settings.minutes:.2g} minutes")
+    return run.train(evaluations, hopeless) or run.hopeless
+
+
+def _accuracy(folder: Path) -> float:
+    return float(read(folder / "evaluations.csv")[-1]["accuracy"])
