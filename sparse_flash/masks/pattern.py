@@ -66,8 +66,8 @@ class Pattern:
                 if field.compare:
                     _check_hashable(self, field.name)
             raise TypeError(
-                f"{type(self).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen dataclass: "
-                "@dataclass(frozen=True)"
+                f"{type(self).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
+                "dataclass: @dataclass(frozen=True)"
             ) from None
 
     @property
