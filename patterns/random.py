@@ -29,7 +29,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Random(UnitPattern):
     """Pairs of units drawn independently.
 
-    density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**63 - 1. block: tokens in a unit.
+    density: the probability of each pair, 0 < density <= 1. seed: 0 .. 2**62. block: tokens in a unit.
 
     An integer hash of (seed, i, j) decides every pair: the result is the same on every machine, and a longer sequence extends a
     shorter one. That is why it takes a density: a fixed number of units per row, drawn among all units, would change with the

@@ -294,7 +294,7 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
     for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
-        if size not in (1, wanted):
+        if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
             raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
 
 

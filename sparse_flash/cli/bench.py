@@ -74,7 +74,7 @@ def bench(
         console.print(_printed(table, TEXT_COLUMNS))
         for note in table.notes:
             console.print(Text(note, "dim"))
-    console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", highlight=False)
+    console.print(f"\nreport: {results.folder / page.PAGE}\nnumbers: {results.path}", markup=False, soft_wrap=True)
 
 
 def _run(options, console, run):

@@ -91,7 +91,7 @@ def show(
     if out:
         with user_errors():
             draw.save(mask, out, str(pattern), level)
-        console.print(f"wrote {out}")
+        console.print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 # The picture in the README: kinds of masks, each at a size that shows its form.
@@ -124,7 +124,7 @@ def gallery(
             compiled.append((spec, _compiled(spec, q_len, None, block_size)[1]))
         begin()
         draw.gallery(compiled, out)
-    output().print(f"wrote {out}")
+    output().print(f"wrote {out}", markup=False, soft_wrap=True)
 
 
 _DTYPES = ("bfloat16", "float16", "float32")

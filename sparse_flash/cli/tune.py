@@ -58,7 +58,8 @@ def tune(
     faster = sum(result.gain > 0 for result in results)
     console.print(f"{faster} of {len(results)} kernels run at least {tuning.LEAST_GAIN:.0%} faster with another config.")
     if state := tuning.cache_state():
-        console.print(f"{state}; calls of their shapes use them from now on. Delete the file to go back.", soft_wrap=True)
+        said = f"{state}; calls of their shapes use them from now on. Delete the file to go back."
+        console.print(said, markup=False, soft_wrap=True)
     if lost:
         errors().print(f"error: tuning stopped, as the GPU did not survive a candidate: {lost}", markup=False)
         raise typer.Exit(1)

@@ -21,6 +21,13 @@ def length_may_vary(tensor, dim: int) -> None:
     tensor._dynamo_weak_dynamic_indices = {dim}
 
 
+def with_fixed_lengths(tensor):
+    """The tensor, whose lengths torch.compile takes as numbers, also with dynamic=True. This is the mark that
+    torch._dynamo.mark_static sets."""
+    tensor._dynamo_static_indices = set(range(tensor.dim()))
+    return tensor
+
+
 def keep_saved_tensors() -> None:
     """Lets a compiled backward pass run several times on one graph: it does not overwrite the tensors that forward saved."""
     import torch._functorch.config

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import numpy as np
 import torch
 
-from ..compat.dynamo import length_may_vary
+from ..compat.dynamo import length_may_vary, with_fixed_lengths
 from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
@@ -287,7 +287,7 @@ class BlockMask:
     def constants(self) -> list[torch.Tensor]:
         """``tensors()`` as constants of a compiled graph: separate tensors, without dynamic lengths, as a constant never
         changes."""
-        return [t.detach() for t in self.tensors()]
+        return [with_fixed_lengths(t.detach()) for t in self.tensors()]
 
     @classmethod
     def from_tensors(

@@ -13,7 +13,7 @@ import torch
 
 from ..compat.pytorch import in_differentiating_transform
 from . import block_mask, coarsen, from_flex
-from .block_mask import DENSE_CHUNK, BlockMask, Device, MaskLike
+from .block_mask import BlockMask, Device, MaskLike
 from .cache import as_block_mask, from_flex_once, is_recorded, made_apart, one_mask
 from .document_blocks import document_blocks
 from .from_flex import FlexMask, MaskFunction
@@ -23,7 +23,7 @@ from .pattern import Pattern, check_parameters
 from .select_blocks import Listing, chosen, counted, listing_of, table_of_all
 from .table import Entries, FullBlocks, PartialBlocks, at_least_two, in_table_order, table_of, with_work
 from .tall import tall_rows
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool
+from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, tile_content, unique_rows
 from .walked_tables import DocumentBlocks, TallRows
 
 DERIVED = TypeVar("DERIVED")
@@ -322,14 +322,16 @@ def transpose(mask: BlockMask) -> BlockMask:
     rows, cols, segment, tile = mask.entries()
     pool = TilePool(mask.block_size)
     numbers = np.full(len(rows), FULL_TILE, np.int64)
-    size = mask.block_size
-    for low in range(0, len(rows), max(1, DENSE_CHUNK // size**2)):
-        part = slice(low, low + max(1, DENSE_CHUNK // size**2))
-        partial = segment[part] > 0
-        if partial.any():
-            dense = mask.tile_pairs(segment[part][partial], tile[part][partial])
-            numbers[part][partial] = pool.add_dense(dense.transpose(0, 2, 1))
-    grid = BlockGrid(mask.kv_len, mask.q_len, size)
+    partial = np.flatnonzero(segment)
+    # Each distinct tile is turned once, whatever the number of blocks that have it.
+    first, alike = unique_rows(tile_content(segment, tile)[partial, None])
+    turned_tiles = np.empty(len(first), np.int64)
+    for part in dense_batches(len(first), mask.block_size):
+        of_these = partial[first[part]]
+        dense = mask.tile_pairs(segment[of_these], tile[of_these])
+        turned_tiles[part] = pool.add_dense(dense.transpose(0, 2, 1))
+    numbers[partial] = turned_tiles[alike]
+    grid = BlockGrid(mask.kv_len, mask.q_len, mask.block_size)
     which = np.searchsorted(mask.mask_bounds(), np.arange(len(rows)), side="right")
     single = []
     for number in range(mask.masks):
@@ -353,7 +355,8 @@ def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
         def decode(index: np.ndarray, mine: np.ndarray = mine) -> np.ndarray:
             return mask.tile_pairs(kind[mine[index]], tile[mine[index]])
 
-        entries = coarsen.merged(mask.grid, rows[mine], cols[mine], mask.entry_pairs[mine], decode, pool)
+        content = tile_content(kind[mine], tile[mine])
+        entries = coarsen.merged(mask.grid, rows[mine], cols[mine], mask.entry_pairs[mine], content, decode, pool)
         single.append(from_entries(grid, Entries(*entries), pool))
     return replace(_stacked(single), mask_index=mask.mask_index.cpu(), keeps_all=mask.keeps_all).to(mask.device)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .grid import BlockGrid
-from .tiles import FULL_TILE, TilePool, dense_batches
+from .grid import BlockGrid, ranges
+from .tiles import FULL_TILE, TilePool, dense_batches, unique_rows
 
 KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
@@ -48,13 +48,14 @@ def merged(
     rows: np.ndarray,
     cols: np.ndarray,
     pairs: np.ndarray,
+    content: np.ndarray,
     decode: Callable[[np.ndarray], np.ndarray],
     pool: TilePool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A mask's kept blocks merged to the size of ``pool``: rows, cols and tile numbers, (n,) int64 each.
 
-    rows, cols, pairs: of the kept blocks of ``grid``; pairs: how many each keeps. decode: their indices -> (n, block, block) bool.
-    Time is proportional to the blocks, memory is bounded by the tiles.
+    rows, cols, pairs, content: of the kept blocks of ``grid``; pairs: how many each keeps; content: ``tile_content``. decode: their
+    indices -> (n, block, block) bool. Time is proportional to the blocks, memory is bounded by the tiles.
     """
     size, factor = grid.block_size, pool.block // grid.block_size
     wide = BlockGrid(grid.q_len, grid.kv_len, pool.block)
@@ -63,11 +64,25 @@ def merged(
     partial = np.flatnonzero(np.bincount(which, pairs, len(found)) < pool.block**2)
     children = np.argsort(which, kind="stable")
     bounds = np.searchsorted(which[children], np.arange(len(found) + 1))
-    for batch in dense_batches(len(partial), pool.block):
+    place = rows % factor * factor + cols % factor
+
+    def children_of(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the blocks in these, the place of each one's parent among them)"""
+        counts = bounds[parents + 1] - bounds[parents]
+        return children[ranges(bounds[parents], counts)], np.repeat(np.arange(len(parents)), counts)
+
+    for batch in dense_batches(len(partial), factor):
         chosen = partial[batch]
-        of_these = np.concatenate([children[bounds[p] : bounds[p + 1]] for p in chosen])
-        place = np.searchsorted(chosen, which[of_these])
-        dense = np.zeros((len(chosen), factor, factor, size, size), bool)
-        dense[place, rows[of_these] % factor, cols[of_these] % factor] = decode(of_these)
-        tiles[chosen] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
+        of_these, parent = children_of(chosen)
+        within = np.zeros((len(chosen), factor**2), np.int64)
+        within[parent, place[of_these]] = 1 + content[of_these]
+        # Blocks made of the same tiles are alike, and a mask has many of them: one of each is decoded.
+        first, alike = unique_rows(within)
+        numbers = np.empty(len(first), np.int64)
+        for part in dense_batches(len(first), pool.block):
+            of_these, parent = children_of(chosen[first[part]])
+            dense = np.zeros((len(first[part]), factor, factor, size, size), bool)
+            dense[parent, rows[of_these] % factor, cols[of_these] % factor] = decode(of_these)
+            numbers[part] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
+        tiles[chosen] = numbers[alike]
     return found // wide.kv_blocks, found % wide.kv_blocks, tiles

@@ -65,6 +65,10 @@ class Pattern:
             for field in dataclasses.fields(self):
                 if field.compare:
                     _check_hashable(self, field.name)
+            raise TypeError(
+                f"{type(self).__qualname__} must be hashable, as tables are looked up by their pattern; make it a frozen "
+                "dataclass: @dataclass(frozen=True)"
+            ) from None
 
     @property
     def shift_period(self) -> int | None:
@@ -142,6 +146,8 @@ class Pattern:
 
     def __getstate__(self) -> dict[str, Any]:
         # Fields only: cached hashes and arrays are recomputed where the pattern is unpickled.
+        if not dataclasses.is_dataclass(self):
+            return dict(vars(self))
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __bool__(self) -> NoReturn:

@@ -8,7 +8,7 @@ DistancePattern the rule applies to the distance between two units       strided
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse
@@ -100,8 +100,12 @@ class RunPattern(Pattern):
         first, stop = map(np.asarray, runs)
         if first.ndim != 2 or len(first) != 2 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
-                f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
+                f"row_runs of {self} must return two signed integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
                 f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}; begin with q = q[..., None]"
+            )
+        if first.shape[1] == 0:
+            raise ValueError(
+                f"row_runs of {self} must return at least one run a query; got none; a run with stop <= first is empty"
             )
         return first.shape[1]
 
@@ -162,7 +166,11 @@ class UnitPattern(Pattern):
                 kept = np.asarray(self.unit_rule(i, j))
             if kept.dtype != bool:
                 raise TypeError(f"unit_rule of {self} must return booleans; got {kept.dtype}; compare, and combine with & | ~")
-            row, col = np.nonzero(np.broadcast_to(kept, (len(i), cols)))
+            try:
+                kept = np.broadcast_to(kept, (len(i), cols))
+            except ValueError:
+                raise ValueError(f"unit_rule of {self} must broadcast to {(len(i), cols)}; it returned {kept.shape}") from None
+            row, col = np.nonzero(kept)
             pairs.append((row + low, col))
         queries, keys = (np.concatenate([p[k] for p in pairs]).astype(np.int64) for k in range(2))
         return queries, keys
@@ -190,8 +198,30 @@ class UnitPattern(Pattern):
         if unit < SMALLEST_LISTED_UNIT and not lists_pairs:
             return None
         first, stop = grid.offset // unit, (grid.kv_len - 1) // unit + 1
-        i, j = self.unit_pairs(first, stop, stop)
+        i, j = self._listed_pairs(first, stop)
         return self._large_units(grid, i, j) if unit >= grid.block_size else self._small_units(grid, i, j)
+
+    def _listed_pairs(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """``unit_pairs``. Raises ValueError or TypeError for pairs in another form than it must return."""
+        pairs: object = self.unit_pairs(first, stop, stop)
+        if type(self).unit_pairs is UnitPattern.unit_pairs:
+            return cast("tuple[np.ndarray, np.ndarray]", pairs)
+        if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
+            got = f"{len(pairs)} values" if isinstance(pairs, (tuple, list)) else type(pairs).__name__
+            raise TypeError(f"unit_pairs of {self} must return (i, j), two integer arrays; got {got}")
+        i, j = map(np.asarray, pairs)
+        if i.ndim != 1 or i.shape != j.shape or (i.size and {i.dtype.kind, j.dtype.kind} - {"i"}):
+            raise ValueError(
+                f"unit_pairs of {self} must return two signed integer arrays of one length; got {i.dtype} of shape {i.shape} and "
+                f"{j.dtype} of shape {j.shape}"
+            )
+        inside = (i >= first) & (i < stop) & (j >= 0) & (j < stop)
+        i, j = i[inside].astype(np.int64), j[inside].astype(np.int64)
+        place = np.sort(i * stop + j)  # a pair listed twice would count as two areas of a block
+        if (place[1:] == place[:-1]).any():
+            twice = int(place[1:][place[1:] == place[:-1]][0])
+            raise ValueError(f"unit_pairs of {self} must list each pair once; got {divmod(twice, stop)} twice")
+        return i, j
 
     def _small_units(self, grid: BlockGrid, i: np.ndarray, j: np.ndarray) -> BlockRuns:
         """Kept units do not overlap, so the areas they cover in a block add up to the block's kept pairs."""

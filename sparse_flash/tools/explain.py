@@ -102,13 +102,19 @@ class Memory:
     def gradients(self) -> int:
         return self.inputs
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """What tensors and table take during the call and during its backward pass, on any back end."""
+        during_call = self.inputs + self.outputs + self.table
+        return during_call, during_call + self.out + self.gradients
+
     def forward(self, backend: str) -> int:
         """The peak while the call runs."""
-        return self.inputs + self.outputs + self.table + self.work[backend][0]
+        return self.held[0] + self.work[backend][0]
 
     def backward(self, backend: str) -> int:
         """The peak while its backward pass runs."""
-        return self.inputs + self.outputs + self.table + self.out + self.gradients + self.work[backend][1]
+        return self.held[1] + self.work[backend][1]
 
 
 @dataclass(frozen=True)
@@ -524,7 +530,11 @@ def _memory_lines(m: Memory):
         (("memory of a call", m.forward, parts), ("of its backward pass", m.backward, grads))
     ):
         work = _by_backend({name: work[number] for name, work in m.work.items() if work[number]})
-        yield name, f"{_by_backend({b: most(b) for b in m.work})}: {made_of}" + (f", scratch {work}" if work else "")
+        # Of head_dims and dtypes that no kernel of a GPU takes, such as float64.
+        total = (
+            _by_backend({b: most(b) for b in m.work}) if m.work else f"{size_text(m.held[number])} and chunks of scores on torch"
+        )
+        yield name, f"{total}: {made_of}" + (f", scratch {work}" if work else "")
 
 
 def _by_backend(counts: dict[str, int]) -> str:

@@ -21,6 +21,13 @@ def invoke(*arguments, code=0):
     return result
 
 
+@pytest.mark.parametrize("command", [("show", "causal", "-n", "40"), ("gallery", "causal", "-n", "40")], ids=["show", "gallery"])
+def test_a_written_path_is_printed_as_it_is_on_one_line(command, tmp_path):
+    path = tmp_path / "[bold]" / ("long" * 40) / "a[red]b.svg"
+    assert f"wrote {path}\n" in invoke(*command, "--out", str(path)).output
+    assert path.exists()
+
+
 def test_patterns_lists_every_name_with_its_arguments():
     import sparse_flash
 

@@ -178,6 +178,26 @@ def test_a_compiled_function_takes_another_head_dim(scale, dynamic):
         assert torch.equal(function(q, q, q), attend(q, q, q))
 
 
+MADE_AT_RUN_TIME = {
+    "blocks": lambda q, blocks: sf.BlockMask.from_blocks(blocks, 16, q.shape[2], q.shape[2]),
+    "blocks within text": lambda q, blocks: sf.BlockMask.from_blocks(blocks, 16, q.shape[2], q.shape[2], within="causal"),
+    "chosen": lambda q, blocks: sf.topk_blocks(q, q, keep=2, block_size=16),
+    "share": lambda q, blocks: sf.topk_blocks(q, q, keep=0.5, block_size=16, within="causal & local(40)"),
+}
+
+
+@parametrize("made", sorted(MADE_AT_RUN_TIME))
+def test_masks_made_at_run_time_compile_with_dynamic_sizes(made):
+    def attend(q, blocks):
+        return sf.attention(q, q, q, MADE_AT_RUN_TIME[made](q, blocks))
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (70, 90):
+        q = torch.randn(1, 2, tokens, 16, device=DEVICE)
+        blocks = torch.rand(1, 2, *[-(-tokens // 16)] * 2, device=DEVICE) < 0.7
+        assert torch.equal(function(q, blocks), attend(q, blocks))
+
+
 def test_numbers_may_change_between_calls_of_a_compiled_function():
     function, _ = compiled(lambda q, scale, softcap: sf.attention(q, q, q, "causal", scale=scale, softcap=softcap))
     q = torch.randn(1, 2, 30, 16, device=DEVICE)

@@ -74,6 +74,26 @@ def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(patt
             assert (table.col_idx[begin:end].diff() > 0).all()
 
 
+@pytest.mark.parametrize("derive", [sf.BlockMask.transpose, lambda mask: mask.in_blocks_of(128)], ids=["transposed", "merged"])
+def test_a_mask_of_few_tiles_is_transposed_and_merged_without_decoding_each_block(derive):
+    decoded = []
+    tile_pairs = sf.BlockMask.tile_pairs
+
+    def counted(mask, kind, tile):
+        decoded.append(len(kind))
+        return tile_pairs(mask, kind, tile)
+
+    counts = []
+    for tokens in (4096, 16384):
+        mask = sf.compile_mask("local(200) | strided(9, block=64)", tokens, block_size=32)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sf.BlockMask, "tile_pairs", counted)
+            derive(mask)
+        counts.append(sum(decoded))
+        decoded.clear()
+    assert 0 < counts[1] <= counts[0] + 64  # blocks: 4 times the tokens have some 16 times as many
+
+
 @settings(max_examples=80)
 @given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
 def test_transpose_exchanges_queries_and_keys_and_twice_is_the_same_table(pattern, lengths, block_size):

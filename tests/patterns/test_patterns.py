@@ -1,5 +1,6 @@
 """Each pattern keeps the pairs of its formula, and accepts and refuses the right parameters."""
 
+import copy
 import math
 import os
 import pickle
@@ -446,3 +447,78 @@ def test_each_rule_that_fails_on_arrays_is_named_with_its_pattern(pattern):
 def test_a_class_of_patterns_beside_a_pattern_is_told_to_be_called(combine):
     with pytest.raises(TypeError, match=r"causal is a class of patterns; call it for a pattern"):
         combine(sf.local(3))
+
+
+@dataclass(frozen=True)
+class NoRuns(sf.RunPattern):
+    def row_runs(self, q):
+        return np.zeros((*q.shape, 0), int), np.zeros((*q.shape, 0), int)
+
+
+@dataclass(frozen=True)
+class WrongUnits(sf.UnitPattern):
+    block: int = 32
+
+    def unit_rule(self, i, j):
+        return np.ones((2, 3), bool)
+
+
+@dataclass(frozen=True)
+class Listed(sf.UnitPattern):
+    """The diagonal units, listed in a form of one's own; made by a function, as a dataclass' field would be bound to it."""
+
+    form: object
+    block: int = 8
+
+    def unit_rule(self, i, j):
+        return i == j
+
+    def unit_pairs(self, first, stop, cols):
+        return self.form(list(range(max(first, 0), stop)))
+
+
+@pytest.mark.parametrize(
+    "pattern, said",
+    [
+        (NoRuns(), r"row_runs of NoRuns\(\) must return at least one run a query; got none"),
+        (WrongUnits(), r"unit_rule of WrongUnits\(.*\) must broadcast to \(2, 2\); it returned \(2, 3\)"),
+        (Listed(lambda units: None), r"must return \(i, j\), two integer arrays; got NoneType"),
+        (Listed(lambda units: (units, units[1:])), r"of one length; got int64 of shape \(7,\) and int64 of shape \(6,\)"),
+        (Listed(lambda units: (units, [0.5] * 7)), r"two signed integer arrays of one length; got int64 of .* and float64"),
+        (Listed(lambda units: (units * 2, units * 2)), r"must list each pair once; got \(0, 0\) twice"),
+    ],
+    ids=["no runs", "shape of units", "no pairs", "two lengths", "floats", "twice"],
+)
+def test_runs_and_units_in_another_form_are_refused_with_what_was_got(pattern, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        sf.compile_mask(sf.causal() & pattern, 50, block_size=16)
+
+
+@pytest.mark.parametrize("block", [8, 32])
+def test_listed_units_may_be_lists_and_units_past_the_lengths_keep_nothing(block):
+    for form in (lambda units: (units, units), lambda units: ([*units, 90, 91], [*units, 90, 3])):
+        mask = sf.compile_mask(Listed(form, block), 50, block_size=16)
+        assert mask.equal(sf.compile_mask(sf.block_diagonal(block), 50, block_size=16))
+
+
+class OnlyARule(sf.Pattern):
+    def __init__(self, window):
+        self.window = window
+
+    def token_rule(self, q, kv):
+        return abs(q - kv) < self.window
+
+
+def test_a_pattern_that_is_no_dataclass_compiles_and_is_copied_with_what_it_holds():
+    pattern = OnlyARule(3)
+    for other in (pattern, copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
+        assert sf.compile_mask(other, 50).equal(sf.compile_mask(sf.local(3), 50))
+
+
+def test_a_pattern_without_a_hash_is_told_to_be_frozen():
+    @dataclass
+    class Thawed(sf.Pattern):
+        window: int
+
+    with pytest.raises(TypeError, match=r"Thawed must be hashable, .*; make it a frozen dataclass: @dataclass\(frozen=True\)"):
+        Thawed(3)

@@ -14,6 +14,7 @@ import sparse_flash as sf
 from sparse_flash import backends
 from sparse_flash.tools import draw
 from sparse_flash.tools.explain import explain, reachability
+from sparse_flash.tools.figures import size_text
 
 MASKS = [
     ("full", 256, 256, 64),
@@ -324,6 +325,14 @@ def test_memory_of_a_call_on_this_device_is_what_it_leaves_and_what_it_peaks_at(
         torch.cuda.reset_peak_memory_stats()
         torch.autograd.grad(sf.attention(q, k, v, mask), (q, k, v), dout)
         assert torch.cuda.max_memory_allocated() - before == pytest.approx(m.backward(backend), abs=1 << 16)
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 300}, {"dtype": torch.float64}], ids=str)
+def test_a_call_that_no_kernel_takes_has_its_memory_in_words(options):
+    e = explain(sf.compile_mask("causal", 1000), **options)
+    during_call, in_backward = (e.lines()[name] for name in ("memory of a call", "of its backward pass"))
+    assert during_call.startswith(f"{size_text(e.memory.held[0])} and chunks of scores on torch: q, k and v")
+    assert in_backward.startswith(f"{size_text(e.memory.held[1])} and chunks of scores on torch: as above")
 
 
 def test_back_ends_that_do_not_run_a_call_have_no_memory():
