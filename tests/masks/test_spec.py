@@ -291,6 +291,10 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
     class Thawed(sf.Pattern):
         n: int
 
+    @dataclass(frozen=True)
+    class Unregistered(sf.Pattern):
+        n: int
+
     for cls in (Bare, Thawed):
         with pytest.raises(TypeError, match=r"must be a frozen dataclass; put @dataclass\(frozen=True\)"):
             sf.register_pattern("bare")(cls)
@@ -300,8 +304,10 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
         with pytest.raises(ValueError, match="must be an identifier"):
             sf.register_pattern(name)
     assert "bare" not in sf.list_patterns()
-    with pytest.raises(ValueError, match="Thawed has no spec text: register it"):
-        Thawed(3).to_spec()
+    with pytest.raises(TypeError, match="Thawed must be hashable.*make it a frozen dataclass"):
+        Thawed(3)
+    with pytest.raises(ValueError, match="Unregistered has no spec text: register it"):
+        Unregistered(3).to_spec()
 
 
 class Step(IntEnum):
