@@ -304,7 +304,7 @@ def test_only_frozen_dataclasses_of_patterns_with_identifier_names_can_be_regist
         with pytest.raises(ValueError, match="must be an identifier"):
             sf.register_pattern(name)
     assert "bare" not in sf.list_patterns()
-    with pytest.raises(TypeError, match="Thawed must be hashable.*make it a frozen dataclass"):
+    with pytest.raises(TypeError, match=r"Thawed must be hashable.*make it a frozen dataclass"):
         Thawed(3)
     with pytest.raises(ValueError, match="Unregistered has no spec text: register it"):
         Unregistered(3).to_spec()
