@@ -100,7 +100,7 @@ class RunPattern(Pattern):
         first, stop = map(np.asarray, runs)
         if first.ndim != 2 or len(first) != 2 or first.shape != stop.shape or {first.dtype.kind, stop.dtype.kind} - {"i"}:
             raise ValueError(
-                f"row_runs of {self} must return two signed integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
+                f"row_runs of {self} must return two integer arrays of shape (*q.shape, runs); for q of shape (2,) got "
                 f"{first.dtype} of shape {first.shape} and {stop.dtype} of shape {stop.shape}; begin with q = q[..., None]"
             )
         if first.shape[1] == 0:
