@@ -22,6 +22,7 @@ from rich.table import Table
 
 from examples.train_lm import parallel
 from examples.train_lm.cli import user_errors
+from examples.train_lm.settings import Shape
 
 from . import checkpoint, data, report
 from .climb import climb as climb_stages
@@ -142,8 +143,7 @@ def train(
 ) -> None:
     """Train a classifier on one device."""
     with user_errors(), parallel.world(device) as world:
-        if world.size > 1:
-            raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+        _check_alone(world)
         if steps and epochs:
             raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
         given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
@@ -155,7 +155,7 @@ def train(
         batch = batch or default_batch(examples.task)
         settings = Settings(
             task=examples.manifest["task"],
-            shape=replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim),
+            shape=_shape(dim, layers, heads, head_dim, mlp_dim),
             attention=attention,
             order=order,
             batch=batch,
@@ -201,7 +201,7 @@ def climb(
     device: Device = "auto",
 ) -> None:
     """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
-    shape = replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
+    shape = _shape(dim, layers, heads, head_dim, mlp_dim)
 
     def settings(stage, minutes: float, seed: int) -> Settings:
         images = batch or default_batch(stage.task)
@@ -222,20 +222,27 @@ def climb(
         )
 
     with user_errors(), parallel.world(device) as world:
-        if world.size > 1:
-            raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+        _check_alone(world)
         given = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
         stages = [(replace(stage, **given), share) for stage, share in stages_to(to, minutes)]
         for stage, share in stages:
             settings(stage, share, 0)  # refuses what cannot work before anything is made
         with prepared([stage for stage, _ in stages], folder, workers) as images:
-            ended = climb_stages(stages, settings, images, out, world, seeds, evaluations)
-        if ended is None:
+            runs = climb_stages(stages, settings, images, out, world, seeds, evaluations)
+        if runs is None:
             console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
             raise typer.Exit(130)
-        runs = [run for run, _ in ended]
         console.print(report.results(runs))
         console.print(f"plot {report.plot(runs, out / 'accuracy.png')}", soft_wrap=True, markup=False)
+
+
+def _check_alone(world: parallel.World) -> None:
+    if world.size > 1:
+        raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+
+
+def _shape(dim: int, layers: int, heads: int, head_dim: int, mlp_dim: int) -> Shape:
+    return replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
 
 
 def _introduce(run: Run) -> None:

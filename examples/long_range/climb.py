@@ -8,17 +8,17 @@ goes on.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from examples.train_lm.parallel import World
 from examples.train_lm.report import read
 
-from . import data
+from . import checkpoint, data
 from .pathfinder import Pathfinder
 from .report import console
 from .settings import Settings
@@ -76,22 +76,28 @@ def stages_to(size: int, minutes: float) -> list[tuple[Stage, float]]:
 
 
 @contextmanager
-def prepared(stages: list[Stage], folder: Path, workers: int):
+def prepared(stages: list[Stage], folder: Path, workers: int) -> Iterator[Callable[[Stage], Path]]:
     """Makes the images of all stages in the order in which they are needed, in processes of its own, while others train. Yields
     stage -> its folder, once it is complete."""
-    jobs = [(folder / f"pathfinder-{stage.name}", stage.task, stage.train, stage.held_out) for stage in stages]
-    maker = get_context("spawn").Process(target=_make, args=(jobs, workers))
+    folders = {stage: folder / f"{Pathfinder.name}-{stage.name}" for stage in stages}
+    jobs = [(place, stage.task, stage.train, stage.held_out) for stage, place in folders.items()]
+    context, made = get_context("spawn"), []
+    receiver, sender = context.Pipe(duplex=False)
+    maker = context.Process(target=_make, args=(jobs, workers, sender))
     maker.start()
+    sender.close()  # so that the end of the process is seen
 
     def complete(stage: Stage) -> Path:
-        place = folder / f"pathfinder-{stage.name}"
-        with console.status(f"waiting for images of {stage.size} x {stage.size} pixels"):
-            while not (place / "manifest.json").exists():
-                if not maker.is_alive() and not (place / "manifest.json").exists():
-                    command = f"prepare --size {stage.size} --dashes {stage.dashes} --data {place}"
-                    raise ValueError(f"{place} could not be made; python -m examples.long_range {command} says why")
-                time.sleep(0.1)
-        return place
+        while stage not in made:
+            with console.status(f"waiting for images of {stage.size} x {stage.size} pixels"):
+                try:
+                    refusal = receiver.recv()
+                except EOFError:
+                    refusal = f"the process that makes images of {stage.size} x {stage.size} pixels ended; the same command goes on"
+            if refusal:
+                raise ValueError(refusal)
+            made.append(stages[len(made)])
+        return folders[stage]
 
     try:
         yield complete
@@ -100,10 +106,15 @@ def prepared(stages: list[Stage], folder: Path, workers: int):
         maker.join()
 
 
-def _make(jobs: list[tuple], workers: int) -> None:
+def _make(jobs: list[tuple], workers: int, sender: Connection) -> None:
+    """Sends None for each folder that is complete, or why it cannot be."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # the bars of training have the terminal
-        for folder, task, train, held_out in jobs:
-            data.prepare(folder, task, train, held_out, workers=workers)
+        try:
+            for folder, task, train, held_out in jobs:
+                data.prepare(folder, task, train, held_out, workers=workers)
+                sender.send(None)
+        except ValueError as error:
+            sender.send(str(error))
 
 
 def climb(
@@ -114,31 +125,29 @@ def climb(
     world: World,
     seeds: int,
     evaluations: int,
-) -> list[tuple[Path, float]] | None:
-    """The folder and the held-out accuracy of each run that ended, of the first stage with the seed that learned it; None where
-    Ctrl-C or SIGTERM came before. settings: of a stage, its minutes and a seed.
+) -> list[Path] | None:
+    """The folders of the runs, of the first stage that of the seed that learned it; None where Ctrl-C or SIGTERM came before the
+    end. settings: of a stage, its minutes and a seed.
 
     Raises ``Lost`` where no seed learned the first stage. Nothing goes on from a later run that has not learned its own.
     """
     (first, minutes), *others = stages
-    ended = []
     for seed in range(seeds):
         run = Run(settings(first, minutes, seed), folder / f"{first.name}-seed-{seed}", images(first), world)
         if not _ended(run, evaluations, lambda done, score: done >= LOOK and score.accuracy <= KNOWS):
             return None
-        if _accuracy(run.folder) > KNOWS:
-            ended.append((run.folder, _accuracy(run.folder)))
+        if (accuracy := _accuracy(run.folder)) > KNOWS:
             break
-        console.print(f"seed {seed} knows nothing: {_accuracy(run.folder):.1%}")
+        console.print(f"seed {seed} knows nothing: {accuracy:.1%}")
     else:
         raise Lost(f"nothing was learned of {first.dashes} dashes with {seeds} seed(s); pass more --seeds or --minutes")
-    start = ended[0][0]
+    ended, start = [run.folder], run.folder
     for stage, minutes in others:
-        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=start / "checkpoint.pt")
+        run = Run(settings(stage, minutes, 0), folder / stage.name, images(stage), world, start=checkpoint.of_run(start))
         if not _ended(run, evaluations):
             return None
-        ended.append((run.folder, _accuracy(run.folder)))
-        if ended[-1][1] > KNOWS:
+        ended.append(run.folder)
+        if _accuracy(run.folder) > KNOWS:
             start = run.folder
     return ended
 

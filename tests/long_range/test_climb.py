@@ -69,6 +69,13 @@ def test_a_climb_that_learns_nothing_says_so(tmp_path, images, accuracies):
     assert "nothing was learned of 4 dashes with 2 seed(s); pass more --seeds or --minutes" in said
 
 
+def test_images_of_another_request_are_refused_and_not_taken(tmp_path, images, accuracies):
+    given = ["--data", images, "--out", tmp_path / "runs"]
+    invoke("climb", *SMALL, *given)
+    said = invoke("climb", *SMALL, "--train", 9, "--data", images, "--out", tmp_path / "other", code=2)
+    assert "'train': 8" in said and "'train': 9" in said and "pass another --data" in said
+
+
 def test_minutes_are_shared_by_the_stages_up_to_a_size():
     assert (
         sum(minutes for _, minutes in stages_to(256, 30)) == pytest.approx(30) == 2 * sum(share for _, share in stages_to(64, 15))
