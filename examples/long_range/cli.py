@@ -187,7 +187,9 @@ def climb(
     train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak.")] = 100,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak. [first 300, then 100]")
+    ] = None,
     dim: Dim = SHAPE.dim,
     layers: Layers = SHAPE.layers,
     heads: Heads = SHAPE.heads,
@@ -214,7 +216,7 @@ def climb(
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),
                 minutes=minutes,
-                warmup=warmup,
+                warmup=stage.warmup if warmup is None else warmup,
                 learning_rate=stage.learning_rate,
                 compiled=compiled,
                 seed=seed,
