@@ -183,12 +183,13 @@ def climb(
     minutes: Annotated[float, typer.Option(help="Of training steps in all, without seeds that are given up.")] = 30.0,
     seeds: Annotated[int, typer.Option(min=1, help="Tried for the first run, one after the other, until one learns.")] = 6,
     attention: Attention = "butterfly",
+    first: Annotated[str, typer.Option(help="Attention of the first run, which sparse ones may not learn.")] = "dense",
     order: Order = "tiles",
     train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
     held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
     warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak. [first 300, then 100]")
+        int | None, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak. [first 500, then 100]")
     ] = None,
     dim: Dim = SHAPE.dim,
     layers: Layers = SHAPE.layers,
@@ -211,7 +212,7 @@ def climb(
             Settings(
                 task=data.described(stage.task),
                 shape=shape,
-                attention=attention,
+                attention=first if stage.name == stages[0][0].name else attention,
                 order=order,
                 batch=images,
                 micro_batch=default_micro_batch(stage.task, images),

@@ -50,16 +50,14 @@ class Stage:
         return Pathfinder(self.size, self.dashes)
 
 
-# Runs that left 50 % did so while a slow warm-up passed 0.0003 to 0.0005, and the shorter the paths, the more is told near the dots.
 STAGES = (
-    Stage(32, 3, 0.1, 40_000, 2_000, 7e-4, warmup=300),
-    Stage(32, 6, 0.07, 40_000, 2_000),
-    Stage(32, 9, 0.08, 40_000, 2_000),
-    Stage(32, 14, 0.14, 60_000, 4_000),
+    Stage(32, 4, 0.13, 40_000, 2_000, 1e-3, warmup=500),
+    Stage(32, 9, 0.1, 40_000, 2_000),
+    Stage(32, 14, 0.15, 60_000, 4_000),
     Stage(64, 9, 0.1, 50_000, 2_000),
     Stage(64, 14, 0.19, 80_000, 4_000),
     Stage(128, 14, 0.18, 40_000, 2_000),
-    Stage(256, 14, 0.14, 10_000, 1_000),
+    Stage(256, 14, 0.15, 10_000, 1_000),
 )
 
 
