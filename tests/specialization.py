@@ -54,7 +54,8 @@ SELECTION = (
 MODULES = (forward, backward, decode, repack, spans, document_blocks, splits, hopper_forward, hopper_backward, *SELECTION)
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (2, 1), (16, 1), (16, 16), (3, 3))
-BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
 
 
 class Kernel:

@@ -35,6 +35,12 @@ def test_every_kernel_is_launched_again_more_often_than_it_is_compiled(kernels):
     assert all(row["again"] > 10 * row["compiled"] > 0 for row in kernels.values()), kernels
 
 
+def test_the_portable_kernels_are_read_where_lengths_and_strides_are_1():
+    read, *refused = outcomes_of("front_end.py")
+    assert refused == []
+    assert {"attention_forward_kernel", "grad_kv_kernel", "grad_qkv_kernel", "picked_grads_kernel"} <= set(read["read"])
+
+
 @runs
 @parametrize("spec", [None, "causal & local(20)"])
 def test_attention_is_right_whatever_shapes_were_launched_before(spec):

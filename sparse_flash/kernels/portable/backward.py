@@ -54,19 +54,20 @@ from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, va
 
 
 class _Tensors(NamedTuple):
-    """Tensors of all heads, as the kernels take them; None where a pass does not use one. delta: None if both passes compute it."""
+    """Tensors of all heads, as the kernels take them; None where a pass does not use one. delta: None if both passes compute it.
+
+    Records come before what may be None, here and in ``_KeyOperands``: Triton 3.6 forgets constants of a record behind one, such as
+    a length of 1.
+    """
 
     q: Any
     k: Any
     v: Any
     dout: Any
+    out: Any
     lse: Any
     delta: Any
-    out: Any = None
-    dlse: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
+    dlse: Any
 
 
 class _QueryOperands(NamedTuple):
@@ -144,7 +145,7 @@ def _delta(out_tensor, dlse, dout, tile, query, first_query, sizes):
 
 
 @triton.jit
-def _compute_grad_q(slot, line, tensors, scale, rows, table, sizes, scoring):
+def _compute_grad_q(slot, line, tensors, dq_tensor, scale, rows, table, sizes, scoring):
     """dQ and delta of a tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
@@ -176,7 +177,7 @@ def _compute_grad_q(slot, line, tensors, scale, rows, table, sizes, scoring):
         store_bias_gradient(beyond, tile.head, scoring)
     if Q_CUT:
         dq = tl.where(exists[:, None], dq, 0.0)
-    store_tile(tensors.dq, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
+    store_tile(dq_tensor, dq * scale, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -225,9 +226,8 @@ def grad_q_kernel(
     # fmt: off
     _compute_grad_q(
         tl.program_id(0), tl.program_id(1),
-        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, out=out_tensor, dlse=dlse_ptr if HAS_DLSE else None,
-                 dq=dq_tensor),
-        scale,
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
+        dq_tensor, scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
         WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, False),
@@ -244,9 +244,9 @@ class _KeyOperands(NamedTuple):
     v: Any
     q_tensor: Any
     dout_tensor: Any
+    out_tensor: Any
     lse: Any
     delta: Any
-    out_tensor: Any
     dlse: Any
     stream: Any
 
@@ -339,7 +339,7 @@ def _walk_queries(state, operands, tile, entries, table, sizes, scoring, KIND: t
 
 
 @triton.jit
-def _compute_grad_kv(slot, line, tensors, scale, rows, table, sizes, scoring):
+def _compute_grad_kv(slot, line, tensors, dk_tensor, dv_tensor, scale, rows, table, sizes, scoring):
     """dK and dV of a key tile. line: key head, numbered across the batch."""
     variant = scoring.variant
     TILE_N: tl.constexpr = sizes.TILE_N
@@ -367,15 +367,15 @@ def _compute_grad_kv(slot, line, tensors, scale, rows, table, sizes, scoring):
             bounds = dense_bounds(sizes.q_len, sizes.TILE_M)
         delta = None if tensors.delta is None else tensors.delta + row_line
         dlse = None if tensors.dlse is None else tensors.dlse + row_line
-        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.lse + row_line, delta, tensors.out, dlse, stream)
+        operands = _KeyOperands(k, v, tensors.q, tensors.dout, tensors.out, tensors.lse + row_line, delta, dlse, stream)
         dk, dv = walk_row(_walk_queries, (dk, dv), operands, tile, bounds, valid_queries, table, sizes, scoring)
     if is_cut(variant.kv_starts, variant.kv_lens):
         exists = is_valid(valid, first + tl.arange(0, TILE_N))
         dk, dv = tl.where(exists[:, None], dk, 0.0), tl.where(exists[:, None], dv, 0.0)
     if variant.seed is not None:
         dk *= 0.5
-    store_tile(tensors.dk, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
-    store_tile(tensors.dv, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
+    store_tile(dk_tensor, dk * scale, batch, kv_head, first, TILE_N, sizes.DIM)
+    store_tile(dv_tensor, dv, batch, kv_head, first, TILE_N, sizes.DIM_V)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -422,8 +422,8 @@ def grad_kv_kernel(
     # fmt: off
     _compute_grad_kv(
         tl.program_id(0), tl.program_id(1),
-        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, lse_ptr, delta_ptr, dk=dk_tensor, dv=dv_tensor),
-        scale,
+        _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
+        dk_tensor, dv_tensor, scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
         WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
         Sizes(heads, group, q_len, kv_len, DIM, DIM_V, TILE_M, TILE_N, True),
@@ -482,19 +482,7 @@ def grad_qkv_kernel(
 ):
     """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid: for each key head the programs of its key tiles, which have more to do,
     then those of the query tiles of each query head that shares it."""
-    tensors = _Tensors(
-        q_tensor,
-        k_tensor,
-        v_tensor,
-        dout_tensor,
-        lse_ptr,
-        None,
-        out=out_tensor,
-        dlse=dlse_ptr if HAS_DLSE else None,
-        dq=dq_tensor,
-        dk=dk_tensor,
-        dv=dv_tensor,
-    )
+    tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
     slot, line = tl.program_id(0), tl.program_id(1)
     if SPARSE:
         key_tiles = kv_blocks * (TABLE_BLOCK // TILE_N)
@@ -507,6 +495,8 @@ def grad_qkv_kernel(
             slot,
             line,
             tensors,
+            dk_tensor,
+            dv_tensor,
             scale,
             TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
             WalkedTable(row_idx, col_tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),
@@ -518,6 +508,7 @@ def grad_qkv_kernel(
             (slot - key_tiles) % query_tiles,
             line * group + (slot - key_tiles) // query_tiles,
             tensors,
+            dq_tensor,
             scale,
             TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
             WalkedTable(col_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE),

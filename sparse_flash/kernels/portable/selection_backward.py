@@ -111,12 +111,14 @@ class _Widths(NamedTuple):
 
 
 class _Gathered(NamedTuple):
-    """What is gathered of queries."""
+    """What is gathered of queries. MASSES: whether log2_sum and delta are masses and their gradients, see ``picked_grads_kernel``.
+    A constant comes last: without one, Triton 3.6 forgets those of the records, such as a stride of 1."""
 
     q: Any
     dout: Any
     log2_sum: Any
     delta: Any
+    MASSES: Any
 
 
 @triton.jit
@@ -141,7 +143,7 @@ def _add_grads(dk, dv, weights, q, rows, queries, v, lengths, shared, widths):
 @triton.jit
 def _compute_grads(
     dk, dv, queries, part_ptr, entries, begin, end, line, block, span, lengths, shared, widths,
-    CUT: tl.constexpr, PARTS: tl.constexpr, MASSES: tl.constexpr,
+    CUT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Sums after queries begin .. end - 1 of a list, whose parts of dQ are stored if PARTS. CUT: whether keys may follow their
     query."""
@@ -150,7 +152,7 @@ def _compute_grads(
         at = lines_of_rows(rows, lengths, shared)
         q = load_rows(queries.q, rows, widths.DIM)
         scores = tl.dot(block.k, q.T, input_precision="ieee") * widths.score_scale
-        if MASSES:
+        if queries.MASSES:
             at = at * shared.SLOTS + entry % shared.SLOTS
             lse = tl.load(queries.log2_sum + at, mask=rows.exists, other=float("inf"))
             log2_sum = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
@@ -159,7 +161,7 @@ def _compute_grads(
         weights = tl.math.exp2(scores - log2_sum[None, :])
         if CUT:
             weights = tl.where(_keeps(block.position, rows, lengths, widths.TILE_N), weights, 0.0)
-        if MASSES:
+        if queries.MASSES:
             dmass = tl.load(queries.delta + at, mask=rows.exists, other=0.0)
             dscores = (weights * dmass[None, :]).to(q.dtype)
             dk = tl.dot(dscores, q, dk, input_precision="ieee")
@@ -183,7 +185,7 @@ def _store_sums(sums, values, row):
 @triton.jit
 def _compute_piece(
     k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, piece, queries, span, lengths, shared, widths,
-    PARTS: tl.constexpr, MASSES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     begin, end = tl.load(piece + 1), tl.load(piece + 3)
@@ -195,19 +197,19 @@ def _compute_piece(
         position = (column % lengths.key_blocks * widths.STEPS + part) * widths.TILE_N
         k = load_tile(k_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM)
         v = k
-        if not MASSES:
+        if not queries.MASSES:
             v = load_tile(v_tensor, batch, kv_head, position, widths.TILE_N, widths.DIM_V)
         dk = tl.zeros([widths.TILE_N, widths.DIM], tl.float32)
         dv = tl.zeros([widths.TILE_N, widths.DIM_V], tl.float32)
         # fmt: off
         dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, begin, whole, own, _Block(k, v, position, part), span, lengths,
-                                shared, widths, True, PARTS, MASSES)
+                                shared, widths, True, PARTS)
         dk, dv = _compute_grads(dk, dv, queries, part_ptr, entries, whole, end, own, _Block(k, v, position, part), span, lengths,
-                                shared, widths, False, PARTS, MASSES)
+                                shared, widths, False, PARTS)
         # fmt: on
         row = (tl.load(piece + 4).to(tl.int64) * widths.STEPS + part) * widths.TILE_N
         _store_sums(dk_ptr, dk, row)
-        if not MASSES:
+        if not queries.MASSES:
             _store_sums(dv_ptr, dv, row)
 
 
@@ -255,12 +257,12 @@ def picked_grads_kernel(
     # fmt: off
     _compute_piece(
         k_tensor, v_tensor, part_ptr, dk_ptr, dv_ptr, entries, items + (item + tl.program_id(0)) * 5,
-        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr, MASSES),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
         _Widths(scale, score_scale, DIM, DIM_V, TILE_N, BLOCK // TILE_N),
-        PARTS, MASSES,
+        PARTS,
     )
     # fmt: on
 
@@ -385,7 +387,7 @@ def always_grads_kernel(
     _compute_always_piece(
         k_tensor, v_tensor, dk_ptr, dv_ptr, picks, items,
         Always(row_ptr, row_split, WalkedTable(row_idx, tile_idx, tile_runs, tile_bits, ALWAYS, True)),
-        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr, False),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
@@ -628,7 +630,7 @@ def sum_query_grads_kernel(
         Walks(walk_counts, walk_blocks, walk_bits, WIDTH),
         Always(always_row_ptr, always_row_split,
                WalkedTable(always_col_idx, always_tile_idx, always_tile_runs, always_tile_bits, ALWAYS, True)),
-        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr),
+        _Gathered(q_rows, dout_rows, log2_sum_ptr, delta_ptr, False),
         Span(line, choice, stride),
         Lengths(kv_heads, q_len, offset, choices, key_blocks),
         Shared(EVERY, MEMBERS, PICKERS, SLOTS, CHOICES, TOKENS, TILES),
