@@ -1,5 +1,5 @@
-"""Has Triton's front end read the portable kernels for tensors whose lengths and strides are 1, without a GPU. Prints the kernels that
-it has read as a JSON object, and one for each code that it refuses: the kernel, and why.
+"""Has Triton's front end read the portable kernels for tensors whose lengths and strides are 1, without a GPU. Prints the kernels
+that it has read as a JSON object, and one for each code that it refuses: the kernel, and why.
 
 Triton makes constants of integers that are 1, also within records, and its releases differ in where they lose one.
 

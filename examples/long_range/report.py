@@ -94,7 +94,7 @@ def plot(runs: list[Path], target: Path) -> Path:
         axis.grid(alpha=0.3)
     axes[1].xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes[0].set_ylabel("held-out accuracy (shaded: its standard error)")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(target, dpi=150)
     plt.close(figure)
     return target

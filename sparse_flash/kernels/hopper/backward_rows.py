@@ -152,16 +152,18 @@ def finish_kernel(
     """A gradient from its sums, which are in register order: times a factor, in the dtype and memory order of its tensor. TILE:
     rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
     FIXED: sums are integers, in units of a power of two per row. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
-    first = tl.program_id(0) * TILE
+    # Begins with the sums that were added to last, which are in the L2 cache.
+    line_of_head, place = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    first = place * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
-        line = (tl.program_id(1).to(tl.int64) * group + member) * padded_len + first
+        line = (line_of_head.to(tl.int64) * group + member) * padded_len + first
         sums += tl.load(sums_ptr + line * DIM + tl.arange(0, TILE * DIM)).to(tl.float32)
     grad = _from_register_order(sums, TILE, DIM, ACROSS, PIECES) * factor
     if FIXED:
-        unit = tl.load(unit_ptr + tl.program_id(1).to(tl.int64) * padded_len + first + tl.arange(0, TILE))
+        unit = tl.load(unit_ptr + line_of_head.to(tl.int64) * padded_len + first + tl.arange(0, TILE))
         grad = grad / unit[:, None]
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    batch, head = line_of_head // heads, line_of_head % heads
     if starts_ptr is None:
         store_tile(grad_tensor, grad, batch, head, first, TILE, DIM)
     else:
