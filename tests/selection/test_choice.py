@@ -136,7 +136,8 @@ def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, eve
     wanted = compressed_definition(q, keys, keep, every, block, share_group, kv_len, length, stride)
     found = lists(selection.picks)
     assert all(wanted[place] in (None, found[place]) for place in np.ndindex(*wanted.shape))
-    assert sum(picks is None for picks in wanted.flat) <= 0.1 * wanted.size + 1
+    undecided = sum(picks is None for picks in wanted.flat)
+    assert undecided <= 0.1 * wanted.size + 1 or keys.shape[2] == 1  # all blocks of a single key tie
 
 
 def test_equal_weights_of_blocks_go_to_the_first_ones():
@@ -329,7 +330,7 @@ def by_compressed(q, k, v):
 @parametrize("mode", ["eager", "autocast", "compiled", "compiled autocast"])
 @parametrize(
     "attend, owner, step",
-    [(chosen, choice, "block_means"), (by_compressed, choice, "ranked"), (by_picks, torch.Tensor, "sort")],
+    [(chosen, choice, "block_means"), (by_compressed, choice, "kernel_chooses"), (by_picks, torch.Tensor, "sort")],
     ids=["topk_blocks", "compressed keys", "from_picks"],
 )
 def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(attend, owner, step, mode, monkeypatch):

@@ -86,14 +86,21 @@ def test_given_scores_are_of_a_documents_own_blocks():
         torch.testing.assert_close(out[some], wanted[0].transpose(0, 1))
 
 
-def test_what_is_not_finite_in_one_document_reaches_no_other():
+@parametrize("backend, some", [("torch", [*range(40, 90), *range(120, 125)]), ("auto", range(120, 125))])
+def test_what_is_not_finite_elsewhere_reaches_no_document(backend, some):
+    """Kernels attend from several queries at once, and of blocks that one of them keeps, 0 times NaN reaches the others."""
     (q, k, v), ends = packed([40, 50, 30], after=5)
-    wanted = sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends))
+
+    def attended():
+        chosen = sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends)
+        return sf.attention_varlen(q, k, v, ends, mask=chosen, backend=backend)
+
+    wanted = attended()
     for t in (q, k, v):
-        t[40:90] = t[120:] = float("nan")
-    out = sf.attention_varlen(q, k, v, ends, mask=sf.topk_blocks(q, k, KEEP, block_size=BLOCK, cu_seqlens_q=ends))
-    for some in (slice(0, 40), slice(90, 120)):
-        torch.testing.assert_close(out[some], wanted[some])
+        t[list(some)] = float("nan")
+    out = attended()
+    for document in (slice(0, 40), slice(90, 120)):
+        torch.testing.assert_close(out[document], wanted[document])
 
 
 def test_documents_longer_than_the_longest_lose_their_end_where_the_host_cannot_check():

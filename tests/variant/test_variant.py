@@ -236,7 +236,7 @@ def test_each_term_is_as_it_is_defined(backend, name):
 
 
 @every_backend
-@parametrize("softcap", [30.0, 1e4])
+@parametrize("softcap", [30.0, 100.0, 1e4])
 def test_a_soft_cap_loses_nothing_that_its_size_multiplies(backend, softcap):
     q, k, v, dout = accepted(backend, {"softcap": softcap})
     kept = torch.ones((), dtype=torch.bool, device=DEVICE)
