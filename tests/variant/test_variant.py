@@ -238,7 +238,11 @@ def test_each_term_is_as_it_is_defined(backend, name):
 @every_backend
 @parametrize("softcap", [30.0, 100.0, 1e4])
 def test_a_soft_cap_loses_nothing_that_its_size_multiplies(backend, softcap):
-    q, k, v, dout = accepted(backend, {"softcap": softcap})
+    q, k, v, dout = accepted(backend, {"softcap": min(softcap, 100.0)})
+    if backend == "hopper" and softcap > 100:
+        with pytest.raises(ValueError, match="caps scores at up to 100, as its errors are 6e-8 of the cap; got 10000"):
+            sf.attention(q, k, v, softcap=softcap, backend=backend)
+        return
     kept = torch.ones((), dtype=torch.bool, device=DEVICE)
     ours = results(lambda *t: sf.attention(*t, softcap=softcap, return_lse=True, backend=backend), (q, k, v), {}, dout)
     exact = [t.double() for t in (q, k, v)]
