@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import TypeVar, cast
+
+import torch
 
 FUNCTION = TypeVar("FUNCTION", bound=Callable)
 
@@ -13,6 +16,25 @@ def constant_in_graphs(function: FUNCTION) -> FUNCTION:
     that torch.compiler.assume_constant_result sets."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions do not declare this mark
     return function
+
+
+def outside_graphs(function: FUNCTION) -> FUNCTION:
+    """Decorator: torch.compile leaves the function, which works with NumPy on the host, to Python: it breaks the graph there, and
+    with fullgraph=True it fails with a message that says so."""
+    reason = (
+        f"sparse_flash's {function.__name__} works on the host and cannot be part of a graph; call it outside of the compiled "
+        "function. attention also takes patterns and their text, and topk_blocks and BlockMask.from_blocks run within graphs"
+    )
+
+    @wraps(function)
+    def call(*args, **options):
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        torch._dynamo.graph_break(msg=reason)
+        # Otherwise it would compile what the function calls.
+        return torch._dynamo.disable(function)(*args, **options)
+
+    return cast(FUNCTION, call)
 
 
 def length_may_vary(tensor, dim: int) -> None:

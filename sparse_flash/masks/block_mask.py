@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import numpy as np
 import torch
 
-from ..compat.dynamo import length_may_vary, with_fixed_lengths
+from ..compat.dynamo import length_may_vary, outside_graphs, with_fixed_lengths
 from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
@@ -367,6 +367,7 @@ class BlockMask:
         visited = np.diff(self.mask_bounds(), prepend=0)
         return float(visited[self.mask_index.cpu().numpy()].mean() / (self.grid.q_blocks * self.grid.kv_blocks))
 
+    @outside_graphs
     def block_states(self) -> torch.Tensor:
         """Block states: 0 empty, 1 partial, 2 full (keeps all of its existing pairs).
 
@@ -412,6 +413,7 @@ class BlockMask:
         kept[cols] = self.tile_pairs((entry >= runs).astype(np.int64) + (entry >= bits), tile).take(place, axis)
         return torch.from_numpy(kept.reshape(-1))
 
+    @outside_graphs
     def to_dense(self) -> torch.Tensor:
         """True where a pair is kept: (q_len, kv_len) bool, or (batch | 1, heads | 1, q_len, kv_len) for several masks.
 

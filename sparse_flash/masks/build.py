@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
+from ..compat.dynamo import outside_graphs
 from ..compat.pytorch import in_differentiating_transform
 from . import block_mask, coarsen, from_flex
 from .block_mask import BlockMask, Device, MaskLike
@@ -153,6 +154,7 @@ def _listing(mask: BlockMask) -> Listing:
     return known
 
 
+@outside_graphs
 def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
     """See ``BlockMask.from_dense``."""
     if not isinstance(kept, torch.Tensor):
@@ -186,6 +188,7 @@ def of_flex(mask: FlexMask) -> BlockMask:
     return _of_heads(masks, *mask.kv_num_blocks.shape[:2]).to(mask.kv_indices.device)
 
 
+@outside_graphs
 def from_mask_mod(
     mask_mod: MaskFunction,
     batch: int | None,
@@ -222,6 +225,7 @@ def _of_heads(masks: list[BlockMask], batch: int, heads: int) -> BlockMask:
     return replace(joined, mask_index=joined.mask_index.view(batch, heads))
 
 
+@outside_graphs
 def per_head(
     masks: Iterable[MaskLike],
     q_len: int | None = None,
@@ -303,6 +307,7 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
     )
 
 
+@outside_graphs
 def select(mask: BlockMask, head: int, batch: int) -> BlockMask:
     """See ``BlockMask.select``."""
     mine = np.flatnonzero(mask.entry_masks == mask.stored_index(batch, head))
@@ -317,6 +322,7 @@ def select(mask: BlockMask, head: int, batch: int) -> BlockMask:
     return with_coarse(from_entries(mask.grid, Entries(rows, cols, numbers), pool)).to(mask.device)
 
 
+@outside_graphs
 def transpose(mask: BlockMask) -> BlockMask:
     """See ``BlockMask.transpose``."""
     rows, cols, segment, tile = mask.entries()
@@ -341,6 +347,7 @@ def transpose(mask: BlockMask) -> BlockMask:
     return with_coarse(turned).to(mask.device)
 
 
+@outside_graphs
 def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
     """See ``BlockMask.in_blocks_of``."""
     grid = BlockGrid(mask.q_len, mask.kv_len, block_size)

@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 import scipy.sparse
 
+from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, with_coarse
 from .cache import as_block_mask
@@ -32,6 +33,7 @@ _MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pa
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
+@outside_graphs
 def compile_mask(
     pattern: Pattern | str,
     q_len: int,

@@ -198,6 +198,34 @@ def test_masks_made_at_run_time_compile_with_dynamic_sizes(made):
         assert torch.equal(function(q, blocks), attend(q, blocks))
 
 
+OF_40 = sf.compile_mask("causal & local(9)", 40, block_size=16)
+MADE_ON_THE_HOST = {
+    "compile_mask": lambda kept: sf.compile_mask("causal", 40),
+    "from_dense": lambda kept: sf.BlockMask.from_dense(kept, 16),
+    "from_mask_mod": lambda kept: sf.BlockMask.from_mask_mod(lambda b, h, q, kv: q >= kv, None, None, 40),
+    "per_head": lambda kept: sf.BlockMask.per_head(["causal", "local(3)"], 40),
+    "transpose": lambda kept: OF_40.transpose(),
+    "in_blocks_of": lambda kept: OF_40.in_blocks_of(32),
+    "select": lambda kept: OF_40.select(0),
+    "to_dense": lambda kept: sf.BlockMask.from_blocks(OF_40.to_dense()[::16, ::16], 16, 40, 40),
+    "block_states": lambda kept: sf.BlockMask.from_blocks(OF_40.block_states() > 0, 16, 40, 40),
+}
+
+
+@parametrize("name", sorted(MADE_ON_THE_HOST))
+def test_a_mask_made_on_the_host_breaks_the_graph_there_and_a_full_graph_says_where_to_make_it(name):
+    def attend(q, kept):
+        return sf.attention(q, q, q, MADE_ON_THE_HOST[name](kept)).square()
+
+    q, kept = torch.randn(1, 2, 40, 16), torch.rand(40, 40) < 0.5
+    torch.testing.assert_close(torch.compile(attend, backend="aot_eager")(q, kept), attend(q, kept))
+    torch._dynamo.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=f"{name} works on the host .* call it outside of the compiled function"
+    ):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(q, kept)
+
+
 def test_numbers_may_change_between_calls_of_a_compiled_function():
     function, _ = compiled(lambda q, scale, softcap: sf.attention(q, q, q, "causal", scale=scale, softcap=softcap))
     q = torch.randn(1, 2, 30, 16, device=DEVICE)
