@@ -329,7 +329,7 @@ def by_compressed(q, k, v):
 @parametrize("mode", ["eager", "autocast", "compiled", "compiled autocast"])
 @parametrize(
     "attend, owner, step",
-    [(chosen, choice, "block_means"), (by_compressed, choice, "ranked"), (by_picks, torch.Tensor, "sort")],
+    [(chosen, choice, "block_means"), (by_compressed, choice, "kernel_chooses"), (by_picks, torch.Tensor, "sort")],
     ids=["topk_blocks", "compressed keys", "from_picks"],
 )
 def test_picks_are_kept_under_activation_checkpointing_and_never_chosen_again(attend, owner, step, mode, monkeypatch):

@@ -166,7 +166,8 @@ def test_the_masses_of_picked_blocks_are_right_and_differentiable(name, backend)
 
 @parametrize("backend", BACKENDS)
 def test_what_a_query_that_keeps_nothing_receives_reaches_no_gradient(backend):
-    selection = sf.BlockSelection.from_picks(torch.zeros(1, 2, 50, 1, dtype=torch.int32), 16, kv_len=40, check=False)
+    picks = torch.zeros(1, 2, 50, 1, dtype=torch.int32, device=DEVICE)
+    selection = sf.BlockSelection.from_picks(picks, 16, kv_len=40, check=False)
     q, k, v = (tensor((1, 2, n, 16)).requires_grad_() for n in (50, 40, 40))
     out, lse = sf.attention(q, k, v, selection, return_lse=True, backend=backend)
     empty, ones = lse.isneginf(), (torch.ones_like(out), torch.ones_like(lse))
