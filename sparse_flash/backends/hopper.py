@@ -18,6 +18,9 @@ HEAD_DIMS = range(33, 257)  # of q and k, and of v
 WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, for which there is a backward kernel
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
+# A score is off by up to about the cap times 2^-22 (``kernels/hopper/scores``). This one's 2^-14 is an eighth of what rounding to
+# float16 may change a weight by.
+MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
@@ -65,6 +68,8 @@ def _lacking_of_terms(call: Call) -> str | None:
     """The refusal of a term in the form in which this call has it."""
     if LEARNED in call.features:
         return "it computes no gradient of rel_bias"
+    if call.softcap > MAX_SOFTCAP:
+        return f"it runs softcap up to {MAX_SOFTCAP}, as its tanh is less exact near 0; got {call.softcap:g}"
     if call.deterministic and call.score_mod is not None:
         return "it adds up dQ in units that a score_mod's derivative may exceed, and this call is deterministic"
     if call.score_mod is not None and call.score_mod.triton is None:

@@ -931,6 +931,14 @@ def test_hopper_names_what_it_lacks_and_nothing_else(name, deterministic):
         assert reason == hopper.supports(make_call(q, k))
 
 
+def test_hopper_refuses_a_soft_cap_that_its_tanh_is_too_coarse_for():
+    hopper = backends.backend("hopper")
+    q, k, *_ = inputs()
+    usual, large = (make_call(q, k, variant=checked_variant(q, k, softcap=cap)) for cap in (256.0, 1e4))
+    assert hopper.supports(usual) == hopper.supports(make_call(q, k))
+    assert hopper.supports(large) == "it runs softcap up to 256, as its tanh is less exact near 0; got 10000"
+
+
 @pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")
 def test_triton_refuses_a_repeatable_gradient_of_the_bias_and_torch_has_one():
     q, k, v, _ = inputs()
