@@ -63,7 +63,7 @@ class Call:
     score_mod: ScoreFunction | None = None
     v_head_dim: int = 0  # 0: head_dim, the one of q and k
     score_params: tuple[torch.dtype, ...] = ()
-    softcap: float | None = None
+    softcap: float = 0.0  # 0: none
 
     def __post_init__(self):
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
@@ -82,7 +82,7 @@ class Call:
         batch, heads, q_len, head_dim = q.shape
         kv_heads, kv_len = k.shape[1:3]
         features, score_mod = ((), None) if variant is None else (variant.features(), variant.score_mod)
-        params, softcap = ((), None) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
+        params, softcap = ((), 0.0) if variant is None else (tuple(t.dtype for t in variant.score_params), variant.softcap)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
         return cls(q.device, q.dtype, *sizes, block_size, deterministic, features, score_mod, v.shape[3], params, softcap)
 

@@ -18,7 +18,9 @@ HEAD_DIMS = range(33, 257)  # of q and k, and of v
 WIDE_HEAD_DIMS, NARROWER_HEAD_DIMS = range(129, 257), range(65, 129)  # of q and k, and of v, for which there is a backward kernel
 BLOCK_SIZES = (None, 64, 128, 256)
 FEATURES = ("dropout_p", *LENGTHS, "alibi_slopes", "softcap", "rel_bias", "score_mod")
-MAX_SOFTCAP = 100.0
+# A score is off by up to about the cap times 2^-22 (``kernels/hopper/scores``). This one's 2^-14 is an eighth of what rounding to
+# float16 may change a weight by.
+MAX_SOFTCAP = 256
 MAX_ROWS = 2**31 - 1  # of all heads together: TMA coordinates are 32-bit
 
 
@@ -66,6 +68,8 @@ def _lacking_of_terms(call: Call) -> str | None:
     """The refusal of a term in the form in which this call has it."""
     if LEARNED in call.features:
         return "it computes no gradient of rel_bias"
+    if call.softcap > MAX_SOFTCAP:
+        return f"it runs softcap up to {MAX_SOFTCAP}, as its tanh is less exact near 0; got {call.softcap:g}"
     if call.deterministic and call.score_mod is not None:
         return "it adds up dQ in units that a score_mod's derivative may exceed, and this call is deterministic"
     if call.score_mod is not None and call.score_mod.triton is None:
@@ -94,8 +98,6 @@ def supports(call: Call) -> str | None:
         return f"it runs masks of block_size {BLOCK_SIZES[1]} to {BLOCK_SIZES[-1]}; got {call.block_size}"
     if call.block_size == 64 and "dropout_p" in call.features and call.head_dim > 64:
         return f"with dropout it runs masks of block_size 64 up to head_dim 64; got {call.head_dim}; block_size=128 runs"
-    if call.softcap is not None and call.softcap > MAX_SOFTCAP:
-        return f"it caps scores at up to {MAX_SOFTCAP:g}, as its errors are 6e-8 of the cap; got {call.softcap:g}"
     if call.score_mod is not None and (reason := _own_scores(call.score_mod, call.score_params)):
         return reason
     if call.batch * call.heads * (call.q_len + 128) > MAX_ROWS:

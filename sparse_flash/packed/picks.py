@@ -16,6 +16,10 @@ from ..masks.compiler import compile_mask
 from ..masks.pattern import Pattern
 from .repack import Axis, Side, most_blocks, pack
 
+# Queries that a tile of the kernels has at most. Tiles walk blocks that any of their queries picked, and a weight of 0 times NaN is
+# NaN: a document that starts where a tile does gets none of its neighbours'.
+_TILE = 64
+
 
 @dataclass(frozen=True, eq=False)
 class PackedSelection:
@@ -72,7 +76,7 @@ class PackedSelection:
         """The picks on an axis of whole blocks, and that axis."""
         place, table = places(self.documents), None
         if self.always is None:
-            axis = block_axis(self.documents, place, self.block_size)
+            axis = block_axis(self.documents, place, max(self.block_size, _TILE))
         else:
             packed = pack(without_later_keys(self.always), self.documents, None)
             axis, table = packed.queries, packed.mask

@@ -87,7 +87,8 @@ class ScoreTerms:
 
     @gluon.jit
     def _tanh(self, products):
-        """tanh of products * scale / softcap, from an exponential that may overflow: 1 - 2 / inf is 1."""
+        """tanh of products * scale / softcap, from an exponential that may overflow: 1 - 2 / inf is 1. Off by up to about 2^-22,
+        near 0 too, which a large cap multiplies: the back end refuses one."""
         grow: gl.constexpr = (
             "{ .reg .f32 a; mul.f32 a, $1, $2; ex2.approx.ftz.f32 a, a; add.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 a, a; "
             "fma.rn.f32 $0, a, 0fC0000000, 0f3F800000; }"
