@@ -24,7 +24,7 @@ from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND, RunPattern
 from .table import Entries, FullBlocks
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
+from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
@@ -84,13 +84,8 @@ class _Compilation:
         check_blocks(states.count(FULL))  # before they take memory
         whole, cut = self.divided(states)
         pieces = [*cut, *self.decided_blocks(states)]
-        rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
-        promoted = tiles == FULL_TILE
-        if promoted.any():
-            found = rows[promoted], cols[promoted], cols[promoted] + 1
-            whole |= BlockRuns.from_row_runs(self.grid.shape, *found, np.array(FULL))
-            rows, cols, tiles = (axis[~promoted] for axis in (rows, cols, tiles))
-        return from_entries(self.grid, Entries(rows, cols, tiles), self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
+        entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
+        return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def states(self, pattern: Pattern) -> BlockRuns:
         if isinstance(pattern, (And, Or)):
