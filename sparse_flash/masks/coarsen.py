@@ -109,10 +109,12 @@ def _joined(
     """The larger blocks that contain these of ``size`` tokens: rows, cols and tile numbers, (n,) int64 each. cols_of_wide: how many
     there are in a row."""
     factor = pool.block // size
-    found, which = np.unique(rows // factor * cols_of_wide + cols // factor, return_inverse=True)
+    parents = rows // factor * cols_of_wide + cols // factor
+    children = np.argsort(parents, kind="stable")
+    ordered = parents[children]
+    bounds = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(ordered))
+    found = ordered[bounds[:-1]]
     numbers = np.empty(len(found), np.int64)
-    children = np.argsort(which, kind="stable")
-    bounds = np.searchsorted(which[children], np.arange(len(found) + 1))
     place, content = rows % factor * factor + cols % factor, tile_content(kinds, tiles)
 
     def children_of(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

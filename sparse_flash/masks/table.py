@@ -114,8 +114,8 @@ class FullBlocks(NamedTuple):
             if _LONG_RUN * begins.count(FULL) < self.blocks:
                 first, cols = begins.rows_and_cols(FULL)
                 stop, cols_of_stop = (above & ~here).rows_and_cols(FULL)
-                order = np.argsort(cols, kind="stable")
-                return FullBlocks(shape, cols[order], first[order], stop[np.argsort(cols_of_stop, kind="stable")])
+                order = _stable_order(cols)
+                return FullBlocks(shape, cols[order], first[order], stop[_stable_order(cols_of_stop)])
         lengths = self.stop - self.first
         rows, cols = np.repeat(self.rows, lengths), ranges(self.first, lengths)
         order = _stable_order(cols)
