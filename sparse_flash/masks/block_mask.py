@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
@@ -17,7 +17,7 @@ from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
 from .select_blocks import counted
-from .table import Table, ordered_bounds, work_of_whole_rows
+from .table import FullBlocks, PartialBlocks, Table, bands_of, ordered_bounds, work_of_whole_rows
 from .tiles import unpack_bits, unpack_runs
 from .walked_tables import DocumentBlocks, TallRows
 
@@ -322,6 +322,17 @@ class BlockMask:
         cols, tile = (t[:count].cpu().numpy().astype(np.int64) for t in (self.by_query.col_idx, self.by_query.tile_idx))
         return np.repeat(rows.ravel(), counts.ravel()), cols, np.repeat(kinds.ravel(), counts.ravel()), tile
 
+    def bands(self, number: int = 0, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
+        """The kept blocks of a stored mask, some rows of them at a time, a multiple of ``step``: the full ones as runs, so that a
+        dense mask takes little more memory than its table."""
+        return bands_of(self.by_query, number, self.grid.kv_blocks, step)
+
+    def kept(self, number: int = 0) -> tuple[FullBlocks, PartialBlocks]:
+        """The kept blocks of a stored mask in table order, the full ones as runs."""
+        full, partial = zip(*self.bands(number), strict=True)
+        runs = (np.concatenate(axes) for axes in zip(*(blocks[1:] for blocks in full), strict=True))
+        return FullBlocks(self.grid.shape, *runs), PartialBlocks(*map(np.concatenate, zip(*partial, strict=True)))
+
     def mask_bounds(self) -> np.ndarray:
         """The end of each stored mask's entries."""
         return self.by_query.row_ptr[:, -1].cpu().numpy().astype(np.int64)
@@ -338,7 +349,11 @@ class BlockMask:
 
     def kept_pairs(self) -> np.ndarray:
         """(masks,) int64: how many (query, key) pairs each stored mask keeps."""
-        return np.bincount(self.entry_masks, self.entry_pairs, self.masks).astype(np.int64)
+        kept = np.zeros(self.masks, np.int64)
+        for number in range(self.masks):
+            for full, partial in self.bands(number):
+                kept[number] += full.blocks * self.block_size**2 + self.pairs_of(partial.kinds, partial.tiles).sum()
+        return kept
 
     @cached_property
     def entry_masks(self) -> np.ndarray:
@@ -346,14 +361,17 @@ class BlockMask:
         return np.repeat(np.arange(self.masks), np.diff(bounds, prepend=0))
 
     @cached_property
-    def entry_pairs(self) -> np.ndarray:
-        _, _, kind, tile = self.entries()
+    def _pairs_of_tiles(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many pairs each run tile and each bit tile keeps."""
         runs, bits = (t.cpu().numpy() for t in self.tiles)
         first, stop = unpack_runs(runs)
-        in_runs = (stop - first).sum(1, dtype=np.int64)
-        in_bits = np.bitwise_count(bits.view(np.uint32)).sum((1, 2), dtype=np.int64)
+        return (stop - first).sum(1, dtype=np.int64), np.bitwise_count(bits.view(np.uint32)).sum((1, 2), dtype=np.int64)
+
+    def pairs_of(self, kind: np.ndarray, tile: np.ndarray) -> np.ndarray:
+        """How many pairs blocks keep, given kind and tile as from ``entries``: (n,) int64."""
         pairs = np.full(len(kind), self.block_size**2, np.int64)
-        pairs[kind == 1], pairs[kind == 2] = in_runs[tile[kind == 1]], in_bits[tile[kind == 2]]
+        for which, counts in enumerate(self._pairs_of_tiles, start=1):
+            pairs[kind == which] = counts[tile[kind == which]]
         return pairs
 
     @property
@@ -373,8 +391,8 @@ class BlockMask:
 
         (q_blocks, kv_blocks) int8, or (batch | 1, heads | 1, q_blocks, kv_blocks) for several masks.
         """
-        rows, cols, *_ = self.entries()
-        full = self.entry_pairs == self.grid.heights(rows) * self.grid.widths(cols)
+        rows, cols, kind, tile = self.entries()
+        full = self.pairs_of(kind, tile) == self.grid.heights(rows) * self.grid.widths(cols)
         states = np.full((self.masks, *self.grid.shape), EMPTY, np.int8)
         states[self.entry_masks, rows, cols] = np.where(full, FULL, PARTIAL)
         return self._per_head(torch.from_numpy(states))

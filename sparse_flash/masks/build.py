@@ -33,8 +33,8 @@ _MOST_KEPT_BLOCKS = 1 << 20  # of a mask that keeps every block; some 60 bytes e
 
 
 def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBlocks | None = None) -> BlockMask:
-    """One mask, the same for every batch and head, from kept blocks and their tiles. full: the full blocks, if there are none among
-    the entries."""
+    """One mask, the same for every batch and head, from kept blocks and their tiles. full: full blocks that are not among the
+    entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
     full, partial, stacks = in_table_order(entries, grid.shape, pool, full)
     return BlockMask(
@@ -353,18 +353,11 @@ def in_blocks_of(mask: BlockMask, block_size: int) -> BlockMask:
     grid = BlockGrid(mask.q_len, mask.kv_len, block_size)
     if block_size % mask.block_size:
         raise ValueError(f"block_size must be a multiple of the mask's {mask.block_size}; got {block_size}")
-    rows, cols, kind, tile = mask.entries()
-    pool = TilePool(block_size)
+    pool, step = TilePool(block_size), block_size // mask.block_size
     single = []
     for number in range(mask.masks):
-        mine = np.flatnonzero(mask.entry_masks == number)
-
-        def decode(index: np.ndarray, mine: np.ndarray = mine) -> np.ndarray:
-            return mask.tile_pairs(kind[mine[index]], tile[mine[index]])
-
-        content = tile_content(kind[mine], tile[mine])
-        entries = coarsen.merged(mask.grid, rows[mine], cols[mine], mask.entry_pairs[mine], content, decode, pool)
-        single.append(from_entries(grid, Entries(*entries), pool))
+        full, entries = coarsen.merged(mask.grid, mask.bands(number, step), mask.tile_pairs, pool)
+        single.append(from_entries(grid, entries, pool, full))
     return replace(_stacked(single), mask_index=mask.mask_index.cpu(), keeps_all=mask.keeps_all).to(mask.device)
 
 
@@ -448,8 +441,8 @@ def with_coarse(mask: BlockMask) -> BlockMask:
     """The mask, plus its coarse form if kernels are faster on that."""
     if mask.block_size not in coarsen.SMALL_BLOCKS:
         return mask
-    rows, cols, *_ = mask.entries()
-    if not coarsen.pays(mask.grid, mask.entry_masks, rows, cols):
+    step = coarsen.KERNEL_BLOCK // mask.block_size
+    if not coarsen.pays(mask.grid, (band for number in range(mask.masks) for band in mask.bands(number, step))):
         return mask
     return replace(mask, coarse=in_blocks_of(mask, coarsen.KERNEL_BLOCK))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 
 import numpy as np
 
-from .grid import BlockGrid, ranges
-from .tiles import FULL_TILE, TilePool, dense_batches, unique_rows
+from .grid import FULL, BlockGrid, BlockRuns, ranges
+from .table import Entries, FullBlocks, PartialBlocks
+from .tiles import TilePool, dense_batches, tile_content, unique_rows
 
 KERNEL_BLOCK = 128  # the block size that keeps tensor cores busiest
 
@@ -19,70 +21,119 @@ _COST = {64: 1.3, 32: 2.4, 16: 2.6}
 SMALL_BLOCKS = tuple(_COST)
 
 
-def pays(grid: BlockGrid, masks: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> bool:
-    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain these, of one of SMALL_BLOCKS. masks: which mask each
-    block belongs to."""
-    if not len(rows):
-        return False
-    wide = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK)
-    parents = _parents(wide, grid, rows, cols) + masks * (wide.q_blocks * wide.kv_blocks)
-    most = (int(masks[-1]) + 1) * wide.q_blocks * wide.kv_blocks
-    # One flag per parent is faster than a sort, if flags are few.
-    visited = np.count_nonzero(_flags(most, parents)) if most <= 64 * len(parents) else len(np.unique(parents))
-    return bool(visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * len(rows) * grid.block_size**2)
+def pays(grid: BlockGrid, bands: Iterable[tuple[FullBlocks, PartialBlocks]]) -> bool:
+    """Whether kernels are faster over the blocks of KERNEL_BLOCK that contain a mask's blocks, of one of SMALL_BLOCKS. bands: of
+    its tables, each of whole rows of the larger blocks."""
+    wide, factor = BlockGrid(grid.q_len, grid.kv_len, KERNEL_BLOCK), KERNEL_BLOCK // grid.block_size
+    blocks = visited = 0
+    for full, partial in bands:
+        first = full.first // factor
+        counts = -(-full.stop // factor) - first
+        row, col = np.repeat(full.rows // factor, counts), ranges(first, counts)
+        parents = np.concatenate(
+            [row * wide.kv_blocks + col, partial.rows.astype(np.int64) // factor * wide.kv_blocks + partial.cols // factor]
+        )
+        blocks, visited = blocks + full.blocks + len(partial.rows), visited + _distinct(parents)
+    return bool(blocks) and visited * KERNEL_BLOCK**2 <= _COST[grid.block_size] * blocks * grid.block_size**2
 
 
-def _flags(count: int, which: np.ndarray) -> np.ndarray:
+def _distinct(numbers: np.ndarray) -> int:
+    """How many different numbers there are."""
+    if not len(numbers):
+        return 0
+    least = int(numbers.min())
+    count = int(numbers.max()) - least + 1
+    if count > 64 * len(numbers):
+        return len(np.unique(numbers))
+    # One flag per number is faster than a sort, if flags are few.
     flags = np.zeros(count, bool)
-    flags[which] = True
-    return flags
-
-
-def _parents(wide: BlockGrid, grid: BlockGrid, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    factor = wide.block_size // grid.block_size
-    return rows // factor * wide.kv_blocks + cols // factor
+    flags[numbers - least] = True
+    return int(np.count_nonzero(flags))
 
 
 def merged(
     grid: BlockGrid,
+    bands: Iterable[tuple[FullBlocks, PartialBlocks]],
+    decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    pool: TilePool,
+) -> tuple[FullBlocks, Entries]:
+    """A mask's kept blocks merged to the size of ``pool``: those that are full in all their parts, and the others.
+
+    grid, bands: of the mask's table, each band of whole rows of the larger blocks. decode: kinds and tiles -> (n, block, block)
+    bool. Time is proportional to the runs of full blocks and to the other blocks.
+    """
+    wide, factor = BlockGrid(grid.q_len, grid.kv_len, pool.block), pool.block // grid.block_size
+    runs, others = [], []
+    for full, partial in bands:
+        whole = FullBlocks(wide.shape, *_covered(full, factor, wide.shape).row_runs(FULL))
+        rows, cols = _outside(full, whole, factor)
+        zero = np.zeros(len(rows), np.int64)
+        rows, cols, kinds, tiles = map(np.concatenate, zip((rows, cols, zero, zero), partial, strict=True))
+        runs.append(whole[1:])
+        others.append(_joined(rows, cols, kinds, tiles, grid.block_size, wide.kv_blocks, decode, pool))
+    found = FullBlocks(wide.shape, *map(np.concatenate, zip(*runs, strict=True)))
+    return found, Entries(*map(np.concatenate, zip(*others, strict=True)))
+
+
+def _covered(full: FullBlocks, factor: int, shape: tuple[int, int]) -> BlockRuns:
+    """The larger blocks, in a grid of this shape, that lie in these runs with all of their rows of blocks."""
+    rows, line = np.divmod(full.rows, factor)
+    first, stop = -(-full.first // factor), full.stop // factor
+    lines = ((line == number) & (stop > first) for number in range(factor))
+    return reduce(BlockRuns.__and__, (BlockRuns.from_row_runs(shape, rows[k], first[k], stop[k], np.array(FULL)) for k in lines))
+
+
+def _outside(full: FullBlocks, whole: FullBlocks, factor: int) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks that lie in no larger one of ``whole``: rows, cols, (n,) int64 each."""
+    if len(whole.rows):
+        here = BlockRuns.from_row_runs(full.shape, *full[1:], np.array(FULL))
+        lines = whole.rows[:, None] * factor + np.arange(factor)
+        first, stop = (bound[:, None] * factor for bound in (whole.first, whole.stop))
+        full = FullBlocks(
+            full.shape, *(here & ~BlockRuns.from_row_runs(full.shape, lines, first, stop, np.array(FULL))).row_runs(FULL)
+        )
+    lengths = full.stop - full.first
+    return np.repeat(full.rows, lengths), ranges(full.first, lengths)
+
+
+def _joined(
     rows: np.ndarray,
     cols: np.ndarray,
-    pairs: np.ndarray,
-    content: np.ndarray,
-    decode: Callable[[np.ndarray], np.ndarray],
+    kinds: np.ndarray,
+    tiles: np.ndarray,
+    size: int,
+    cols_of_wide: int,
+    decode: Callable[[np.ndarray, np.ndarray], np.ndarray],
     pool: TilePool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A mask's kept blocks merged to the size of ``pool``: rows, cols and tile numbers, (n,) int64 each.
-
-    rows, cols, pairs, content: of the kept blocks of ``grid``; pairs: how many each keeps; content: ``tile_content``. decode: their
-    indices -> (n, block, block) bool. Time is proportional to the blocks, memory is bounded by the tiles.
-    """
-    size, factor = grid.block_size, pool.block // grid.block_size
-    wide = BlockGrid(grid.q_len, grid.kv_len, pool.block)
-    found, which = np.unique(_parents(wide, grid, rows, cols), return_inverse=True)
-    tiles = np.full(len(found), FULL_TILE, np.int64)
-    partial = np.flatnonzero(np.bincount(which, pairs, len(found)) < pool.block**2)
-    children = np.argsort(which, kind="stable")
-    bounds = np.searchsorted(which[children], np.arange(len(found) + 1))
-    place = rows % factor * factor + cols % factor
+    """The larger blocks that contain these of ``size`` tokens: rows, cols and tile numbers, (n,) int64 each. cols_of_wide: how many
+    there are in a row."""
+    factor = pool.block // size
+    parents = rows // factor * cols_of_wide + cols // factor
+    children = np.argsort(parents, kind="stable")
+    ordered = parents[children]
+    bounds = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(ordered))
+    found = ordered[bounds[:-1]]
+    numbers = np.empty(len(found), np.int64)
+    place, content = rows % factor * factor + cols % factor, tile_content(kinds, tiles)
 
     def children_of(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the blocks in these, the place of each one's parent among them)"""
         counts = bounds[parents + 1] - bounds[parents]
         return children[ranges(bounds[parents], counts)], np.repeat(np.arange(len(parents)), counts)
 
-    for batch in dense_batches(len(partial), factor):
-        chosen = partial[batch]
+    for batch in dense_batches(len(found), factor):
+        chosen = np.arange(len(found))[batch]
         of_these, parent = children_of(chosen)
         within = np.zeros((len(chosen), factor**2), np.int64)
         within[parent, place[of_these]] = 1 + content[of_these]
         # Blocks made of the same tiles are alike, and a mask has many of them: one of each is decoded.
         first, alike = unique_rows(within)
-        numbers = np.empty(len(first), np.int64)
+        distinct = np.empty(len(first), np.int64)
         for part in dense_batches(len(first), pool.block):
             of_these, parent = children_of(chosen[first[part]])
             dense = np.zeros((len(first[part]), factor, factor, size, size), bool)
-            dense[parent, rows[of_these] % factor, cols[of_these] % factor] = decode(of_these)
-            numbers[part] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
-        tiles[chosen] = numbers[alike]
-    return found // wide.kv_blocks, found % wide.kv_blocks, tiles
+            dense[parent, rows[of_these] % factor, cols[of_these] % factor] = decode(kinds[of_these], tiles[of_these])
+            distinct[part] = pool.add_dense(dense.swapaxes(2, 3).reshape(-1, pool.block, pool.block))
+        numbers[chosen] = distinct[alike]
+    return found // cols_of_wide, found % cols_of_wide, numbers

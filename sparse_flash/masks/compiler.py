@@ -25,11 +25,12 @@ from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND, RunPattern
 from .table import Entries, FullBlocks
-from .tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
+from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense, unique_rows
 
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
 _MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find those that are alike
+_UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
 
@@ -79,6 +80,7 @@ class _Compilation:
     def __init__(self, pattern: Pattern, grid: BlockGrid, progress: bool | None):
         self.pattern, self.grid, self.progress = _expand(pattern), grid, progress
         self.leaves: dict[Pattern, BlockRuns] = {}
+        self.diagonals: dict[Pattern, np.ndarray] = {}
         self.pool = TilePool(grid.block_size)
 
     def run(self) -> BlockMask:
@@ -86,13 +88,8 @@ class _Compilation:
         check_blocks(states.count(FULL))  # before they take memory
         whole, cut = self.divided(states)
         pieces = [*cut, *self.decided_blocks(states)]
-        rows, cols, tiles = (np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3))
-        promoted = tiles == FULL_TILE
-        if promoted.any():
-            found = rows[promoted], cols[promoted], cols[promoted] + 1
-            whole |= BlockRuns.from_row_runs(self.grid.shape, *found, np.array(FULL))
-            rows, cols, tiles = (axis[~promoted] for axis in (rows, cols, tiles))
-        return from_entries(self.grid, Entries(rows, cols, tiles), self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
+        entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
+        return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
 
     def states(self, pattern: Pattern) -> BlockRuns:
         if isinstance(pattern, (And, Or)):
@@ -142,17 +139,26 @@ class _Compilation:
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""
-        inverse: np.ndarray | slice = slice(None)
-        if alike_on_diagonals(rule, self.grid.block_size):
-            alike = np.stack([rows - cols, self.grid.heights(rows), self.grid.widths(cols)], axis=1)
-            first, inverse = unique_rows(alike)
-            rows, cols = rows[first], cols[first]
+        if not alike_on_diagonals(rule, self.grid.block_size):
+            return self.decide_each(rule, rows, cols)
+        # One block of each diagonal, and those of the last row and column, which may be cut off.
+        size, diagonals = self.grid.block_size, sum(self.grid.shape)
+        known = self.diagonals.setdefault(rule, np.full(4 * diagonals, _UNDECIDED, np.int32))
+        place = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
+        undecided = np.flatnonzero(known[place] == _UNDECIDED)
+        first = undecided[np.unique(place[undecided], return_index=True)[1]]
+        if len(first):
+            known[place[first]] = self.decide_each(rule, rows[first], cols[first])
+        return known[place]
+
+    def decide_each(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """``decide`` without a look at diagonals."""
         if len(rows) == 0 or _row_runs(rule, self.grid.q_positions(rows[:1])) is None:
-            return self.from_tokens(rule, rows, cols)[inverse]
+            return self.from_tokens(rule, rows, cols)
         if _has_ordered_runs(rule):
             some, alike = self.unlike(rule, rows, cols)
-            return self.from_runs(rule, rows[some], cols[some])[alike][inverse]
-        return self.from_runs(rule, rows, cols)[inverse]
+            return self.from_runs(rule, rows[some], cols[some])[alike]
+        return self.from_runs(rule, rows, cols)
 
     def unlike(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(which blocks to decide, for each block which of those it is like) under a rule of ordered runs. A document has as many

@@ -139,9 +139,13 @@ class BlockRuns:
         rows, first, stop, state = (np.asarray(a).ravel() for a in np.broadcast_arrays(rows, first, stop, state))
         first, stop = np.clip(first, 0, shape[1]), np.clip(stop, 0, shape[1])
         keep = stop > first
-        base = rows[keep].astype(np.int64) * shape[1]
-        position = np.concatenate([[0], base + first[keep], base + stop[keep]])
-        kept = state[keep]
+        base, kept = rows[keep].astype(np.int64) * shape[1], state[keep]
+        begin, end = base + first[keep], base + stop[keep]
+        if (begin[1:] >= end[:-1]).all():  # in order, and none over another
+            position, states = np.append(0, np.column_stack([begin, end])), np.append(EMPTY, np.column_stack([kept, 0 * kept]))
+            last = np.append(position[1:] != position[:-1], True) & (position < shape[0] * shape[1])
+            return cls(shape, position[last], states[last].astype(np.int8))._merged()
+        position = np.concatenate([[0], begin, end])
         is_full, is_some = (kept == FULL).astype(np.int32), (kept > EMPTY).astype(np.int32)
         order = np.argsort(position, kind="stable")
         position = position[order]
@@ -150,6 +154,17 @@ class BlockRuns:
         last = np.append(position[1:] != position[:-1], True) & (position < shape[0] * shape[1])
         states = np.where(full[last] > 0, FULL, np.where(some[last] > 0, PARTIAL, EMPTY)).astype(np.int8)
         return cls(shape, position[last], states)._merged()
+
+    @classmethod
+    def in_turn(cls, parts: Sequence[BlockRuns]) -> BlockRuns:
+        """The states of consecutive bands of rows, of which each part has one and is empty elsewhere."""
+        if len(parts) == 1:
+            return parts[0]
+        # Only the first part has the grid's first block.
+        starts = np.concatenate([part.starts[min(number, 1) :] for number, part in enumerate(parts)])
+        states = np.concatenate([part.states[min(number, 1) :] for number, part in enumerate(parts)])
+        last = np.append(starts[1:] != starts[:-1], True)
+        return cls(parts[0].shape, starts[last], states[last])._merged()
 
     @classmethod
     def from_sparse(cls, matrix: SparseMatrix) -> BlockRuns:

@@ -78,17 +78,17 @@ class RunPattern(Pattern):
         if self.ordered_runs:
             for rows in _row_chunks(grid, 2 * runs):
                 first, stop = self.row_runs(grid.q_ends(rows))
-                pieces.append(_block_runs(grid, rows, first[:, 0], stop[:, 1], PARTIAL))
-                pieces.append(_block_runs(grid, rows, first[:, 1], stop[:, 0], FULL))
-            return _joined(grid, pieces)
+                some, every = (first[:, 0], stop[:, 1]), (first[:, 1], stop[:, 0])
+                pieces.append(_joined(grid, [_block_runs(grid, rows, *some, PARTIAL), _block_runs(grid, rows, *every, FULL)]))
+            return BlockRuns.in_turn(pieces)
         for rows in _row_chunks(grid, grid.block_size * runs):
             first, stop = self.row_runs(grid.q_positions(rows))
             first, stop = np.maximum(first, 0), np.minimum(stop, grid.kv_len)
             empty = stop <= first
             first, stop = np.where(empty, grid.kv_len, first), np.where(empty, 0, stop)
-            pieces.append(_block_runs(grid, rows, first.min(1), stop.max(1), PARTIAL))
-            pieces.append(_block_runs(grid, rows, first.max(1), stop.min(1), FULL))
-        return _joined(grid, pieces)
+            some, every = (first.min(1), stop.max(1)), (first.max(1), stop.min(1))
+            pieces.append(_joined(grid, [_block_runs(grid, rows, *some, PARTIAL), _block_runs(grid, rows, *every, FULL)]))
+        return BlockRuns.in_turn(pieces)
 
     def _runs_of_a_query(self, position: int) -> int:
         """How many runs a query keeps. Raises ValueError for runs in another form than ``row_runs`` must return."""
@@ -248,7 +248,9 @@ class UnitPattern(Pattern):
             low, high = (np.searchsorted(unit, q[:, side], side=s) for s in ("left", "right"))
             row = np.repeat(rows, high - low)
             run = ranges(low, high - low)
-            sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in (PARTIAL, FULL)]))
+            # A unit of whole blocks leaves none partial.
+            states = (PARTIAL, FULL) if self.block % grid.block_size else (FULL,)
+            sides.append(_joined(grid, [_block_runs(grid, row, first[run, None], stop[run, None], s) for s in states]))
         return sides[0] if len(sides) == 1 else sides[0].agreeing(sides[1])
 
 
@@ -288,7 +290,7 @@ class DistancePattern(UnitPattern):
         """From the runs of kept distances [low, high): some queries of units top .. bottom reach key units
         top - high + 1 .. bottom - low; all of them reach bottom - high + 1 .. top - low."""
         unit = self._unit()
-        pieces: list[_RowRuns] = []
+        parts = []
         # A block covers at least this many distances, so a shorter gap separates no blocks and a shorter run fills none.
         least = 2 * max(1, grid.block_size // unit) - 1
         distance = np.arange(grid.offset // unit - (grid.kv_len - 1) // unit, (grid.kv_len - 1) // unit + 1)
@@ -302,11 +304,15 @@ class DistancePattern(UnitPattern):
         edges = np.diff(kept.astype(np.int8), prepend=0, append=0)
         low, high = np.flatnonzero(edges > 0) + distance[0], np.flatnonzero(edges < 0) + distance[0]
         apart = low[1:] - high[:-1] >= least
-        some = low[np.append(True, apart)[: len(low)]], high[np.append(apart, True)[: len(low)]]
-        every = low[high - low >= least], high[high - low >= least]
+        # The greatest distances first, as they are those of a row's first keys.
+        some = low[np.append(True, apart)[: len(low)]][::-1], high[np.append(apart, True)[: len(low)]][::-1]
+        every = low[high - low >= least][::-1], high[high - low >= least][::-1]
         for rows in _row_chunks(grid, 1 + len(some[0]) + len(every[0])):
             top, bottom = np.split(grid.q_ends(rows) // unit, 2, axis=1)
-            reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
             covered = (bottom - every[1] + 1) * unit, (top - every[0] + 1) * unit
-            pieces += [_block_runs(grid, rows, *reached, PARTIAL), _block_runs(grid, rows, *covered, FULL)]
-        return _joined(grid, pieces)
+            pieces = [_block_runs(grid, rows, *covered, FULL)]
+            if unit % grid.block_size or (top != bottom).any():  # else no block is partial
+                reached = (top - some[1] + 1) * unit, (bottom - some[0] + 1) * unit
+                pieces.append(_block_runs(grid, rows, *reached, PARTIAL))
+            parts.append(_joined(grid, pieces))
+        return BlockRuns.in_turn(parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .grid import FULL, BlockRuns, ranges, runs_of
+from .grid import FULL, BlockRuns, ranges, runs_of, union
 from .tiles import FULL_TILE, TilePool
 
 WORK_FIELDS = 8  # a work item is 32 bytes, one sector of a cache line
@@ -22,6 +23,7 @@ _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 _SPLITS = 64
 # Runs of full blocks are handled as such where they are longer than this, on average; else block by block.
 _LONG_RUN = 8
+_BAND = 1 << 20  # blocks read at a time, at least: see ``bands_of``
 
 
 class Entries(NamedTuple):
@@ -84,6 +86,18 @@ class FullBlocks(NamedTuple):
     def blocks(self) -> int:
         return int((self.stop - self.first).sum())
 
+    def in_squares(self, group: int) -> np.ndarray:
+        """How many of the blocks lie in each square of group x group: (rows / group, cols / group) int64, rounded up."""
+        rows, cols = (-(-count // group) for count in self.shape)
+        # By square, the blocks of a row from ``first`` on grow by what is left of its square, then by the rest of a whole one.
+        growth = np.zeros(rows * (cols + 2))
+        for bound, sign in ((self.first, 1), (self.stop, -1)):
+            col, inside = np.divmod(bound, group)
+            square = self.rows // group * (cols + 2) + col
+            for further, blocks in ((0, group - inside), (1, inside)):
+                growth += sign * np.bincount(square + further, blocks, len(growth))
+        return growth.reshape(rows, cols + 2).cumsum(1)[:, :cols].astype(np.int64)
+
     @property
     def ptr(self) -> np.ndarray:
         """(rows + 1,) int64: how many blocks there are before each row."""
@@ -100,8 +114,8 @@ class FullBlocks(NamedTuple):
             if _LONG_RUN * begins.count(FULL) < self.blocks:
                 first, cols = begins.rows_and_cols(FULL)
                 stop, cols_of_stop = (above & ~here).rows_and_cols(FULL)
-                order = np.argsort(cols, kind="stable")
-                return FullBlocks(shape, cols[order], first[order], stop[np.argsort(cols_of_stop, kind="stable")])
+                order = _stable_order(cols)
+                return FullBlocks(shape, cols[order], first[order], stop[_stable_order(cols_of_stop)])
         lengths = self.stop - self.first
         rows, cols = np.repeat(self.rows, lengths), ranges(self.first, lengths)
         order = _stable_order(cols)
@@ -125,12 +139,18 @@ class PartialBlocks(NamedTuple):
 def in_table_order(
     entries: Entries, shape: tuple[int, int], pool: TilePool, full: FullBlocks | None = None
 ) -> tuple[FullBlocks, PartialBlocks, list[torch.Tensor]]:
-    """One mask's entries as ``table_of`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: the full
-    blocks, if there are none among the entries."""
+    """One mask's entries as ``table_of`` expects them, and its run and bit tiles. shape: of the grid of blocks. full: full blocks
+    that are not among the entries."""
     rows, cols, tiles = (axis.astype(np.int32, copy=False) for axis in entries)
+    is_full = tiles == FULL_TILE
     if full is None:
-        is_full = tiles == FULL_TILE
         full = FullBlocks.of(shape, *_in_order(shape[1], rows[is_full], cols[is_full]))
+    elif is_full.any():
+        others = rows[is_full], cols[is_full], cols[is_full] + 1
+        of_rows, first, stop = map(np.concatenate, zip(full[1:], others, strict=True))
+        joined = BlockRuns.from_row_runs(shape, of_rows, first, stop, np.array(FULL))
+        full = FullBlocks(shape, *joined.row_runs(FULL))
+    if is_full.any():
         rows, cols, tiles = (axis[~is_full] for axis in (rows, cols, tiles))
     kinds = 1 + np.asarray(pool.is_bits, np.int32)[tiles]
     kinds_of_rows, cols, tiles = _in_order(shape[1], rows * 3 + kinds, cols, tiles)
@@ -173,6 +193,34 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     cols[place], tiles[place] = partial.cols, partial.tiles
     arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], heaviest[None], at_least_two(cols), at_least_two(tiles)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
+
+
+def bands_of(table: Table, mask: int, cols: int, step: int = 1) -> Iterator[tuple[FullBlocks, PartialBlocks]]:
+    """The reverse of ``table_of``, for one stored mask of ``cols`` columns: the blocks of some rows, a multiple of ``step``, then
+    of the next, so that memory stays bounded."""
+    ptr, split = (bounds[mask].cpu().numpy().astype(np.int64) for bounds in (table.row_ptr, table.row_split))
+    col_idx, tile_idx, rows = table.col_idx.cpu().numpy(), table.tile_idx.cpu().numpy(), len(ptr) - 1
+    ends = np.append(np.arange(0, rows, step), rows)
+    starts = np.searchsorted(ptr[ends], np.arange(ptr[0], ptr[-1], _BAND), side="right") - 1
+    lows = union([np.zeros(1, np.int64), ends[starts]])
+    for low, high in zip(lows.tolist(), [*lows[1:].tolist(), rows], strict=True):
+        begin, end, row = ptr[low], ptr[high], np.arange(low, high)
+        col, kinds = col_idx[begin:end], np.column_stack([ptr[low:high], split[low:high]])
+        # A run begins where a column is not the next one, and where a row or a kind begins.
+        begins = np.ones(end - begin + 1, bool)
+        np.not_equal(col[1:], col[:-1] + 1, out=begins[1:-1])
+        begins[kinds - begin] = True
+        place = np.flatnonzero(begins)
+        run = np.searchsorted(place, kinds[:, 0] - begin)
+        runs = np.searchsorted(place, kinds[:, 1] - begin) - run
+        which = ranges(run, runs)
+        first = col[place[which]].astype(np.int64)
+        full = FullBlocks((rows, cols), np.repeat(row, runs), first, first + place[which + 1] - place[which])
+        counts = np.column_stack([kinds[:, 2] - kinds[:, 1], ptr[low + 1 : high + 1] - kinds[:, 2]])
+        entry = ranges(kinds[:, 1], counts.sum(1))
+        kind = np.repeat(np.tile(np.array([1, 2], np.int32), len(row)), counts.ravel())
+        rows_of = np.repeat(row.astype(np.int32), counts.sum(1))
+        yield full, PartialBlocks(rows_of, col_idx[entry], kind, tile_idx[entry])
 
 
 def _stable_order(numbers: np.ndarray) -> np.ndarray:

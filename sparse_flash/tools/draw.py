@@ -127,9 +127,10 @@ def cells(mask: BlockMask | BlockSelection, height: int, width: int, level: str 
         if isinstance(mask, BlockSelection):
             kept = mask.kept_pairs(unit=unit)
         else:
-            rows, cols, *_ = mask.entries()
-            flat = (rows // group) * len(left) + cols // group
-            kept = np.bincount(flat, mask.entry_pairs, len(top) * len(left)).reshape(len(top), len(left))
+            full, partial = mask.kept()
+            flat = (partial.rows // group) * len(left) + partial.cols // group
+            kept = np.bincount(flat, mask.pairs_of(partial.kinds, partial.tiles), len(top) * len(left))
+            kept = kept.reshape(len(top), len(left)) + full.in_squares(group) * block**2
     heights, widths = np.diff(top, append=q_len), np.diff(left, append=kv_len)
     return Picture(kept / np.outer(heights, widths), unit, level)
 

@@ -18,6 +18,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from ..masks.grid import BlockGrid
 from ..masks.pattern import Pattern
+from ..masks.table import FullBlocks, PartialBlocks
 from ..masks.tiles import unpack_bits, unpack_runs
 from ..variant.variant import check_counts
 from .explain_selection import SelectionExplanation, explain_selection
@@ -49,8 +50,9 @@ class Load:
         return self.max / self.mean if self.mean else 0.0
 
     @classmethod
-    def of(cls, counts: np.ndarray) -> Load:
-        total = int(counts.sum())
+    def of(cls, ptr: np.ndarray) -> Load:
+        """From ``Table.row_ptr``."""
+        counts, total = np.diff(ptr), int(ptr[-1] - ptr[0])
         return cls(total / len(counts), int(counts.max()), int(counts.max()) / total if total else 0.0)
 
 
@@ -245,12 +247,15 @@ def explain(
     _check_call(mask, dtype, batch, heads, kv_heads, head_dim, v_head_dim)
     if isinstance(mask, BlockSelection):
         return explain_selection(mask, heads, kv_heads, head_dim, v_head_dim, dtype)
-    grid, (rows, cols, kind, tile) = mask.grid, mask.entries()
-    blocks, visited = grid.q_blocks * grid.kv_blocks, grid.heights(rows) * grid.widths(cols)
-    full, kept = int((mask.entry_pairs == visited).sum()), int(mask.kept_pairs()[0])
-    causal = _is_causal(mask, rows, cols, kind, tile)
+    grid, (full, partial) = mask.grid, mask.kept()
+    blocks, kept_blocks = grid.q_blocks * grid.kv_blocks, full.blocks + len(partial.rows)
+    # A block cut off by the end of the queries or keys has a tile, even if it keeps all its pairs.
+    pairs, kept = grid.heights(partial.rows) * grid.widths(partial.cols), mask.pairs_of(partial.kinds, partial.tiles)
+    in_full = full.blocks * grid.block_size**2
+    kept_pairs = in_full + int(kept.sum())
+    causal = _is_causal(mask, full, partial)
     causal_pairs = _causal_pairs(grid.q_len, grid.kv_len) if causal else 0
-    empty_queries, empty_keys = _empty_tokens(mask, rows, cols, kind, tile)
+    empty_queries, empty_keys = _empty_tokens(mask, full, partial)
     sizes = batch * heads, head_dim + v_head_dim, dtype.itemsize
     flops = 2 * batch * heads * (head_dim + v_head_dim)  # of a pair
     return Explanation(
@@ -262,23 +267,23 @@ def explain(
         heads=heads,
         head_dim=head_dim,
         blocks=blocks,
-        kept_blocks=len(rows),
-        partial_blocks=len(rows) - full,
-        kept_pairs=kept,
-        density=mask.density,
-        causal_density=kept / causal_pairs if causal_pairs else None,
+        kept_blocks=kept_blocks,
+        partial_blocks=int((kept < pairs).sum()),
+        kept_pairs=kept_pairs,
+        density=kept_pairs / (grid.q_len * grid.kv_len),
+        causal_density=kept_pairs / causal_pairs if causal_pairs else None,
         block_density=mask.block_density,
         table_bytes=mask.nbytes,
-        rows=Load.of(np.bincount(rows, minlength=grid.q_blocks)),
-        columns=Load.of(np.bincount(cols, minlength=grid.kv_blocks)),
+        rows=Load.of(mask.by_query.row_ptr[0].cpu().numpy()),
+        columns=Load.of(mask.by_key.row_ptr[0].cpu().numpy()),
         empty_queries=empty_queries,
         empty_keys=empty_keys,
         reach=reachability(mask) if grid.q_len == grid.kv_len else None,
         causal=causal,
-        flops=flops * kept,
-        visited_flops=flops * int(visited.sum()),
+        flops=flops * kept_pairs,
+        visited_flops=flops * (in_full + int(pairs.sum())),
         dense_flops=flops * grid.q_len * grid.kv_len,
-        bytes_moved=_bytes(mask, len(rows), *sizes),
+        bytes_moved=_bytes(mask, kept_blocks, *sizes),
         dense_bytes_moved=_bytes(mask, blocks, *sizes),
         rival_blocks=_causal_blocks(grid) if causal else blocks,
         memory=memory(mask, batch, heads, kv_heads, head_dim, v_head_dim, dtype, deterministic),
@@ -372,10 +377,9 @@ def reachability(mask: BlockMask, most_units: int = MOST_UNITS) -> Reach:
     else:
         group = -(-mask.grid.q_blocks // most_units)
         unit = group * mask.block_size
-        units = -(-mask.q_len // unit)
-        rows, cols, *_ = mask.entries()
-        connected = np.zeros((units, units), bool)
-        connected[rows // group, cols // group] = True
+        full, partial = mask.kept()
+        connected = full.in_squares(group) > 0
+        connected[partial.rows // group, partial.cols // group] = True
     connected = connected | np.eye(len(connected), dtype=bool)
     sizes = np.full(len(connected), unit, np.int64)
     sizes[-1] = mask.q_len - unit * (len(connected) - 1)
@@ -408,15 +412,16 @@ def _causal_blocks(grid: BlockGrid) -> int:
     return int(np.clip(last // grid.block_size + 1, 0, grid.kv_blocks).sum())
 
 
-def _is_causal(mask: BlockMask, rows, cols, kind, tile) -> bool:
+def _is_causal(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> bool:
     """Whether no kept pair has a key after its query."""
     grid, size = mask.grid, mask.block_size
     # A block may hold such pairs if its last key is after its first query.
-    near = (np.minimum((cols + 1) * size, grid.kv_len) - 1) > rows * size + grid.offset
-    if (near & (kind == 0)).any():
+    if (full.stop * size - 1 > full.rows * size + grid.offset).any():
         return False
+    rows, cols, tile = (axis.astype(np.int64) for axis in (partial.rows, partial.cols, partial.tiles))
+    near = (np.minimum((cols + 1) * size, grid.kv_len) - 1) > rows * size + grid.offset
     for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
-        chosen = np.flatnonzero(near & (kind == which))
+        chosen = np.flatnonzero(near & (partial.kinds == which))
         if not len(chosen):
             continue
         last = _last_kept(tiles.cpu().numpy(), which, size)
@@ -437,12 +442,14 @@ def _last_kept(tiles: np.ndarray, kind: int, size: int) -> np.ndarray:
     return last
 
 
-def _empty_tokens(mask: BlockMask, rows, cols, kind, tile) -> tuple[int, int]:
+def _empty_tokens(mask: BlockMask, full: FullBlocks, partial: PartialBlocks) -> tuple[int, int]:
     """How many queries keep no key, and how many keys no query keeps."""
     grid, size = mask.grid, mask.block_size
     queries, keys = np.zeros((grid.q_blocks, size), bool), np.zeros((grid.kv_blocks, size), bool)
-    queries[rows[kind == 0]] = True
-    keys[cols[kind == 0]] = True
+    queries[full.rows] = True
+    begun, ended = (np.bincount(bound, minlength=grid.kv_blocks + 1) for bound in (full.first, full.stop))
+    keys[(begun - ended).cumsum()[:-1] > 0] = True
+    rows, cols, kind, tile = partial
     for which, tiles in ((1, mask.tile_runs), (2, mask.tile_bits)):
         chosen = np.flatnonzero(kind == which)
         if not len(chosen):

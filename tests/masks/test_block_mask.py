@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from oracle import heavy_rows_split
 
 import sparse_flash as sf
+from sparse_flash.masks import build, coarsen
+from sparse_flash.masks import table as tables
 
 
 def decoded(mask, number, table, rows, cols):
@@ -471,8 +474,59 @@ def test_masks_of_several_heads_have_as_many_items_the_missing_ones_past_the_las
     pattern=strategies.expressions, lengths=strategies.lengths, sizes=st.sampled_from([(16, 32), (16, 128), (32, 128), (64, 256)])
 )
 def test_a_mask_in_larger_blocks_is_the_mask_compiled_in_them(pattern, lengths, sizes):
-    mask = sf.compile_mask(pattern, *lengths, sizes[0])
-    assert mask.in_blocks_of(sizes[1]).equal(sf.compile_mask(pattern, *lengths, sizes[1]))
+    mask, expected = (sf.compile_mask(pattern, *lengths, size) for size in sizes)
+    for blocks_at_a_time in (1 << 20, 7):
+        with mock.patch.object(tables, "_BAND", blocks_at_a_time):
+            assert mask.in_blocks_of(sizes[1]).equal(expected)
+
+
+@settings(max_examples=60)
+@given(heads=st.lists(strategies.expressions, min_size=1, max_size=3), lengths=strategies.lengths, size=st.sampled_from([16, 64]))
+def test_kernels_walk_larger_blocks_where_their_pairs_cost_less(heads, lengths, size):
+    """Judged over the blocks one by one."""
+    masks = sf.BlockMask.per_head(heads, *lengths, size)
+    rows, cols, *_ = masks.entries()
+    factor = coarsen.KERNEL_BLOCK // size
+    visited = len(set(zip(masks.entry_masks.tolist(), (rows // factor).tolist(), (cols // factor).tolist(), strict=True)))
+    pays = 0 < visited * coarsen.KERNEL_BLOCK**2 <= coarsen._COST[size] * len(rows) * size**2
+    for blocks_at_a_time in (1 << 20, 7):
+        with mock.patch.object(tables, "_BAND", blocks_at_a_time):
+            assert (build.with_coarse(masks).coarse is not None) == pays
+
+
+@settings(max_examples=80)
+@given(
+    heads=st.lists(strategies.expressions, min_size=1, max_size=3),
+    lengths=strategies.lengths,
+    size=strategies.block_sizes,
+    step=st.sampled_from([1, 2, 8]),
+    blocks_at_a_time=st.sampled_from([1, 5, 1 << 20]),
+)
+def test_blocks_read_in_bands_are_those_of_the_table_with_full_ones_in_runs(heads, lengths, size, step, blocks_at_a_time):
+    masks = sf.BlockMask.per_head(heads, *lengths, size)
+    entries = np.stack(masks.entries())
+    with mock.patch.object(tables, "_BAND", blocks_at_a_time):
+        for number in range(masks.masks):
+            rows, cols, kinds, tiles = entries[:, masks.entry_masks == number]
+            bands = list(masks.bands(number, step))
+            full, partial = masks.kept(number)
+            expected = tables.FullBlocks.of(masks.grid.shape, rows[kinds == 0], cols[kinds == 0])
+            for got, wanted in zip(full, expected, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+            for got, wanted in zip(partial, (rows, cols, kinds, tiles), strict=True):
+                np.testing.assert_array_equal(got, wanted[kinds > 0])
+            first_rows = [min([*f.rows, *p.rows], default=None) for f, p in bands]
+            last_rows = [max([*f.rows, *p.rows], default=None) for f, p in bands]
+            between = [pair for pair in zip(last_rows, first_rows[1:]) if None not in pair]
+            assert all(last // step < first // step for last, first in between)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.floats(0, 1), st.integers(1, 9), st.integers(1, 6))
+def test_runs_of_full_blocks_are_counted_by_square(rows, cols, share, seed, group):
+    kept = np.random.default_rng(seed).random((rows, cols)) < share
+    squares = np.pad(kept, ((0, -rows % group), (0, -cols % group))).reshape(-(-rows // group), group, -(-cols // group), group)
+    counts = tables.FullBlocks.of(kept.shape, *np.nonzero(kept)).in_squares(group)
+    np.testing.assert_array_equal(counts, squares.sum((1, 3)))
 
 
 def test_masks_of_several_heads_in_larger_blocks_are_those_of_each_head():

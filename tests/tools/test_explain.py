@@ -1,6 +1,7 @@
 """The numbers of ``explain`` and the pictures of ``draw``, against the dense mask."""
 
 import importlib
+import tracemalloc
 from contextlib import nullcontext
 
 import numpy as np
@@ -49,6 +50,30 @@ def test_numbers_are_those_of_the_dense_mask(spec, q_len, kv_len, block):
         assert e.rival_blocks == (blocks > 0).sum()
 
 
+@pytest.mark.parametrize("spec, q_len, kv_len, block", MASKS)
+def test_blocks_are_drawn_as_the_shares_of_the_dense_mask(spec, q_len, kv_len, block):
+    mask = sf.compile_mask(spec, q_len, kv_len, block)
+    for side in (1, 3, 64):
+        shares, unit, _ = draw.cells(mask, side, side, "blocks")
+        cells = [[cell.mean() for cell in np.split(row, range(unit, kv_len, unit), 1)] for row in parts(mask, unit)]
+        np.testing.assert_allclose(shares, cells)
+
+
+def parts(mask, unit):
+    """Its pairs, ``unit`` queries at a time."""
+    return np.split(mask.to_dense().numpy(), range(unit, mask.q_len, unit))
+
+
+def test_figures_and_pictures_of_a_dense_mask_take_little_memory_beside_its_table():
+    mask = sf.compile_mask("causal & ~local(5000)", 1 << 19)
+    for look in (explain, lambda mask: draw.cells(mask, 64, 64)):
+        tracemalloc.start()
+        look(mask)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < mask.nbytes / 4
+
+
 @pytest.mark.parametrize("spec", ["causal & local(3)", "butterfly(block=1)", "causal & power_of_two(block=1)", "full", "local(2)"])
 def test_reachability_is_a_power_of_the_mask(spec):
     tokens = 48
@@ -60,6 +85,20 @@ def test_reachability_is_a_power_of_the_mask(spec):
     for layers, share in reach.shares.items():
         power = np.linalg.matrix_power(step.astype(object), layers) > 0
         assert share == pytest.approx((power & lower).sum() / lower.sum())
+
+
+@pytest.mark.parametrize("spec", [spec for spec, q_len, kv_len, _ in MASKS if q_len == kv_len])
+@pytest.mark.parametrize("units", [2, 5, 200])
+def test_units_of_reachability_are_connected_where_a_pair_is_kept(spec, units):
+    mask = sf.compile_mask(spec, 387, block_size=16)
+    reach = reachability(mask, units)
+    connected = np.array(
+        [[cell.any() for cell in np.split(row, range(reach.unit, 387, reach.unit), 1)] for row in parts(mask, reach.unit)]
+    )
+    sizes = np.diff(np.append(np.arange(0, 387, reach.unit), 387))
+    pairs = np.tril(np.outer(sizes, sizes), -1) + np.diag(sizes * (sizes + 1) // 2)
+    share = pairs[connected | np.eye(len(sizes), dtype=bool)].sum() / pairs.sum()
+    assert reach.unit >= 16 and reach.shares[1] == pytest.approx(share)
 
 
 def test_reachability_in_coarser_units_is_an_upper_bound():
