@@ -426,9 +426,10 @@ class BlockMask:
         begin, end = table.row_ptr[mask, row : row + 2].tolist()
         runs, bits = table.row_split[mask, row].tolist()
         cols, tile = (t[begin:end].cpu().numpy().astype(np.int64) for t in (table.col_idx, table.tile_idx))
-        entry = np.arange(begin, end)
+        full, kind = runs - begin, 1 + (np.arange(runs, end) >= bits)
         kept = np.zeros((self.grid.kv_blocks if axis == 1 else self.grid.q_blocks, self.block_size), bool)
-        kept[cols] = self.tile_pairs((entry >= runs).astype(np.int64) + (entry >= bits), tile).take(place, axis)
+        kept[cols[:full]] = True
+        kept[cols[full:]] = self.tile_pairs(kind, tile[full:]).take(place, axis)
         return torch.from_numpy(kept.reshape(-1))
 
     @outside_graphs

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import reduce
 from typing import cast
@@ -20,7 +21,7 @@ from ..compat.dynamo import outside_graphs
 from .block_mask import BlockMask, Device
 from .build import check_blocks, from_entries, with_coarse
 from .cache import as_block_mask
-from .grid import EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
+from .grid import BLOCK_SIZES, EMPTY, FULL, PARTIAL, BlockGrid, BlockRuns
 from .pattern import And, DerivedPattern, Not, Or, Pattern, Runs, parse
 from .progress import Progress
 from .rules import BEYOND, RunPattern
@@ -30,6 +31,8 @@ from .tiles import EMPTY_TILE, TilePool, dense_batches, pack_runs, runs_to_dense
 _CHUNK = 1 << 14  # partial blocks decided at a time
 _BATCH_NUMBERS = 1 << 20  # numbers that describe runs, held at a time
 _MANY_IN_A_ROW = 4  # blocks of a row to decide, on average, from which on it pays to find those that are alike
+_ENTRY_BYTES = 16  # a column and a tile, in the table by query and in that by key
+_LARGE_TABLE = 1 << 32  # bytes above which a warning names the size of a table
 _UNDECIDED = -3  # not the number of a tile, nor EMPTY_TILE or FULL_TILE
 _MOST_RUNS = 256  # runs per query beyond which evaluating tokens is as fast
 
@@ -85,11 +88,23 @@ class _Compilation:
 
     def run(self) -> BlockMask:
         states = self.states(self.pattern)
-        check_blocks(states.count(FULL))  # before they take memory
+        self.check_size(states.count(FULL))  # before it takes memory
         whole, cut = self.divided(states)
         pieces = [*cut, *self.decided_blocks(states)]
         entries = Entries(*(np.concatenate([p[k] for p in pieces], dtype=np.int32) for k in range(3)))
         return from_entries(self.grid, entries, self.pool, FullBlocks(self.grid.shape, *whole.row_runs(FULL)))
+
+    def check_size(self, full: int) -> None:
+        """Raises ValueError for more full blocks than a table can number; warns if they take gigabytes."""
+        check_blocks(full)
+        if full * _ENTRY_BYTES > _LARGE_TABLE:
+            size, most = self.grid.block_size, max(BLOCK_SIZES)
+            way_out = f"; blocks of {most} take some {(most // size) ** 2} times less" if size < most else ""
+            warnings.warn(
+                f"the table of {str(self.pattern)[:60]} has {full:,} full blocks of {size} tokens, which take "
+                f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
+                stacklevel=4,
+            )
 
     def states(self, pattern: Pattern) -> BlockRuns:
         if isinstance(pattern, (And, Or)):

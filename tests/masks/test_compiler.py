@@ -422,6 +422,66 @@ def test_more_blocks_than_a_table_can_number_are_refused_before_they_take_memory
     assert peak < 1 << 28
 
 
+def test_a_table_of_gigabytes_is_compiled_with_a_warning_that_names_its_size(monkeypatch, recwarn):
+    sf.compile_mask("causal", 1000, block_size=16)
+    assert not recwarn.list
+    monkeypatch.setattr(compiler, "_LARGE_TABLE", 1 << 14)
+    said = r"the table of causal has 1,953 full blocks of 16 tokens, which take 0.0 GiB; blocks of 256 take some 256 times less"
+    with pytest.warns(UserWarning, match=said) as caught:
+        sf.compile_mask("causal", 1000, block_size=16)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@st.composite
+def runs_of_rows(draw):
+    """(shape, rows, first, stop, states), in any order and one over another, or as few as are in order."""
+    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 12)))
+    edges = st.tuples(st.integers(0, shape[0] - 1), st.integers(-2, shape[1] + 2), st.integers(-2, shape[1] + 2))
+    runs = draw(st.lists(st.tuples(edges, st.sampled_from([PARTIAL, FULL])), max_size=9))
+    if draw(st.booleans()):
+        ordered = []
+        for (row, first, stop), state in sorted(runs):
+            if not ordered or (row, first) >= (ordered[-1][0][0], ordered[-1][0][2]):
+                ordered.append(((row, first, stop), state))
+        runs = ordered
+    return shape, *np.array([[*edges, state] for edges, state in runs], np.int64).reshape(-1, 4).T
+
+
+@settings(max_examples=300)
+@given(given_runs=runs_of_rows(), rows_at_a_time=st.integers(1, 3))
+def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they_say(given_runs, rows_at_a_time):
+    shape, rows, first, stop, state = given_runs
+    expected = np.zeros(shape, np.int8)
+    for row, low, high, value in zip(rows, first, stop, state, strict=True):
+        part = expected[row, max(low, 0) : max(high, 0)]
+        np.maximum(part, value, out=part, casting="unsafe")
+    bands = []
+    for low in range(0, shape[0], rows_at_a_time):
+        mine = (rows >= low) & (rows < low + rows_at_a_time)
+        bands.append(BlockRuns.from_row_runs(shape, rows[mine], first[mine], stop[mine], state[mine]))
+    for got in (BlockRuns.from_row_runs(shape, rows, first, stop, state), BlockRuns.in_turn(bands)):
+        np.testing.assert_array_equal(got.at(np.arange(expected.size)).reshape(shape), expected)
+        assert (got.states[1:] != got.states[:-1]).all() and got.starts[0] == 0 and (np.diff(got.starts) > 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(700, 700), (700, 610), (330, 700)])
+def test_blocks_of_one_diagonal_are_evaluated_once(lengths, monkeypatch):
+    pattern, evaluated = sf.causal() & sf.strided(50, block=1), []
+    from_tokens = compiler._Compilation.from_tokens
+
+    def counted(self, rule, rows, cols):
+        evaluated.extend((rule, diagonal) for diagonal in rows - cols)
+        return from_tokens(self, rule, rows, cols)
+
+    monkeypatch.setattr(compiler._Compilation, "from_tokens", counted)
+    monkeypatch.setattr(compiler, "_CHUNK", 8)
+    mask = sf.compile_mask(pattern, *lengths, 16)
+    np.testing.assert_array_equal(mask.to_dense().numpy(), strategies.dense(pattern, *lengths))
+    # Some again, as the end of the queries or keys cuts them off.
+    assert len(set(evaluated)) > 20 and len(evaluated) <= len(set(evaluated)) + sum(mask.grid.shape)
+    assert len(evaluated) < mask.by_query.row_ptr[0, -1] / 4
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
