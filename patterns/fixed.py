@@ -39,5 +39,9 @@ class Fixed(UnitPattern):
         if self.summary > self.stride:
             raise ValueError(f"fixed: summary must be at most stride={self.stride}; got {self.summary}; full() keeps everything")
 
+    @property
+    def shift_period(self):
+        return self.stride * self.block
+
     def unit_rule(self, i, j):
         return (i // self.stride == j // self.stride) | (j % self.stride >= self.stride - self.summary)

@@ -150,7 +150,8 @@ class _Compilation:
                     tiles[chosen] = self.decide(cast(Pattern, rule), rows[chosen], cols[chosen])
                 kept = tiles != EMPTY_TILE
                 self.bar.advance(len(rows) * self.grid.block_size**2)
-                yield rows[kept], cols[kept], tiles[kept]
+                rows, cols, tiles = (axis[kept].astype(np.int32) for axis in (rows, cols, tiles))  # as many are held at once
+                yield rows, cols, tiles
 
     def decide(self, rule: Pattern, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         """The tiles that ``rule`` keeps of these blocks."""

@@ -158,10 +158,15 @@ def in_table_order(
     index, stacks = np.zeros(len(tiles), np.int32), []
     for kind in (1, 2):
         # Tiles are numbered by first appearance in the table, so equal masks have equal tables.
-        used, first, inverse = np.unique(tiles[kinds == kind], return_index=True, return_inverse=True)
-        rank = np.argsort(np.argsort(first))
-        index[kinds == kind] = rank[inverse]
-        stacks.append(torch.from_numpy(at_least_two(pool.stack(used[np.argsort(first)], is_bits=kind == 2))))
+        of_kind = kinds == kind
+        chosen = tiles[of_kind]
+        number = np.full(len(pool.is_bits), -1, np.int32)
+        number[chosen[::-1]] = np.arange(len(chosen), dtype=np.int32)[::-1]  # of several the last, so the first appearance
+        used = np.flatnonzero(number >= 0)
+        used = used[np.argsort(number[used])]
+        number[used] = np.arange(len(used))
+        index[of_kind] = number[chosen]
+        stacks.append(torch.from_numpy(at_least_two(pool.stack(used, is_bits=kind == 2))))
     return full, PartialBlocks(rows, cols, kinds, index), stacks
 
 

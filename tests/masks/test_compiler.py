@@ -465,8 +465,9 @@ def test_runs_in_and_out_of_order_and_by_bands_of_rows_give_the_states_that_they
 
 
 @pytest.mark.parametrize("lengths", [(700, 700), (700, 610), (330, 700)])
-def test_blocks_of_one_diagonal_are_evaluated_once(lengths, monkeypatch):
-    pattern, evaluated = sf.causal() & sf.strided(50, block=1), []
+@pytest.mark.parametrize("pattern", [sf.causal() & sf.strided(50, block=1), ~sf.local(40) & sf.fixed(8, 3, block=2)], ids=str)
+def test_blocks_of_one_diagonal_are_evaluated_once(pattern, lengths, monkeypatch):
+    evaluated = []
     from_tokens = compiler._Compilation.from_tokens
 
     def counted(self, rule, rows, cols):

@@ -154,6 +154,14 @@ def test_causal_query_sees_exactly_window_keys_of_local_itself_included():
     np.testing.assert_array_equal(strategies.dense(sf.local(1), 7, 7), np.eye(7, dtype=bool))
 
 
+@settings(max_examples=200)
+@given(pattern=strategies.leaves, periods=st.integers(-2, 2))
+def test_a_rule_repeats_where_queries_and_keys_move_by_its_period(pattern, periods):
+    assume(pattern.shift_period)
+    q, kv, move = np.arange(EARLIEST, TOKENS)[:, None], np.arange(TOKENS) + 2 * pattern.shift_period, periods * pattern.shift_period
+    np.testing.assert_array_equal(*np.broadcast_arrays(pattern.token_rule(q, kv), pattern.token_rule(q + move, kv + move)))
+
+
 @settings(max_examples=60)
 @given(pattern=strategies.expressions, kv_len=st.integers(2, 200), data=st.data())
 def test_fewer_queries_see_what_the_last_queries_of_the_square_mask_see(pattern, kv_len, data):
