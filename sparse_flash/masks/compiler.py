@@ -159,7 +159,9 @@ class _Compilation:
             return self.decide_each(rule, rows, cols)
         # One block of each diagonal, and those of the last row and column, which may be cut off.
         size, diagonals = self.grid.block_size, sum(self.grid.shape)
-        known = self.diagonals.setdefault(rule, np.full(4 * diagonals, _UNDECIDED, np.int32))
+        if rule not in self.diagonals:
+            self.diagonals[rule] = np.full(4 * diagonals, _UNDECIDED, np.int32)
+        known = self.diagonals[rule]
         place = (rows - cols) % diagonals * 4 + (self.grid.heights(rows) < size) * 2 + (self.grid.widths(cols) < size)
         undecided = np.flatnonzero(known[place] == _UNDECIDED)
         first = undecided[np.unique(place[undecided], return_index=True)[1]]

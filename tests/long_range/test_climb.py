@@ -5,7 +5,7 @@ import csv
 import pytest
 from test_long_range import invoke
 
-from examples.long_range import climb, train
+from examples.long_range import checkpoint, climb, train
 from examples.long_range.climb import STAGES, stages_to
 from examples.long_range.train import Score
 
@@ -49,6 +49,10 @@ def test_a_seed_that_knows_nothing_is_given_up_and_the_next_one_goes_up(tmp_path
         "32-9",
     ]
     assert len(rows(tmp_path / "runs" / "32-4-seed-0")) == 1 and len(rows(tmp_path / "runs" / "32-4-seed-1")) == 3
+    attended = {
+        run: checkpoint.read(tmp_path / "runs" / run / "checkpoint.pt")[0].attention for run in ("32-4-seed-1", "32-9", "32-14")
+    }
+    assert attended["32-4-seed-1"] == "dense" and "butterfly" in attended["32-9"] and attended["32-9"] == attended["32-14"]
     # The same command has nothing left to do.
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/*.csv")}
     invoke("climb", *SMALL, "--data", images, "--out", tmp_path / "runs")

@@ -137,7 +137,7 @@ def test_compressed_keys_choose_by_the_weights_of_attention_to_them(lengths, eve
     found = lists(selection.picks)
     assert all(wanted[place] in (None, found[place]) for place in np.ndindex(*wanted.shape))
     undecided = sum(picks is None for picks in wanted.flat)
-    assert undecided <= wanted.size // 2 or kv_len < 4 * length  # blocks of the same few keys tie
+    assert undecided <= 0.1 * wanted.size + 1 or kv_len < 4 * length  # blocks of the same few keys tie
 
 
 def test_equal_weights_of_blocks_go_to_the_first_ones():
