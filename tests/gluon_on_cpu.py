@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial, reduce
 
 import numpy as np
 import pytest
@@ -477,7 +477,27 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
 
 
 # What the kernels' pieces of assembly compute, by a part of their text.
+def _folded(low, high, maximum, factor, largest):
+    """Of scores in pairs of columns, weights, maxima and the sums of each of the four threads that share a row; a warp has 16 rows."""
+    rows, pairs = low.shape
+    scores = np.stack([low, high], -1)
+
+    def weights():
+        of_pairs = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
+        return of_pairs, of_pairs.reshape(rows, pairs // 4, 4, 2).sum((1, 3), dtype=np.float32)
+
+    of_pairs, sums = weights()
+    again = np.repeat((sums > largest).reshape(-1, 16 * 4).any(1), 16)
+    highest = np.fmax(maximum[:, 0], np.fmax.reduce(scores.reshape(rows, -1), 1) * factor)
+    maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, pairs), np.float32)
+    of_pairs, sums = weights()
+    packed = of_pairs.astype(np.float16).view(np.int32)[..., 0]
+    return packed, maximum, np.tile(sums, (1, pairs // 4))
+
+
 ASSEMBLY = {
+    "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
+    "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
     "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32),
     "cvt.rn.f16x2": lambda low, high: np.stack([low, high], -1).astype(np.float16).view(np.int32)[..., 0],
@@ -540,6 +560,7 @@ LANGUAGE = Language(
     convert_layout=lambda x, layout: x,
     join=_of(lambda low, high: np.stack([low, high], -1)),
     zeros_like=_of(np.zeros_like),
+    reduce=lambda x, axis, combine: reduce(combine, map(Tensor, np.moveaxis(plain(x), axis, 0))),
     maximum=_of(_maximum),
     minimum=_of(_minimum),
     max=_of(lambda x, axis: np.max(x, axis)),

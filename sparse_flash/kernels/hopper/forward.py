@@ -52,6 +52,7 @@ from .products import (
 from .ring import Ring, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
+from .softmax import by_row, first_folded, folded, followed, in_pairs, nothing_yet, operand_of, rescaled
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
@@ -112,6 +113,7 @@ class ForwardArguments:
     USED_V: gl.constexpr
     PIECES: gl.constexpr  # of these columns of q and k
     WIDE: gl.constexpr
+    VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -222,42 +224,6 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, running_max, running_sum, factor):
-    new_max = gl.maximum(running_max, gl.max(scores, 1) * factor)
-    weights = gl.exp2(scores * factor - new_max[:, None])
-    rescale = gl.exp2(running_max - new_max)
-    return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _kept(p, weights, layout: gl.constexpr):
-    """Weights in the form in which they wait for their product. Between loops that is int32, each of two 16-bit numbers: otherwise
-    the compiler would unpack and repack such pairs in every step."""
-    dtype: gl.constexpr = p.q_tensor.dtype
-    if not p.table.SPARSE:
-        kept = gl.convert_layout(weights.to(dtype), layout)
-    else:
-        low, high = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]).split()
-        round_pair: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-        kept = gl.inline_asm_elementwise(round_pair, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-    return kept
-
-
-@gluon.jit
-def _operand(p, kept, layout: gl.constexpr):
-    """Weights from ``_kept`` as the left operand of a product."""
-    if not p.table.SPARSE:
-        operand = kept
-    else:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [kept], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        pairs = gl.join(low, high).reshape([kept.shape[0], kept.shape[1] * 2])
-        operand = gl.convert_layout(pairs.to(p.q_tensor.dtype, bitcast=True), layout)
-    return operand
-
-
-@gluon.jit
 def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
     """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
     its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
@@ -266,6 +232,10 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     score_layout: gl.constexpr = zeros.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
     PRODUCTS: gl.constexpr = len(sums)
+    # Whether a product also runs beside its own warp group's next weights. Rows of few steps, and three groups, which lack the
+    # registers, are faster without: see docs/performance/kernels.md.
+    OVERLAPPED: gl.constexpr = (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED) or p.USED_V == 96
+    dtype: gl.constexpr = p.q_tensor.dtype
     for entry in range(begin, end):
         before = step
         step += 1
@@ -279,7 +249,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         p.k.wait(step)
         started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
-        started_values = times(_operand(p, kept, operand_layout), values, sums)
+        started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.WIDE:
@@ -290,13 +260,23 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
             scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
-        weights, rescale, running_max, running_sum = _softmax(scores, running_max, running_sum, p.scoring.factor())
-        if p.dropout.ENABLED:
-            weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
-        sums = finished(started_values, 0)
-        p.v.release(before)
-        sums = scaled(sums, rescale)
-        kept = _kept(p, weights, operand_layout)
+        if p.VARIED:
+            weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
+            if p.dropout.ENABLED:
+                weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
+            kept = in_pairs(weights, dtype)
+            sums = finished(started_values, 0)
+            p.v.release(before)
+            sums = scaled(sums, rescale)
+        else:
+            if not OVERLAPPED:
+                sums = finished(started_values, 0)
+                p.v.release(before)
+            kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
+            if OVERLAPPED:
+                sums = finished(started_values, 0)
+                p.v.release(before)
+            sums = rescaled(sums, rescale)
     return (sums, kept, running_max, running_sum), step
 
 
@@ -308,6 +288,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
     zeros = gl.zeros([HALF, p.KEYS], gl.float32, layout=score_layout)
     no_sums = zero_sums(HALF, p.DIM_V, p.USED_V)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, no_sums[0].type.layout, 2)
+    dtype: gl.constexpr = p.q_tensor.dtype
 
     step = 0
     turn = 0
@@ -330,16 +311,20 @@ def _compute(p, HALF_INDEX: gl.constexpr):
             scores = where_bits(scores, _mask_words(p, tile, tile.runs, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
             scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
-        floor = gl.full([HALF], FLOOR, gl.float32, layout=row_layout)
-        weights, _, running_max, running_sum = _softmax(scores, floor, gl.zeros_like(floor), p.scoring.factor())
-        if p.dropout.ENABLED:
-            weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
+        if p.VARIED:
+            running_max, running_sum = nothing_yet(scores)
+            weights, _, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
+            if p.dropout.ENABLED:
+                weights = p.dropout.zero_dropped(weights, stream, first_query, tile.position)
+            kept = in_pairs(weights, dtype)
+        else:
+            kept, running_max, running_sum = first_folded(scores, p.scoring.factor(), dtype)
         if not p.WIDE:
             if turn > 0:
                 # The previous tile is stored by now: its queries' stage is free.
                 store_wait(0)
                 p.q.release(turn - 1)
-        state = (no_sums, _kept(p, weights, operand_layout), running_max, running_sum)
+        state = (no_sums, kept, running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
             state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
@@ -352,7 +337,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The last values of this tile overlap with the first scores of the next.
         values = p.v.stage(step)
         p.v.wait(step)
-        started_values = times(_operand(p, kept, operand_layout), values, sums)
+        started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
         upcoming = p.scheduler.tile(turn + 1)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)
@@ -362,6 +347,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         sums = finished(started_values, 2 if p.USED == 96 else p.PIECES)
         p.v.release(step)
 
+        if not p.VARIED:
+            running_max, running_sum = by_row(running_max, running_sum, row_layout)
         keeps_nothing = running_sum == 0.0
         if p.lengths.Q_CUT:
             # A query that does not exist may have made anything of its row.
@@ -543,6 +530,7 @@ def attention_forward_kernel(
         USED_V=USED_V,
         PIECES=PIECES,
         WIDE=WIDE,
+        VARIED=DROPOUT or SCORED,
         QUERIES=QUERIES,
         KEYS=KEYS,
     )

@@ -1,0 +1,190 @@
+"""The running softmax of a warp group's 64 rows of scores.
+
+Weights are exp2(score - maximum). Any reference will do for a row's maximum, as long as nothing overflows. So a step takes the one
+that it has; only if weights turn out large, the warp finds the highest scores of its 16 rows and computes the weights again
+(``folded``). Most steps then have no comparisons, no exchange between threads, for which all weights would wait, and no sums of
+values to scale. FlashAttention-4 lets the maximum lag behind, too, but looks for the highest score in each step.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..common.tiles import FLOOR
+
+# What the weights of a thread in one row of a step may add up to; it has 16 or 32 of them. Sums of values are float32, in which
+# 2^60 leaves room for as many tokens and as large values as there may be. In PTX notation.
+LARGE = {"bf16": "0f5D800000", "f16": "0f46800000"}  # 2^60; 2^14, as float16 ends at 65,504
+
+
+@gluon.jit
+def followed(scores, running_max, running_sum, factor):
+    """(weights, the factor for sums of values, maximum, sum), the last three (64,), with the maximum of all scores.
+
+    scores: (64, keys), to be multiplied by ``factor``."""
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - new_max[:, None])
+    rescale = gl.exp2(running_max - new_max)
+    return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def nothing_yet(scores):
+    """The maximum and the sum of rows that have kept nothing, (64,)."""
+    floor = gl.full([scores.shape[0]], FLOOR, gl.float32, layout=gl.SliceLayout(1, scores.type.layout))
+    return floor, gl.zeros_like(floor)
+
+
+@gluon.jit
+def first_folded(scores, factor, dtype: gl.constexpr):
+    """(weights as from ``in_pairs``, maximum, sum) of a tile's first step, with the maximum of its scores; the last two (64, 4): a
+    number for each of the four threads that share a row, equal maxima, and sums of what the thread has seen."""
+    floor, _ = nothing_yet(scores)
+    maximum = gl.maximum(floor, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - maximum[:, None])
+    pairs = in_pairs(weights, dtype)
+    layout: gl.constexpr = _threads(pairs).type.layout
+    sums = gl.sum(gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3), 1)
+    zeros = gl.zeros([maximum.shape[0], 4], gl.float32, layout=layout)
+    maxima = gl.convert_layout(maximum, gl.SliceLayout(1, layout))[:, None] + zeros
+    return pairs, maxima, gl.convert_layout(sums, layout)
+
+
+@gluon.jit
+def by_row(maximum, total, layout: gl.constexpr):
+    """(64,) maxima and sums, of those by thread."""
+    return gl.convert_layout(gl.max(maximum, 1), layout), gl.convert_layout(gl.sum(total, 1), layout)
+
+
+@gluon.jit
+def in_pairs(weights, dtype: gl.constexpr):
+    """Weights in 16 bits, in pairs of columns as int32: (64, keys // 2). As single numbers, the compiler would unpack and repack
+    them in every step, between loops."""
+    low, high = _split(weights)
+    return gl.inline_asm_elementwise(_round_pair(dtype), "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def operand_of(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Weights from ``in_pairs`` as the left operand of a product."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    whole = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(whole.to(dtype, bitcast=True), layout)
+
+
+@gluon.jit
+def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr):
+    """(weights as from ``in_pairs``, the factor for sums of values, maximum, sum), the last three by thread: with the maximum so
+    far, or where that gives large weights, with that of the scores too. A warp's numbers alternate between two rows."""
+    low, high = _split(scores)
+    COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
+    code: gl.constexpr = _folding(COUNT, dtype)
+    pairs, maxima, sums = gl.inline_asm_elementwise(
+        code[0],
+        code[1],
+        [low, high, _for_pairs(running_max, low), factor],
+        dtype=(gl.int32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=COUNT,
+    )
+    new_max = _threads(maxima)
+    rescale = gl.exp2(running_max - new_max)
+    return pairs, rescale, new_max, running_sum * rescale + _threads(sums)
+
+
+@gluon.jit
+def rescaled(sums, factors):
+    """Sums of values, times the factors of ``folded``: which warps leave out whose rows all have the factor 1. No product may be in
+    flight: the compiler would serialize all of them."""
+    first = _rescaled(sums[0], factors)
+    if len(sums) == 1:
+        result = (first,)
+    else:
+        result = (first, _rescaled(sums[1], factors))
+    return result
+
+
+@gluon.jit
+def _rescaled(sums, factors):
+    parts = sums.reshape([sums.shape[0], sums.shape[1] // 8, 4, 2])
+    of_threads = gl.convert_layout(factors, gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout)))[:, None, :, None]
+    COUNT: gl.constexpr = sums.shape[0] * sums.shape[1] // (32 * gl.num_warps())
+    code: gl.constexpr = _rescaling(COUNT)
+    scaled = gl.inline_asm_elementwise(code[0], code[1], [parts, of_threads], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return gl.convert_layout(scaled.reshape([sums.shape[0], sums.shape[1]]), sums.type.layout)
+
+
+@gluon.jit
+def _split(tile):
+    """Even and odd columns."""
+    return tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]).split()
+
+
+@gluon.jit
+def _threads(pairs):
+    """(64, 4): the first of each thread's numbers in a row, of (64, keys // 2)."""
+    return gl.reduce(pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4]), 1, _first)
+
+
+@gluon.jit
+def _first(left, right):
+    return left
+
+
+@gluon.jit
+def _for_pairs(numbers, pairs):
+    """(64, 4) numbers, for each of (64, keys // 2)."""
+    parts = pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4])
+    given = gl.convert_layout(numbers, gl.SliceLayout(1, parts.type.layout))[:, None, :]
+    whole = (given + gl.zeros_like(parts)).reshape([pairs.shape[0], pairs.shape[1]])
+    return gl.convert_layout(whole, pairs.type.layout)
+
+
+@gluon.constexpr_function
+def _round_pair(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _folding(count, dtype):
+    """(assembly, constraints) of ``folded`` for ``count`` pairs of each thread, alternately of two rows."""
+    name = "bf16" if dtype == gl.bfloat16 else "f16"
+    low, high, maximum, factor = ([f"${group * count + number}" for number in range(count)] for group in (3, 4, 5, 6))
+    lines = [".reg .f32 m<2>, n<2>, s<2>, x, y, t;", ".reg .pred p, q;"]
+    lines += [f"mov.f32 m{row}, {maximum[row]};" for row in (0, 1)]
+
+    def weights():
+        yield from (f"neg.f32 n{row}, m{row}; mov.f32 s{row}, 0f00000000;" for row in (0, 1))
+        for number in range(count):
+            row = number % 2
+            for score, weight in ((low[number], "x"), (high[number], "y")):
+                yield f"fma.rn.f32 {weight}, {score}, {factor[0]}, n{row}; ex2.approx.ftz.f32 {weight}, {weight};"
+                yield f"add.f32 s{row}, s{row}, {weight};"
+            yield f"cvt.rn.{name}x2.f32 ${number}, y, x;"
+
+    lines += weights()
+    lines += [f"setp.gt.f32 p, s0, {LARGE[name]}; setp.gt.f32 q, s1, {LARGE[name]}; or.pred p, p, q;"]
+    lines += ["vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE;"]
+    for row in (0, 1):
+        lines += [f"mov.f32 x, {low[row]};"]
+        lines += [f"max.f32 x, x, {score};" for scores in (low, high) for score in scores[row::2]]
+        lines += [f"shfl.sync.bfly.b32 t, x, {lane}, 31, 0xffffffff; max.f32 x, x, t;" for lane in (1, 2)]
+        lines += [f"mul.f32 x, x, {factor[0]}; max.f32 m{row}, m{row}, x;"]
+    lines += weights()
+    lines += ["DONE:"]
+    lines += [f"mov.f32 ${count + number}, m{number % 2}; mov.f32 ${2 * count + number}, s{number % 2};" for number in range(count)]
+    constraints = ["=&r"] * count + ["=&f"] * (2 * count) + ["f"] * (4 * count)
+    return "{ " + " ".join(lines) + " }", ",".join(constraints)
+
+
+@gluon.constexpr_function
+def _rescaling(count):
+    """(assembly, constraints) of ``rescaled`` for ``count`` numbers of each thread, two by two of two rows."""
+    factor = [f"${2 * count + number}" for number in range(count)]
+    products = " ".join(f"mul.f32 ${number}, ${number}, {factor[number]};" for number in range(count))
+    assembly = (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, {factor[0]}, 0f3F800000; setp.neu.f32 q, {factor[2]}, 0f3F800000; or.pred p, p, q; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT; {products} KEPT: }}"
+    )
+    return assembly, ",".join(["=f"] * count + [str(number) for number in range(count)] + ["f"] * count)
