@@ -62,6 +62,15 @@ def shifted(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) ->
     k += math.copysign(step, by)
 
 
+def rising(q: torch.Tensor, k: torch.Tensor, scale: float | None, by: float) -> None:
+    """Adds to q and k, in place, what makes scores rise with the key, by about ``by`` from the first to the last: for every
+    sixteenth query three times as fast."""
+    step = (by / q.shape[3] / (q.shape[3] ** -0.5 if scale is None else scale)) ** 0.5
+    q += step
+    q[:, :, ::16] *= 3
+    k += step * torch.linspace(0, 1, k.shape[2], dtype=k.dtype, device=k.device)[:, None]
+
+
 @contextmanager
 def heavy_rows_split():
     """Masks compiled within split every row of more than two blocks, not only rows far heavier than the mean."""
@@ -188,14 +197,15 @@ def check(
     device: str = DEVICE,
     seed: int = 0,
     score_shift: float = 0.0,
+    score_rise: float = 0.0,
     **options,
 ) -> dict[str, tuple[float, float]]:
     """Asserts that a back end is right, by the rule above.
 
     pattern: a Pattern, its spec text, a BlockMask, or None for dense attention. layout: one of ``LAYOUTS``, of q, k, v and the
     incoming gradient. block_size, dtype, head_dim: by default those of ``usual`` and of ``accepted.USUAL``, or others if the back
-    end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift: see
-    ``shifted``. options: passed to ``sf.attention``.
+    end does not accept these. v_head_dim: head_dim by default. lse_gradient: differentiate through lse too. score_shift,
+    score_rise: see ``shifted`` and ``rising``. options: passed to ``sf.attention``.
 
     Returns for each of ``NAMES`` (the back end's error, the error allowed), largest absolute differences.
     """
@@ -219,6 +229,8 @@ def check(
     dlse = torch.randn(batch, heads, q_len, generator=generator).to(device) if lse_gradient else None
     require(backend, make_call(q, k, mask, v=v), lambda: sf.attention(q, k, v, mask, backend=backend))
     shifted(q, k, scale, score_shift)
+    if score_rise:
+        rising(q, k, scale, score_rise)
 
     kept = kept_pairs(pattern, mask, q_len, kv_len).to(device)
     errors = measure(backend, (q, k, v), dout, dlse, mask, kept, scale, **options)

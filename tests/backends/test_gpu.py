@@ -290,6 +290,15 @@ def test_numbers_that_are_not_finite_reach_the_gradients(deterministic):
     assert dq[0, 0, 7].isnan().all() and dk[0, 0, :8].isnan().all() and not dq[0, 1, 41:].isfinite().any()
 
 
+@parametrize("dtype", [torch.float16, torch.bfloat16])
+@parametrize("head_dim, v_head_dim", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@parametrize("spec", [None, "causal", "local(150)", "strided(100, block=64)"])
+@parametrize("rise", [10.0, 300.0])
+def test_scores_that_rise_far_from_key_to_key_are_right(rise, spec, head_dim, v_head_dim, dtype):
+    # Queries of one warp find their highest scores again in different steps.
+    check("hopper", spec, 1000, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, score_rise=rise)
+
+
 def test_offsets_beyond_two_to_the_31_are_right():
     # 1 x 9 x 1,048,576 tokens x 256 is more than 2^31 numbers; the window needs few of them.
     tokens = 1 << 20

@@ -52,6 +52,12 @@ def test_hopper_kernels_are_right_in_a_drawn_order_of_events(name, deterministic
         check("hopper", spec, q_len, kv_len, **options)
 
 
+@pytest.mark.parametrize("spec, head_dim", [(None, 64), ("causal", 128), ("local(150)", 96)])
+def test_scores_that_rise_far_from_key_to_key_are_right(spec, head_dim):
+    with emulated.gluon_on_cpu(seed=3):
+        check("hopper", spec, 500, block_size=128, dtype=torch.float16, head_dim=head_dim, heads=1, score_rise=100.0)
+
+
 OF_LENGTHS = [(None, 700, 40, 192), (None, 100, 40, 64), (None, 100, 80, 64), (None, 700, 80, 128)]
 OF_LENGTHS += [("causal & local(90) | sinks(70)", *row) for row in ((700, 40, 128), (100, 40, 64), (100, 80, 64), (700, 80, 128))]
 

@@ -164,7 +164,7 @@ def _load(p):
         # A row that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.
-            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            entry = p.scheduler.next_step(entry, tile.begin, tile.runs)
             upcoming = p.scheduler.position(tile, entry, tile.end)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
             if p.lengths.KV_CUT:
@@ -225,9 +225,9 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
-    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
-    its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
-    compilation."""
+    """Folds steps begin .. end - 1, all of full or all of partial blocks, these from the last, into the softmax state of a tile:
+    each iteration issues its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy
+    costs a second of compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
@@ -236,7 +236,8 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     # registers, are faster without: see docs/performance/kernels.md.
     OVERLAPPED: gl.constexpr = (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED) or p.USED_V == 96
     dtype: gl.constexpr = p.q_tensor.dtype
-    for entry in range(begin, end):
+    for number in range(begin, end):
+        entry = begin + (end - 1 - number) if MASKED else number
         before = step
         step += 1
         q = pieces_of(p.q, turn, HALF_INDEX * p.PIECES + fresh_zero(step), p.PIECES)
@@ -254,7 +255,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         p.k.release(step)
         if p.WIDE:
             # Nothing follows the walk over full blocks, and that follows the other only if there are any.
-            is_last = entry + 1 == end
+            is_last = number + 1 == end
             p.q.release(turn, pred=is_last & (tile.begin == tile.runs) if MASKED else is_last)
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
@@ -308,7 +309,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, place, first_query, tile.position)
         if tile.end > tile.runs:
-            scores = where_bits(scores, _mask_words(p, tile, tile.runs, HALF_INDEX, score_layout), LOWEST)
+            scores = where_bits(scores, _mask_words(p, tile, tile.end - 1, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
             scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
         if p.VARIED:
@@ -327,7 +328,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (no_sums, kept, running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
-            state, step = _walk(p, tile, state, turn, step, tile.runs + 1, tile.end, stream, place, zeros, HALF_INDEX, True)
+            state, step = _walk(p, tile, state, turn, step, tile.runs, tile.end - 1, stream, place, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state

@@ -195,16 +195,24 @@ class Scheduler:
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
-        """Where a walk starts; it goes up to the end, then on from begin. Partial blocks come first, so that computing their masks
-        overlaps with the start of the tile. A dense walk by key starts next to its keys: programs that all added to the same tile
-        of dQ at once would wait for each other."""
-        if self.table.SPARSE or not self.BY_KEY:
+        """Where a walk starts: ``next_step`` says how it goes on by query; by key it goes up to the end, then on from begin. Partial
+        blocks come first, so that computing their masks overlaps with the start of the tile. A dense walk by key starts next to its
+        keys: programs that all added to the same tile of dQ at once would wait for each other."""
+        if not self.BY_KEY:
+            step = gl.where(end > runs, end - 1, begin)
+        elif self.table.SPARSE:
             step = gl.where(end > runs, runs, begin)
         else:
             step = first // self.STEP % end
             if self.lengths.ANY:
                 step = begin + first // self.STEP % (end - begin)
         return step
+
+    @gluon.jit
+    def next_step(self, step, begin, runs):
+        """The step after another of a walk by query: down through partial blocks, then up through full ones. The last partial block
+        is that of a causal row's own tokens, in which each query keeps a key."""
+        return gl.where(step > runs, step - 1, gl.where(step + 1 >= runs, begin, step + 1))
 
     @gluon.jit
     def in_use(self):
