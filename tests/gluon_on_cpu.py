@@ -478,7 +478,7 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
 
 # What the kernels' pieces of assembly compute, by a part of their text.
 def _folded(low, high, maximum, factor, largest):
-    """Of scores in pairs of columns, weights, maxima and the sums of each of the four threads that share a row; a warp has 16 rows."""
+    """Of scores in pairs of columns: weights, maxima, and sums of each of the four threads that share a row. A warp has 16 rows."""
     rows, pairs = low.shape
     scores = np.stack([low, high], -1)
 

@@ -167,7 +167,7 @@ def load_tiles(p):
         # A column that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no load waits for it.
-            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            entry = p.scheduler.next_step(tile, entry)
             upcoming = p.scheduler.position(tile, entry, tile.end)
             cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
             if step == first:

@@ -49,7 +49,7 @@ from .products import (
     write_rows,
     zero_sums,
 )
-from .ring import Ring, ring_of
+from .ring import Ring, Turns, new_turns, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
 from .softmax import by_row, first_folded, folded, followed, in_pairs, nothing_yet, operand_of, rescaled
@@ -107,6 +107,7 @@ class ForwardArguments:
     q: Ring  # one stage per tile, of two; of one if WIDE
     k: Ring  # one stage per step
     v: Ring
+    turns: Turns  # of the warp groups, if IN_TURNS
     DIM: gl.constexpr  # of q and k, in shared memory
     USED: gl.constexpr  # of DIM columns; the others are zeros
     DIM_V: gl.constexpr  # of v
@@ -114,6 +115,7 @@ class ForwardArguments:
     PIECES: gl.constexpr  # of these columns of q and k
     WIDE: gl.constexpr
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
+    IN_TURNS: gl.constexpr  # whether two warp groups start their products in turn
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -164,7 +166,7 @@ def _load(p):
         # A row that keeps nothing takes one empty step.
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             # The table is read one step ahead, so no key load waits for it.
-            entry = p.scheduler.next_step(entry, tile.begin, tile.runs)
+            entry = p.scheduler.next_step(tile, entry)
             upcoming = p.scheduler.position(tile, entry, tile.end)
             _load_step(p.k, step, p.k_tensor, batch, kv_head, position)
             if p.lengths.KV_CUT:
@@ -225,9 +227,9 @@ def _own_words(p, tile, step, HALF_INDEX: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX: gl.constexpr, MASKED: gl.constexpr):
-    """Folds steps begin .. end - 1, all of full or all of partial blocks, these from the last, into the softmax state of a tile:
-    each iteration issues its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy
-    costs a second of compilation."""
+    """Folds steps begin .. end - 1, all of full or all of partial blocks, into the softmax state of a tile: each iteration issues
+    its own step's scores and the previous step's weighted values. Runs and bits share one walk, as each copy costs a second of
+    compilation."""
     sums, kept, running_max, running_sum = state
     score_layout: gl.constexpr = zeros.type.layout
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, sums[0].type.layout, 2)
@@ -237,7 +239,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     OVERLAPPED: gl.constexpr = (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED) or p.USED_V == 96
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
-        entry = begin + (end - 1 - number) if MASKED else number
+        entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
         before = step
         step += 1
         q = pieces_of(p.q, turn, HALF_INDEX * p.PIECES + fresh_zero(step), p.PIECES)
@@ -248,9 +250,13 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
+        if p.IN_TURNS:
+            p.turns.take(before - turn, HALF_INDEX)
         started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
         started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
+        if p.IN_TURNS:
+            p.turns.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.WIDE:
@@ -309,7 +315,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         if p.scoring.SCORED:
             scores = p.scoring.scored(scores, place, first_query, tile.position)
         if tile.end > tile.runs:
-            scores = where_bits(scores, _mask_words(p, tile, tile.end - 1, HALF_INDEX, score_layout), LOWEST)
+            entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+            scores = where_bits(scores, _mask_words(p, tile, entry, HALF_INDEX, score_layout), LOWEST)
         elif tile.begin == tile.end:
             scores = gl.full([HALF, p.KEYS], -float("inf"), gl.float32, layout=score_layout)
         if p.VARIED:
@@ -328,7 +335,8 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         state = (no_sums, kept, running_max, running_sum)
         # The first step, done above, is of a partial block if the row has one.
         if p.table.SPARSE or p.lengths.variant.kv_starts is not None:
-            state, step = _walk(p, tile, state, turn, step, tile.runs, tile.end - 1, stream, place, zeros, HALF_INDEX, True)
+            begin, end = p.scheduler.rest_of_partial(tile)
+            state, step = _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_INDEX, True)
         first = tile.begin + (tile.end == tile.runs).to(gl.int32)
         state, step = _walk(p, tile, state, turn, step, first, tile.runs, stream, place, zeros, HALF_INDEX, False)
         sums, kept, running_max, running_sum = state
@@ -503,6 +511,11 @@ def attention_forward_kernel(
     arrived = q.full
     if lengths.KV_CUT:
         arrived = own_barrier()
+    # Left to themselves, the groups of narrow heads come to compute at the same time.
+    IN_TURNS: gl.constexpr = GROUPS == 2 and USED_V <= 96 and not (WIDE or DROPOUT or SCORED)
+    turns = Turns(q.full, q.full)
+    if IN_TURNS:
+        turns = new_turns()
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -525,6 +538,7 @@ def attention_forward_kernel(
         q=q,
         k=k,
         v=v,
+        turns=turns,
         DIM=DIM,
         USED=USED,
         DIM_V=DIM_V,
@@ -532,6 +546,7 @@ def attention_forward_kernel(
         PIECES=PIECES,
         WIDE=WIDE,
         VARIED=DROPOUT or SCORED,
+        IN_TURNS=IN_TURNS,
         QUERIES=QUERIES,
         KEYS=KEYS,
     )

@@ -123,7 +123,7 @@ def _send(p):
                 store_wait(0)
                 p.dq.release(sent)
                 sent += 1
-            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            entry = p.scheduler.next_step(tile, entry)
             step += 1
         sent = _send_keys(p, tile, turn, sent)
         p.k.release(turn)

@@ -78,6 +78,34 @@ class Ring:
         return self.data.index(self.place(n) * self.PIECES + piece)
 
 
+@record
+class Turns:
+    """Two warp groups start products in turn, so that one computes while the other's products run."""
+
+    first: gl.shared_memory_descriptor  # barriers of either group: that it may start
+    second: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def take(self, n, GROUP: gl.constexpr):
+        """Waits for turn n of a group, 0 or 1."""
+        if GROUP == 0:
+            mbarrier.wait(self.first, (n & 1) ^ 1)
+        else:
+            mbarrier.wait(self.second, n & 1)
+
+    @gluon.jit
+    def pass_on(self, GROUP: gl.constexpr):
+        mbarrier.arrive(self.second if GROUP == 0 else self.first, count=1)
+
+
+@gluon.jit
+def new_turns():
+    first, second = _barriers(1), _barriers(1)
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
+    return Turns(first, second)
+
+
 @gluon.jit
 def ring_of(data, STAGES: gl.constexpr, PIECES: gl.constexpr = 1, CONSUMERS: gl.constexpr = 1, FILLS: gl.constexpr = 1):
     """A ring in shared memory of shape (STAGES * PIECES, ...). CONSUMERS: how many must release a stage. FILLS: how many commit it:

@@ -109,6 +109,7 @@ class Scheduler:
     TILE: gl.constexpr  # tokens of a tile
     STEP: gl.constexpr  # tokens of a step along the walked axis
     BY_KEY: gl.constexpr
+    DOWN: gl.constexpr  # whether partial blocks are walked from the last
     SPLIT: gl.constexpr  # whether rows may be split
 
     @gluon.jit
@@ -195,12 +196,12 @@ class Scheduler:
 
     @gluon.jit
     def first_step(self, first, begin, runs, end):
-        """Where a walk starts: ``next_step`` says how it goes on by query; by key it goes up to the end, then on from begin. Partial
-        blocks come first, so that computing their masks overlaps with the start of the tile. A dense walk by key starts next to its
-        keys: programs that all added to the same tile of dQ at once would wait for each other."""
-        if not self.BY_KEY:
+        """Where a walk starts; ``next_step`` goes on. Partial blocks come first, so that computing their masks overlaps with the
+        start of the tile. Walked down, they begin with that of a causal row's own tokens, in which each query keeps a key. A dense
+        walk by key starts next to its keys: programs that all added to the same tile of dQ at once would wait for each other."""
+        if self.DOWN:
             step = gl.where(end > runs, end - 1, begin)
-        elif self.table.SPARSE:
+        elif self.table.SPARSE or not self.BY_KEY:
             step = gl.where(end > runs, runs, begin)
         else:
             step = first // self.STEP % end
@@ -209,10 +210,18 @@ class Scheduler:
         return step
 
     @gluon.jit
-    def next_step(self, step, begin, runs):
-        """The step after another of a walk by query: down through partial blocks, then up through full ones. The last partial block
-        is that of a causal row's own tokens, in which each query keeps a key."""
-        return gl.where(step > runs, step - 1, gl.where(step + 1 >= runs, begin, step + 1))
+    def next_step(self, tile, step):
+        """The step of a tile's walk after another. After its last, any of the tile."""
+        if self.DOWN:
+            following = gl.where(step > tile.runs, step - 1, gl.where(step + 1 >= tile.runs, tile.begin, step + 1))
+        else:
+            following = gl.where(step + 1 >= tile.end, tile.begin, step + 1)
+        return following
+
+    @gluon.jit
+    def rest_of_partial(self, tile):
+        """(begin, end) of the partial blocks' steps after the first of them."""
+        return tile.runs + (0 if self.DOWN else 1), tile.end - (1 if self.DOWN else 0)
 
     @gluon.jit
     def in_use(self):
@@ -299,7 +308,9 @@ def new_scheduler(
         slots = ring_beside(released_with, data, 2, FIELDS)
     else:
         slots = ring_of(data, 2, FIELDS, CONSUMERS)
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, SPLIT)
+    # Of tiles taller than a block, some rows keep nothing of the last.
+    DOWN: gl.constexpr = not BY_KEY and TILE <= table.BLOCK
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT)
 
 
 @gluon.jit

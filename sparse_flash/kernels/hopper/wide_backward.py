@@ -303,7 +303,7 @@ def _compute_gradients(p):
                 dk = finished(started_dk, PRODUCTS)
                 p.q.release(step)
                 dweights = warpgroup_mma_wait(0, deps=(started,))
-            entry = gl.where(entry + 1 >= tile.end, tile.begin, entry + 1)
+            entry = p.scheduler.next_step(tile, entry)
             step += 1
         # The other group's dQ also reads the keys, in whose buffer dK leaves.
         p.weights.wait(step + turn)
