@@ -236,7 +236,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     PRODUCTS: gl.constexpr = len(sums)
     # Whether a product also runs beside its own warp group's next weights. Rows of few steps, and three groups, which lack the
     # registers, are faster without: see docs/performance/kernels.md.
-    OVERLAPPED: gl.constexpr = (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED) or p.USED_V == 96
+    OVERLAPPED: gl.constexpr = p.IN_TURNS or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
