@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from ..common.tiles import FLOOR
 
 # What the weights of a thread in one row of a step may add up to; it has 16 or 32 of them. Sums of values are float32, in which
-# 2^60 leaves room for as many tokens and as large values as there may be. In PTX notation.
-LARGE = {"bf16": "0f5D800000", "f16": "0f46800000"}  # 2^60; 2^14, as float16 ends at 65,504
+# 2^40 leaves room for a million tokens with values up to 2^68. In PTX notation.
+LARGE = {"bf16": "0f53800000", "f16": "0f46800000"}  # 2^40; 2^14, as float16 ends at 65,504
 
 
 @gluon.jit
