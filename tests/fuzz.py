@@ -1,6 +1,6 @@
 """Random small calls of a back end, forward and backward, against the oracle, until the calls or the seconds are used up.
 
-    python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0
+    python tests/fuzz.py --backend hopper --calls 20000 --seconds 300 --seed 0 --kernels 60
     python tests/fuzz.py --backend hopper --only 1234        # one call again
     python tests/fuzz.py --backend hopper --of selections    # calls on key blocks chosen by query
 
@@ -31,9 +31,10 @@ SEEDS_AT_A_TIME = 8  # those that share a mask; see fuzz_calls
 DRAWN = {"masks": "fuzz_calls", "selections": "fuzz_selections"}  # the modules that draw and check calls
 
 
-def work(backend: str, pipe, of: str = "masks") -> None:
+def work(backend: str, pipe, of: str = "masks", options: dict | None = None) -> None:
     """The child: runs the lists of seeds that it receives through the pipe. Sends ("ready", why it cannot run anything | None),
-    ("start", description) before each call, and ("done", what was wrong | None, whether the process must end) after it."""
+    ("start", description) before each call, and ("done", what was wrong | None, whether the process must end) after it.
+    options: for what draws calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
@@ -55,7 +56,7 @@ def work(backend: str, pipe, of: str = "masks") -> None:
             for seed in seeds:
                 try:
                     with runs(seed):
-                        call = calls.draw(seed, backend)
+                        call = calls.draw(seed, backend, **(options or {}))
                         pipe.send(("start", str(call)))
                         wrong, broken = calls.failure(call), False
                 except Exception as error:
@@ -69,10 +70,10 @@ def work(backend: str, pipe, of: str = "masks") -> None:
 class Worker:
     """A child and the seeds that it still has to run; the first one is running."""
 
-    def __init__(self, backend: str, seeds: list[int] | None = None, of: str = "masks"):
+    def __init__(self, backend: str, seeds: list[int] | None = None, of: str = "masks", options: dict | None = None):
         context = multiprocessing.get_context("spawn")  # a GPU's state does not survive a fork
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(backend, theirs, of), daemon=True)
+        self.process = context.Process(target=work, args=(backend, theirs, of, options), daemon=True)
         self.process.start()
         theirs.close()  # so that the child's end closes with the child
         self.backend, self.seeds = backend, []
@@ -99,14 +100,16 @@ class Worker:
 class Fuzzer:
     """Hands seeds to workers, watches them, and counts: "calls", "mismatches", "hangs", "errors"."""
 
-    def __init__(self, backend: str, seeds: range, hang: float, workers: int, report, of: str = "masks"):
-        self.backend, self.hang, self.report, self.of = backend, hang, report, of
+    def __init__(
+        self, backend: str, seeds: range, hang: float, workers: int, report, of: str = "masks", options: dict | None = None
+    ):
+        self.backend, self.hang, self.report, self.of, self.options = backend, hang, report, of, options or {}
         # Whole groups, so each mask is made once.
         starts = sorted({seeds.start, *(s for s in seeds if s % SEEDS_AT_A_TIME == 0)})
         self.left = [range(a, b) for a, b in zip(starts, [*starts[1:], seeds.stop])]
         self.counts = Counter(calls=0, mismatches=0, hangs=0, errors=0)
         self.refused: str | None = None
-        self.workers = [Worker(backend, self._next(), of) for _ in range(min(workers, len(self.left)))]
+        self.workers = [Worker(backend, self._next(), of, options) for _ in range(min(workers, len(self.left)))]
 
     def _next(self) -> list[int]:
         return list(self.left.pop(0)) if self.left else []
@@ -152,7 +155,8 @@ class Fuzzer:
             self.counts[kind] += 1
             seed = worker.seeds[0]
             of = "" if self.of == "masks" else f" --of {self.of}"
-            again = f"python tests/fuzz.py --backend {self.backend}{of} --only {seed}"
+            given = "".join(f" --{name} {value}" for name, value in self.options.items())
+            again = f"python tests/fuzz.py --backend {self.backend}{of}{given} --only {seed}"
             self.report(
                 f"{kind.removesuffix('s').replace('mismatche', 'mismatch')}: {wrong}\n  {worker.describe()}\n  again: {again}"
             )
@@ -163,7 +167,7 @@ class Fuzzer:
         worker.end()
         self.workers.remove(worker)
         if seeds := worker.seeds or self._next():
-            self.workers.append(Worker(self.backend, seeds, self.of))
+            self.workers.append(Worker(self.backend, seeds, self.of, self.options))
 
     def end(self) -> None:
         for worker in self.workers:
@@ -178,7 +182,7 @@ def main() -> int:
     interrupted = False
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=len(seeds))
-        fuzzer = Fuzzer(options.backend, seeds, options.hang, options.workers, console.print, options.of)
+        fuzzer = Fuzzer(options.backend, seeds, options.hang, options.workers, console.print, options.of, options.drawing)
         try:
             while fuzzer.step() and not (options.seconds and time.monotonic() - begin > options.seconds):
                 bar.update(task, completed=fuzzer.counts["calls"], description=_summary(fuzzer.counts, ("mismatches", "hangs")))
@@ -211,7 +215,11 @@ def _options() -> argparse.Namespace:
         "--hang", type=float, default=60, help="seconds after which a call hangs, compiling included (default %(default)s)"
     )
     parser.add_argument("--workers", type=int, default=1, help="processes at a time; they share the GPU (default %(default)s)")
+    parser.add_argument("--kernels", type=int, help="for how many kinds of call kernels are compiled; all drawn by default")
     options = parser.parse_args()
+    if options.kernels is not None and (options.kernels < 1 or options.of != "masks"):
+        parser.error("--kernels must be at least 1, and goes with --of masks")
+    options.drawing = {} if options.kernels is None else {"kernels": options.kernels}
     if min(options.calls, options.workers) < 1:
         parser.error("--calls and --workers must be at least 1")
     return options

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from unittest.mock import patch
 
 import numpy as np
@@ -106,10 +106,33 @@ class DrawnCall:
         )
 
 
-def draw(seed: int, backend: str) -> DrawnCall:
-    """The call of a seed. Raises RuntimeError if the back end accepts none of what is drawn."""
+def draw(seed: int, backend: str, kernels: int | None = None) -> DrawnCall:
+    """The call of a seed. Raises RuntimeError if the back end accepts none of what is drawn.
+
+    kernels: what a kernel is compiled for (dtype, head dimensions, blocks, terms) is drawn so many times only, and taken where it
+    goes with the rest of a call. On a GPU, compiling takes a hundred times as long as a call."""
+    group = seed // CALLS_PER_MASK
+    if kernels is None:
+        return _drawn(seed, backend, _mask(group, backend))
+    block_size, compiled_for = _compiled_for(group % kernels, backend)
+    call = _drawn(seed, backend, _mask(group, backend, (block_size,)))
+    alike = replace(call, **compiled_for, score_shift=0.0 if compiled_for["terms"] else call.score_shift)
+    return alike if _refusal(alike) is None else call
+
+
+@cache
+def _compiled_for(number: int, backend: str) -> tuple[int | None, dict]:
+    """(a mask's block size, None for dense attention; other fields of a call)"""
+    seed = number * CALLS_PER_MASK + number % 4  # in which the launches differ
+    call = draw(seed, backend)
+    block_size = None if call.drawn.mask is None or call.drawn.mask.keeps_all else call.drawn.mask.block_size
+    return block_size, {
+        name: getattr(call, name) for name in ("dtype", "head_dim", "v_head_dim", "deterministic", "short", "terms")
+    }
+
+
+def _drawn(seed: int, backend: str, drawn: Drawn) -> DrawnCall:
     rng = random.Random(f"call {seed}")
-    drawn = _mask(seed // CALLS_PER_MASK, backend)
     batch = drawn.batch if drawn.batch > 1 else rng.randint(1, 3)
     heads = drawn.heads if drawn.heads > 1 else rng.choice((1, 2, 3, 4, 6))
     kv_heads = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -140,15 +163,20 @@ def draw(seed: int, backend: str) -> DrawnCall:
 
     def fitting_terms() -> DrawnCall | None:
         with_terms = replace(call, terms=tuple(rng.sample(sorted(TERMS), rng.choice((1, 1, 2, 3, 5)))))
-        q, k, v, *_ = (torch.empty(size, dtype=dtype, device="meta") for size in _shapes(call))
-        given = {name: value for name, value in _given(with_terms).items() if name != "sinks"}  # no back end sees those
-        variant = checked_variant(q, k, **_moved(given, "meta"))
-        block_size = None if drawn.mask is None or drawn.mask.keeps_all else drawn.mask.block_size
-        fields = {"device": torch.device(oracle.DEVICE), "block_size": block_size}
-        asked = replace(backends.Call.of(q, k, v, None, variant, deterministic), **fields)
-        return with_terms if backends.backend(backend).supports(asked) is None else None
+        return with_terms if _refusal(with_terms) is None else None
 
     return _first(fitting_terms, backend)
+
+
+def _refusal(call: DrawnCall) -> str | None:
+    """Why the back end does not take a call."""
+    q, k, v, *_ = (torch.empty(size, dtype=call.dtype, device="meta") for size in _shapes(call))
+    given = {name: value for name, value in _given(call).items() if name != "sinks"}  # no back end sees those
+    variant = checked_variant(q, k, **_moved(given, "meta"))
+    mask = call.drawn.mask
+    fields = {"device": torch.device(oracle.DEVICE), "block_size": None if mask is None or mask.keeps_all else mask.block_size}
+    asked = replace(backends.Call.of(q, k, v, None, variant, call.deterministic), **fields)
+    return backends.backend(call.backend).supports(asked)
 
 
 def _shapes(call: DrawnCall) -> tuple[tuple[int, ...], ...]:
@@ -318,14 +346,18 @@ def _asked(drawn: Drawn, dtype: torch.dtype, head_dim: int, **fields) -> backend
 
 
 @lru_cache(maxsize=1)
-def _mask(group: int, backend: str) -> Drawn:
+def _mask(group: int, backend: str, given: tuple[int | None] | None = None) -> Drawn:
+    """given: the block size, None for dense attention; otherwise drawn."""
     rng = random.Random(f"mask {group}")
     q_len, kv_len = _lengths(rng)
-    kind = rng.choices(("dense", "pattern", "blocks", "per head"), (1, 3, 3, 1))[0]
+    weights = (1, 3, 3, 1) if given is None else (1, 0, 0, 0) if given == (None,) else (0, 3, 3, 1)
+    kind = rng.choices(("dense", "pattern", "blocks", "per head"), weights)[0]
     if kind == "dense":
         return Drawn("none", q_len, kv_len, None, torch.ones(q_len, kv_len, dtype=torch.bool, device=oracle.DEVICE))
 
     def fitting() -> int | None:
+        if given:
+            return given[0]
         # With float16 and head_dim 64, which all back ends accept, so calls can be drawn for the mask.
         size = rng.choice(BLOCK_SIZES)
         asked = backends.Call(torch.device(oracle.DEVICE), torch.float16, 1, 1, 1, q_len, kv_len, 64, size)

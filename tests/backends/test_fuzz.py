@@ -11,7 +11,7 @@ import pytest
 # The drawing module imports torch, so it is imported only where needed: the process below starts faster without it.
 
 
-def misbehave(backend, pipe, of):
+def misbehave(backend, pipe, of, options):
     """Replaces ``fuzz.work``: seed 3 hangs, 5 ends the process, 6 is wrong, 9 breaks the device."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send(("ready", None))
@@ -31,7 +31,7 @@ def misbehave(backend, pipe, of):
 def test_hangs_ended_processes_and_wrong_results_are_counted_once_and_the_rest_still_runs(monkeypatch, workers):
     monkeypatch.setattr(fuzz, "work", misbehave)
     said = []
-    fuzzer = fuzz.Fuzzer("torch", range(2, 20), 2.0, workers, said.append)
+    fuzzer = fuzz.Fuzzer("torch", range(2, 20), 2.0, workers, said.append, options={"kernels": 4})
     while fuzzer.step():
         pass
     fuzzer.end()
@@ -43,7 +43,7 @@ def test_hangs_ended_processes_and_wrong_results_are_counted_once_and_the_rest_s
         "mismatch: out is off",
         "error: an illegal address",
     ]
-    assert reports[0][1:] == ["seed 3: described", "again: python tests/fuzz.py --backend torch --only 3"]
+    assert reports[0][1:] == ["seed 3: described", "again: python tests/fuzz.py --backend torch --kernels 4 --only 3"]
 
 
 def test_seeds_are_handed_out_by_the_masks_that_they_share():
@@ -69,6 +69,15 @@ def test_a_seed_draws_the_same_call_whatever_was_drawn_before():
 
     seeds = [3, 100, 4, 101]
     assert [str(fuzz_calls.draw(seed, "torch")) for seed in seeds] == [str(fuzz_calls.draw(s, "torch")) for s in seeds[::-1]][::-1]
+
+
+def test_calls_may_share_few_kernels_and_still_differ_in_their_masks():
+    import fuzz_calls
+
+    calls = [fuzz_calls.draw(seed, "torch", kernels=3) for seed in range(0, 240, 6)]
+    blocks = [None if call.drawn.mask is None else call.drawn.mask.block_size for call in calls]
+    kinds = {(call.dtype, call.head_dim, call.v_head_dim, call.terms, size) for call, size in zip(calls, blocks, strict=True)}
+    assert len(kinds) == 3 and len({call.drawn.text for call in calls}) > 15
 
 
 def test_a_drawn_selection_is_right_and_a_wrong_one_is_named(monkeypatch):
