@@ -49,7 +49,7 @@ from .products import (
     write_rows,
     zero_sums,
 )
-from .ring import Ring, Turns, new_turns, ring_of
+from .ring import PingPong, Ring, new_ping_pong, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
 from .softmax import by_row, first_folded, folded, followed, in_pairs, nothing_yet, operand_of, rescaled
@@ -107,7 +107,7 @@ class ForwardArguments:
     q: Ring  # one stage per tile, of two; of one if WIDE
     k: Ring  # one stage per step
     v: Ring
-    turns: Turns  # of the warp groups, if IN_TURNS
+    ping_pong: PingPong  # of the warp groups, if PING_PONG
     DIM: gl.constexpr  # of q and k, in shared memory
     USED: gl.constexpr  # of DIM columns; the others are zeros
     DIM_V: gl.constexpr  # of v
@@ -115,7 +115,7 @@ class ForwardArguments:
     PIECES: gl.constexpr  # of these columns of q and k
     WIDE: gl.constexpr
     VARIED: gl.constexpr  # whether scores are more than scaled products, or weights are dropped
-    IN_TURNS: gl.constexpr  # whether two warp groups start their products in turn
+    PING_PONG: gl.constexpr  # whether two warp groups start their products in turn
     QUERIES: gl.constexpr  # per tile
     KEYS: gl.constexpr  # per step
 
@@ -236,7 +236,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     PRODUCTS: gl.constexpr = len(sums)
     # Whether a product also runs beside its own warp group's next weights. Rows of few steps, and three groups, which lack the
     # registers, are faster without: see docs/performance/kernels.md.
-    OVERLAPPED: gl.constexpr = p.IN_TURNS or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
+    OVERLAPPED: gl.constexpr = p.PING_PONG or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
@@ -250,13 +250,13 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
         if p.dropout.ENABLED or p.scoring.SCORED:
             position = p.scheduler.position(tile, entry, end)
         p.k.wait(step)
-        if p.IN_TURNS:
-            p.turns.take(before - turn, HALF_INDEX)
+        if p.PING_PONG:
+            p.ping_pong.take(before - turn, HALF_INDEX)
         started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
         started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
-        if p.IN_TURNS:
-            p.turns.pass_on(HALF_INDEX)
+        if p.PING_PONG:
+            p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
         p.k.release(step)
         if p.WIDE:
@@ -512,10 +512,10 @@ def attention_forward_kernel(
     if lengths.KV_CUT:
         arrived = own_barrier()
     # Left to themselves, the groups of narrow heads come to compute at the same time.
-    IN_TURNS: gl.constexpr = GROUPS == 2 and USED_V <= 96 and not (WIDE or DROPOUT or SCORED)
-    turns = Turns(q.full, q.full)
-    if IN_TURNS:
-        turns = new_turns()
+    PING_PONG: gl.constexpr = GROUPS == 2 and USED_V <= 96 and not (WIDE or DROPOUT or SCORED)
+    ping_pong = PingPong(q.full, q.full)
+    if PING_PONG:
+        ping_pong = new_ping_pong()
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = ForwardArguments(
@@ -538,7 +538,7 @@ def attention_forward_kernel(
         q=q,
         k=k,
         v=v,
-        turns=turns,
+        ping_pong=ping_pong,
         DIM=DIM,
         USED=USED,
         DIM_V=DIM_V,
@@ -546,7 +546,7 @@ def attention_forward_kernel(
         PIECES=PIECES,
         WIDE=WIDE,
         VARIED=DROPOUT or SCORED,
-        IN_TURNS=IN_TURNS,
+        PING_PONG=PING_PONG,
         QUERIES=QUERIES,
         KEYS=KEYS,
     )

@@ -79,8 +79,8 @@ class Ring:
 
 
 @record
-class Turns:
-    """Two warp groups start products in turn, so that one computes while the other's products run."""
+class PingPong:
+    """Two warp groups start products in turn, so that one computes while the other's products run (arXiv:2407.08608, Sec. 3.1)."""
 
     first: gl.shared_memory_descriptor  # barriers of either group: that it may start
     second: gl.shared_memory_descriptor
@@ -99,11 +99,11 @@ class Turns:
 
 
 @gluon.jit
-def new_turns():
+def new_ping_pong():
     first, second = _barriers(1), _barriers(1)
     mbarrier.init(first, count=1)
     mbarrier.init(second, count=1)
-    return Turns(first, second)
+    return PingPong(first, second)
 
 
 @gluon.jit
