@@ -476,7 +476,6 @@ def _unless_dropped(x, word, shift, threshold, otherwise):
     return np.where(word << shift < threshold, otherwise, x)
 
 
-# What the kernels' pieces of assembly compute, by a part of their text.
 def _folded(low, high, maximum, factor, largest):
     """Of scores in pairs of columns: weights, maxima, and sums of each of the four threads that share a row. A warp has 16 rows."""
     rows, pairs = low.shape
@@ -486,7 +485,7 @@ def _folded(low, high, maximum, factor, largest):
         of_pairs = np.exp2(scores * factor - maximum[..., None]).astype(np.float32)
         return of_pairs, of_pairs.reshape(rows, pairs // 4, 4, 2).sum((1, 3), dtype=np.float32)
 
-    of_pairs, sums = weights()
+    _, sums = weights()
     again = np.repeat((sums > largest).reshape(-1, 16 * 4).any(1), 16)
     highest = np.fmax(maximum[:, 0], np.fmax.reduce(scores.reshape(rows, -1), 1) * factor)
     maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, pairs), np.float32)
@@ -495,6 +494,7 @@ def _folded(low, high, maximum, factor, largest):
     return packed, maximum, np.tile(sums, (1, pairs // 4))
 
 
+# What the kernels' pieces of assembly compute, by a part of their text.
 ASSEMBLY = {
     "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
     "bra.uni KEPT": lambda x, factors: x * factors,

@@ -236,7 +236,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
     PRODUCTS: gl.constexpr = len(sums)
     # Whether a product also runs beside its own warp group's next weights. Rows of few steps, and three groups, which lack the
     # registers, are faster without: see docs/performance/kernels.md.
-    OVERLAPPED: gl.constexpr = p.PING_PONG or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
+    OVERLAPPED: gl.constexpr = p.VARIED or p.PING_PONG or (p.QUERIES == 2 * HALF and p.DIM_V <= 128 and not MASKED)
     dtype: gl.constexpr = p.q_tensor.dtype
     for number in range(begin, end):
         entry = begin + (end - 1 - number) if MASKED and p.scheduler.DOWN else number
@@ -267,22 +267,22 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
             scores = p.scoring.scored(scores, place, tile.first + HALF_INDEX * HALF, position)
         if MASKED:
             scores = where_bits(scores, words, LOWEST)
+        if not OVERLAPPED:
+            sums = finished(started_values, 0)
+            p.v.release(before)
         if p.VARIED:
             weights, rescale, running_max, running_sum = followed(scores, running_max, running_sum, p.scoring.factor())
             if p.dropout.ENABLED:
                 weights = p.dropout.zero_dropped(weights, stream, tile.first + HALF_INDEX * HALF, position)
             kept = in_pairs(weights, dtype)
+        else:
+            kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
+        if OVERLAPPED:
             sums = finished(started_values, 0)
             p.v.release(before)
+        if p.VARIED:
             sums = scaled(sums, rescale)
         else:
-            if not OVERLAPPED:
-                sums = finished(started_values, 0)
-                p.v.release(before)
-            kept, rescale, running_max, running_sum = folded(scores, running_max, running_sum, p.scoring.factor(), dtype)
-            if OVERLAPPED:
-                sums = finished(started_values, 0)
-                p.v.release(before)
             sums = rescaled(sums, rescale)
     return (sums, kept, running_max, running_sum), step
 

@@ -38,9 +38,8 @@ def nothing_yet(scores):
 def first_folded(scores, factor, dtype: gl.constexpr):
     """(weights as from ``in_pairs``, maximum, sum) of a tile's first step, with the maximum of its scores; the last two (64, 4): a
     number for each of the four threads that share a row, equal maxima, and sums of what the thread has seen."""
-    floor, _ = nothing_yet(scores)
-    maximum = gl.maximum(floor, gl.max(scores, 1) * factor)
-    weights = gl.exp2(scores * factor - maximum[:, None])
+    floor, none = nothing_yet(scores)
+    weights, _, maximum, _ = followed(scores, floor, none, factor)
     pairs = in_pairs(weights, dtype)
     layout: gl.constexpr = _threads(pairs).type.layout
     sums = gl.sum(gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3), 1)
