@@ -33,7 +33,7 @@ from triton.runtime.jit import JITCallable
 
 from sparse_flash.backends import Call, hopper
 from sparse_flash.kernels.common.tiles import Rows
-from sparse_flash.kernels.hopper import backward, forward, selection_grads, selection_parts, wide_backward
+from sparse_flash.kernels.hopper import backward, forward, paired_backward, selection_grads, selection_parts, wide_backward
 
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int1": np.bool_, "int16": np.int16, "int32": np.int32, "int64": np.int64}
 NUMPY |= {"uint32": np.uint32, "uint64": np.uint64}
@@ -650,7 +650,12 @@ def _record(kind: type) -> type:
     return type(kind.__name__, (), {"__init__": __init__, **methods})
 
 
-PARTITIONED = forward.attention_forward_kernel, backward.attention_backward_kernel, wide_backward.wide_backward_kernel
+PARTITIONED = (
+    forward.attention_forward_kernel,
+    backward.attention_backward_kernel,
+    paired_backward.paired_backward_kernel,
+    wide_backward.wide_backward_kernel,
+)
 
 
 def run_partitioned(kernel, grid, arguments, constants, options) -> None:

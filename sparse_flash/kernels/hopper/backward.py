@@ -21,9 +21,10 @@ from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
-from .configs import DQ_OF_WEIGHTS, BackwardConfig, backward_config, backward_keys, backward_of_variant
+from .configs import DQ_OF_WEIGHTS, PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
 from .narrow_backward import attention_backward_kernel
+from .paired_backward import paired_backward_kernel
 from .products import used_columns
 from .variant import PLAIN, HopperVariant, hopper_variant
 from .wide_backward import wide_backward_kernel
@@ -148,19 +149,20 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
     if deterministic:
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
     recording.launch(prepare_kernel, launches.prepare())
-    recording.launch(
-        wide_backward_kernel if launches.dim > 128 else attention_backward_kernel, launches.add_tiles(), of_variant.kinds
-    )
+    recording.launch(launches.kernel, launches.add_tiles(), of_variant.kinds)
     for finish in launches.finish():
         recording.launch(finish_kernel, finish)
     if room.splits and not room.added:
-        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, mask, config.keys, launches.factors)
+        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, mask, config.keys_together, launches.factors)
         recording.launch(combine_columns_kernel, combine)
 
 
 def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
     dim, block_size = padded_head_dim(q.shape[3]), mask and mask.block_size
     if of_variant is PLAIN:
+        paired = used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64
+        if paired:
+            return PAIRED_BACKWARD
         return backward_config(q.dtype, dim, block_size, q.device, padded_head_dim(v.shape[3]))
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])
 
@@ -184,6 +186,12 @@ class BackwardLaunches(NamedTuple):
     @property
     def dim_v(self) -> int:
         return padded_head_dim(self.tensors.v.shape[3])
+
+    @property
+    def kernel(self):
+        if self.config.partitions > 1:
+            return paired_backward_kernel
+        return wide_backward_kernel if self.dim > 128 else attention_backward_kernel
 
     @property
     def starts(self) -> torch.Tensor | None:
@@ -264,19 +272,27 @@ class BackwardLaunches(NamedTuple):
         index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, tensors.lse)
         row_lse, row_delta, row_unit = self.rows[0], self.rows[1], self.rows[2 if self.deterministic else 0]
         tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, dim], [1, 1, config.keys, dim], [1, 1, config.keys, dim_v]
+        if config.partitions > 1:
+            # Groups of 64 keys, and of q and k columns.
+            tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, 64], [1, 1, 64, 64], [1, 1, 64, dim_v]
         results = [described(tensors.dk, tile_of_k), described(tensors.dv, tile_of_v)]
-        constants = {"DIM": dim, "USED": used_columns(head_dim)}
-        if dim > 128:
+        sums = described(self.sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT)
+        constants = {"DIM": dim}
+        if config.partitions > 1:
+            grads = [sums, *results, tensors.kv_sums]
+            constants |= {"DIM_V": dim_v}
+        elif dim > 128:
             grads = [self.sums, *results, tensors.kv_sums]
             # Sums of values that are narrower than keys are whole.
-            constants |= {"DIM_V": dim_v, "USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
+            constants |= {"USED": used_columns(head_dim), "DIM_V": dim_v}
+            constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
             constants["OF_WEIGHTS"] = DQ_OF_WEIGHTS[constants["USED"]]
         else:
             kv_rows = tensors.kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
-            grads = [described(self.sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT), *results]
+            grads = [sums, *results]
             grads += [None, None] if self.starts is None else [tensors.dk, tensors.dv]
             grads += [described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT)]
-            constants |= {"PIECES": config.pieces, "OWN_STARTS": self.starts is not None}
+            constants |= {"USED": used_columns(head_dim), "PIECES": config.pieces, "OWN_STARTS": self.starts is not None}
         arguments = [
             described(q, tile_of_q),
             described(k, tile_of_k),
@@ -326,8 +342,8 @@ class BackwardLaunches(NamedTuple):
             widths = self.dim, self.dim_v
             dk_sums, dv_sums = tensors.kv_sums.split([room.kv_sums // sum(widths) * width for width in widths])
             members = tensors.q.shape[1] // tensors.k.shape[1] if self.deterministic else 1
-            yield self._finish(tensors.dk, dk_sums, members, room.padded_kv, of_keys, config.keys, self.dim)
-            yield self._finish(tensors.dv, dv_sums, members, room.padded_kv, of_values, config.keys, self.dim_v)
+            yield self._finish(tensors.dk, dk_sums, members, room.padded_kv, of_keys, config.keys_together, self.dim)
+            yield self._finish(tensors.dv, dv_sums, members, room.padded_kv, of_values, config.keys_together, self.dim_v)
 
     def _finish(self, grad, sums, members: int, length: int, factor: float, tile: int, dim: int, across: int = 1, pieces: int = 1):
         batch, heads = grad.shape[:2]

@@ -75,7 +75,7 @@ def first_query(p, tile, step, stop, exists):
 
 
 @gluon.jit
-def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key):
+def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key, ACROSS: gl.constexpr = 1):
     """Loads keys or values of a tile. Here and below: returns ``cuts``, how often the barrier for tiles with nonexistent tokens was
     used."""
     ring.acquire(turn)
@@ -86,12 +86,24 @@ def _load_keys(p, tile, cuts, ring, turn, tensor, batch, kv_head, first_key):
             cuts = load_existing(ring, turn, tensor, source, p.arrived, cuts, first, last)
             ring.commit(turn)
         else:
-            ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
-            ring.load(turn, tensor, source)
+            _expect_and_load(ring, turn, tensor, source, ACROSS)
     else:
-        ring.expect(turn, ring.data.shape[1] * ring.data.shape[2] * 2)
-        ring.load(turn, tensor, source)
+        _expect_and_load(ring, turn, tensor, source, ACROSS)
     return cuts
+
+
+@gluon.jit
+def _expect_and_load(ring, turn, tensor, source, ACROSS: gl.constexpr):
+    ring.expect(turn, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2)
+    _load_pieces(ring, turn, tensor, source, ACROSS)
+
+
+@gluon.jit
+def _load_pieces(ring, n, tensor, source, ACROSS: gl.constexpr):
+    """Starts the copies of a stage's pieces, ACROSS of them side by side, then those below."""
+    for piece in gl.static_range(ring.PIECES):
+        row = source[2] + piece // ACROSS * ring.data.shape[1]
+        ring.load(n, tensor, [source[0], source[1], row, piece % ACROSS * ring.data.shape[2]], piece)
 
 
 @gluon.jit
@@ -103,10 +115,10 @@ def _expect_steps(p, tile, cuts, ring, step, tensor, source, position, BESIDE: g
             cuts = load_existing(ring, step, tensor, source, p.arrived, cuts, first, last)
             ring.expect(step, BESIDE)
         else:
-            ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
+            ring.expect(step, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
             ring.load(step, tensor, source)
     else:
-        ring.expect(step, ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
+        ring.expect(step, ring.PIECES * ring.data.shape[1] * ring.data.shape[2] * 2 + BESIDE)
     return cuts
 
 
@@ -121,7 +133,7 @@ def _load_queries(p, tile, cuts, step, batch, head, line, position):
         async_load(p.inputs.unit_rows, [line + position], p.q.filled(step), p.unit.index(place))
     async_load(p.inputs.lse_rows, [line + position], p.q.filled(step), p.lse.index(place))
     if not p.lengths.Q_CUT:
-        p.q.load(step, p.inputs.q, source)
+        _load_pieces(p.q, step, p.inputs.q, source, p.ACROSS)
     return cuts
 
 
@@ -159,7 +171,7 @@ def load_tiles(p):
         batch, head = p.heads.of_line(tile.line)
         kv_head = head // p.heads.group
         if AHEAD:
-            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+            cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
         first = step
         position = tile.position
         line = first_line(p, tile)
@@ -172,7 +184,7 @@ def load_tiles(p):
             cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
             if step == first:
                 if not AHEAD:
-                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first)
+                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
                 cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
             cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
             position = upcoming
@@ -181,7 +193,7 @@ def load_tiles(p):
         tile = p.scheduler.tile(turn)
     if AHEAD:
         # After its last tile a program computes the first scores of one more, and discards them.
-        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0)
+        cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, 0, 0, 0, p.ACROSS)
         _load_queries(p, tile, cuts, step, 0, 0, 0, 0)
 
 

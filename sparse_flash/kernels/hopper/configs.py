@@ -28,7 +28,7 @@ class ForwardConfig:
 class BackwardConfig:
     """queries: per step, 64 or 128. dout_stages: tiles of their gradients in shared memory, 1 to 4. more: tiles of queries beyond
     these, as scores are computed a step ahead; 0 or 1, and two tiles at least. keys: of a tile, 64 or 128. pieces: of the columns
-    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor."""
+    of a tile of dQ, 1, 2 or 4. programs: that share a multiprocessor. partitions: of warps among which keys are divided."""
 
     queries: int
     dout_stages: int
@@ -36,14 +36,20 @@ class BackwardConfig:
     pieces: int = 1
     programs: int = 1
     more: int = 1
+    partitions: int = 1
 
     @property
     def q_stages(self) -> int:
         return self.dout_stages + self.more
 
     @property
+    def keys_together(self) -> int:
+        """Of a partition."""
+        return self.keys // self.partitions
+
+    @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.keys // 16} | _registers(self.programs)
+        return {"num_warps": self.keys // (16 * self.partitions)} | _registers(self.programs)
 
 
 def _registers(programs: int) -> dict[str, int]:
@@ -57,6 +63,8 @@ FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 # tokens, in ms (two groups that divide all columns; cuDNN). 256, without a table and causal: 6.36 and 3.52 (7.98, 4.19; 7.21,
 # 3.29). 192, causal: 2.66 (3.35; 2.95). 192 and 128 of v, causal: 2.50 (2.82; 1.92), a window of 1,024 0.78 (0.86).
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
+# q and k of 129 to 192, v of 65 to 128: ``paired_backward``.
+PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
 # Pieces of dQ, of 64 columns, that the warp group of weights computes, by columns in use; ms as above. 256, without a table and
 # causal: all 6.36 and 3.52; three, and the next scores before dQ, 6.51 and 3.49. 192 and 128 of v, causal: one 2.50; two, with
 # three tiles of dOut, 2.68, and with the next scores before dQ 2.66; through shared memory and TMA one 2.42, two 2.68.

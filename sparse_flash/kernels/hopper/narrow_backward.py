@@ -90,6 +90,7 @@ class BackwardArguments:
     COLUMNS: gl.constexpr  # of a piece of dQ: as many as there is room for at a time
     PIECES: gl.constexpr  # that have columns in use
     RAGGED: gl.constexpr  # whether a dense walk's last tile has fewer keys
+    ACROSS: gl.constexpr  # pieces of q and k side by side, for the loading warp
 
 
 @gluon.jit
@@ -213,7 +214,7 @@ def _send_rows(grads, row, rows, ALONE: gl.constexpr):
 
 
 @gluon.jit
-def _in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
+def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
     """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
     adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
     ROWS: gl.constexpr = grad.shape[0]
@@ -317,10 +318,10 @@ def _hand_over_queries(p, dq, step, sent):
     p.dq.acquire(sent)
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        rows = _in_register_order(rounded(dq * unit[:, None]), WARPS_DOWN, True)
+        rows = in_register_order(rounded(dq * unit[:, None]), WARPS_DOWN, True)
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        p.dq.data.store(_in_register_order(dq, WARPS_DOWN, True))
+        p.dq.data.store(in_register_order(dq, WARPS_DOWN, True))
     fence_async_shared()
     p.dq.commit(sent)
 
@@ -443,7 +444,7 @@ def _hand_over_halves(p, grad, sent, place):
 @gluon.jit
 def _store_halves(grad, WARPS_DOWN: gl.constexpr, low_rows, high_rows):
     HALF: gl.constexpr = low_rows.shape[0]
-    low, high = _in_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
+    low, high = in_register_order(grad, WARPS_DOWN).reshape([2, HALF, 256]).permute((1, 2, 0)).split()
     low_rows.store(low)
     high_rows.store(high)
 
@@ -574,5 +575,6 @@ def attention_backward_kernel(
         COLUMNS=DIM // PIECES,
         PIECES=(USED * PIECES + DIM - 1) // DIM,
         RAGGED=RAGGED,
+        ACROSS=1,
     )
     gl.warp_specialize([(_compute, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))], [1, 1, 1], [24, 24, 24])

@@ -87,6 +87,13 @@ class TileInfo:
     stop: gl.tensor  # the end of its tokens, and
     to_place: gl.tensor  # from a token to its place on the axis of whole blocks: with OWN_STARTS, otherwise anything
 
+    @gluon.jit
+    def from_row(self, row):
+        """The part of a tile from a row on."""
+        cuts, stop, to_place = self.cuts, self.stop, self.to_place
+        bounds = self.begin, self.runs, self.bits, self.end
+        return TileInfo(self.first + row, self.line, *bounds, self.position, self.split, cuts, stop, to_place)
+
 
 # Fields of a TileInfo in shared memory: with lengths, with blocks of documents, with splits, and without.
 CUT_FIELDS = gl.constexpr(17)

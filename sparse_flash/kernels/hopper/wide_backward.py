@@ -86,6 +86,7 @@ class WideArguments:
     KEYS: gl.constexpr
     QUERIES: gl.constexpr
     RAGGED: gl.constexpr
+    ACROSS: gl.constexpr
     OF_WEIGHTS: gl.constexpr  # pieces of dQ, of 64 columns, that the group of weights computes
 
 
@@ -322,10 +323,10 @@ def _hand_over(p, tile, grad, place, ring, turn, WHICH: gl.constexpr):
         head_line = tile.line if p.grads.FIXED else batch * (p.heads.queries // p.heads.group) + kv_head
         # An item of another mask that this one does not use names the column past the last.
         exists = tile.first < p.grads.padded_kv_len
-        _add_sums(p, grad, head_line * p.grads.padded_kv_len + tile.first, WHICH, exists)
+        add_sums(p, grad, head_line * p.grads.padded_kv_len + tile.first, WHICH, exists)
     elif p.grads.SPLIT:
         if tile.split > 0:
-            _add_sums(p, grad, (tile.line * p.grads.splits + tile.split - 1) * p.KEYS, WHICH, True)
+            add_sums(p, grad, (tile.line * p.grads.splits + tile.split - 1) * p.KEYS, WHICH, True)
         else:
             _store_results(p, grad, place, WHICH)
     else:
@@ -344,16 +345,16 @@ def _store_results(p, grad, place, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _add_sums(p, grad, line, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key."""
+def add_sums(p, grad, line, WHICH: gl.constexpr, exists):
+    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key. grad: a
+    tuple, all but whose last are equally wide."""
     WIDTH: gl.constexpr = p.DIM_V if WHICH == 1 else p.DIM
     ALONE: gl.constexpr = p.grads.FIXED or p.grads.SPLIT
     place = p.grads.kv_sums + line.to(gl.int64) * WIDTH
     if WHICH == 1:
         place += p.grads.kv_lines.to(gl.int64) * p.DIM
-    _add_or_store(place, grad[0], 0, WIDTH, ALONE, exists)
-    if len(grad) > 1:
-        _add_or_store(place, grad[1], grad[0].shape[1], WIDTH, ALONE, exists)
+    for part in gl.static_range(len(grad)):
+        _add_or_store(place, grad[part], part * grad[0].shape[1], WIDTH, ALONE, exists)
 
 
 @gluon.jit
@@ -523,6 +524,7 @@ def wide_backward_kernel(
         KEYS=KEYS,
         QUERIES=QUERIES,
         RAGGED=RAGGED,
+        ACROSS=1,
         OF_WEIGHTS=OF_WEIGHTS,
     )
     gl.warp_specialize(
