@@ -490,17 +490,27 @@ def _folded(low, high, maximum, factor, largest):
     highest = np.fmax(maximum[:, 0], np.fmax.reduce(scores.reshape(rows, -1), 1) * factor)
     maximum = np.where(again, highest, maximum[:, 0])[:, None] + np.zeros((rows, pairs), np.float32)
     of_pairs, sums = weights()
-    packed = of_pairs.astype(np.float16).view(np.int32)[..., 0]
-    return packed, maximum, np.tile(sums, (1, pairs // 4))
+    return _halves(of_pairs), maximum, np.tile(sums, (1, pairs // 4))
+
+
+def _halves(numbers):
+    """Pairs of numbers in 16 bits."""
+    return numbers.astype(np.float16).view(np.int32)[..., 0]
+
+
+def _in_halves(pairs):
+    return pairs[..., None].copy().view(np.float16).astype(np.float32)
 
 
 # What the kernels' pieces of assembly compute, by a part of their text.
 ASSEMBLY = {
+    "mul.f32 b, b, $3": lambda pairs, low, high: _halves(_in_halves(pairs) * np.stack([low, high], -1)),
+    "fma.rn.f32 $0, x": lambda pairs, low, high: (pairs.view(np.float32) * np.float32(0) - low, -high),
     "shfl.sync.bfly": partial(_folded, largest=np.float32(2**14)),
     "bra.uni KEPT": lambda x, factors: x * factors,
     "mov.b32 $0, 0;": lambda x: np.int32(0),
     "cvt.rni.s32.f32": lambda x: np.rint(x).astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32),
-    "cvt.rn.f16x2": lambda low, high: np.stack([low, high], -1).astype(np.float16).view(np.int32)[..., 0],
+    "cvt.rn.f16x2": lambda low, high: _halves(np.stack([low, high], -1)),
     "mov.b32 {$0, $1}, $2;": lambda x: tuple(np.moveaxis(x[..., None].copy().view(np.int16), -1, 0)),
     "setp.lt.u32 p, $2, $3": lambda x, place, size, otherwise: np.where(
         place.astype(np.int32).view(np.uint32) < size.astype(np.int32).view(np.uint32), x, otherwise

@@ -36,6 +36,7 @@ from .descriptors import blocks_by_document, described, heads_together, tile_que
 from .dropout import Dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
+from .pairs import from_pairs, in_pairs
 from .products import (
     finished,
     only_rows,
@@ -52,7 +53,7 @@ from .products import (
 from .ring import PingPong, Ring, new_ping_pong, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
-from .softmax import by_row, first_folded, folded, followed, in_pairs, nothing_yet, operand_of, rescaled
+from .softmax import by_row, first_folded, folded, followed, nothing_yet, rescaled
 from .variant import PLAIN, HopperVariant, hopper_variant
 
 HALF = gl.constexpr(64)  # queries per warp group
@@ -254,7 +255,7 @@ def _walk(p, tile, state, turn, step, begin, end, stream, place, zeros, HALF_IND
             p.ping_pong.take(before - turn, HALF_INDEX)
         started_scores = pieces_times_transposed(q, keys, zeros, p.USED)
         p.v.wait(before)
-        started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
+        started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
         if p.PING_PONG:
             p.ping_pong.pass_on(HALF_INDEX)
         scores = warpgroup_mma_wait(PRODUCTS, deps=(started_scores,))
@@ -346,7 +347,7 @@ def _compute(p, HALF_INDEX: gl.constexpr):
         # The last values of this tile overlap with the first scores of the next.
         values = p.v.stage(step)
         p.v.wait(step)
-        started_values = times(operand_of(kept, dtype, operand_layout), values, sums)
+        started_values = times(from_pairs(kept, dtype, operand_layout), values, sums)
         upcoming = p.scheduler.tile(turn + 1)
         p.q.wait(turn + 1)
         p.k.wait(step + 1)

@@ -27,7 +27,8 @@ from .backward_steps import (
 from .dropout import Dropout
 from .lengths import TokenLengths
 from .narrow_backward import in_register_order
-from .products import pieces_of, pieces_times_transposed, times_transposed
+from .pairs import from_pairs, in_pairs, minus_after, times_pairs
+from .products import pieces_of, pieces_times_transposed
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
@@ -158,26 +159,29 @@ def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.const
         keys = pieces_of(p.k, turn, fresh_zero(step) + GROUP * PIECES, PIECES)
         started = pieces_times_transposed(keys, pieces_of(p.q, step, 0, PIECES), zeros, PIECES * 64)
         products = warpgroup_mma_wait(0, deps=(started,))
-        weights = weights_of(p, tile, products, step, words, existing, 0, 0, entry, KIND).to(dtype)
+        weights = weights_of(p, tile, products, step, words, existing, 0, 0, entry, KIND)
+        pairs = in_pairs(weights, dtype)
         p.dout.wait(step)
-        started = times_transposed(p.v.stage(turn, fresh_zero(step) + GROUP), dout, zeros, p.DIM_V)
-        started_dv = warpgroup_mma(gl.convert_layout(weights, of_dv), dout, dv, is_async=True)
+        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)
+        values = p.v.stage(turn, fresh_zero(step) + GROUP)
+        started = warpgroup_mma(values, dout.permute((1, 0)), minus_after(delta, pairs, score_layout), is_async=True)
+        started_dv = warpgroup_mma(from_pairs(pairs, dtype, of_dv), dout, dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=(started,))
-        delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)[None, :]
         # From weights in 16 bits: those in 32 would be live beside all sums.
-        dscores = (weights.to(gl.float32) * (dweights - delta)).to(dtype)
+        pairs = times_pairs(pairs, dweights, dtype)
         own.acquire(step)
-        own.stage(step).store(dscores)
-        operand = gl.convert_layout(dscores, of_dk)
+        own.stage(step).store(from_pairs(pairs, dtype, score_layout))
+        operand = from_pairs(pairs, dtype, of_dk)
         started_dk = ()
         for piece in gl.static_range(PIECES):
             started_dk += (warpgroup_mma(operand, p.q.stage(step, piece), dk[piece], is_async=True),)
         fence_async_shared()
         own.commit(step)
+        # Before the next product, as there are no registers for its sums beside the left operands of these.
+        dv, first, second, third = warpgroup_mma_wait(0, deps=(started_dv,) + started_dk)
+        dk = first, second, third
         sent = _sent_before(step, GROUP)
         started_dq = _queries_product(p, step, turn, fresh_zero(step) + GROUP, GROUP)
-        dv, first, second, third = warpgroup_mma_wait(2, deps=(started_dv,) + started_dk)
-        dk = first, second, third
         units = delta
         if p.grads.FIXED:
             units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, PIECE_LAYOUT))
@@ -253,7 +257,7 @@ def _store_results(p, dk, dv, turn, GROUP: gl.constexpr):
     dtype: gl.constexpr = p.q.data.dtype
     p.v.stage(turn, GROUP).store(dv.to(dtype))
     for piece in gl.static_range(PIECES):
-        p.k.stage(turn, GROUP * PIECES + piece).store((dk[piece] * p.scale).to(dtype))
+        p.k.stage(turn, fresh_zero(turn) + (GROUP * PIECES + piece)).store((dk[piece] * p.scale).to(dtype))
 
 
 @gluon.jit

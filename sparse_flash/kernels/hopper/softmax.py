@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.tiles import FLOOR
+from .pairs import in_pairs, split_columns
 
 # What the weights of a thread in one row of a step may add up to; it has 16 or 32 of them. Sums of values are float32, in which
 # 2^40 leaves room for a million tokens with values up to 2^68. In PTX notation.
@@ -55,28 +56,10 @@ def by_row(maximum, total, layout: gl.constexpr):
 
 
 @gluon.jit
-def in_pairs(weights, dtype: gl.constexpr):
-    """Weights in 16 bits, in pairs of columns as int32: (64, keys // 2). As single numbers, the compiler would unpack and repack
-    them in every step, between loops."""
-    low, high = _split(weights)
-    return gl.inline_asm_elementwise(_round_pair(dtype), "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def operand_of(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """Weights from ``in_pairs`` as the left operand of a product."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    whole = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
-    return gl.convert_layout(whole.to(dtype, bitcast=True), layout)
-
-
-@gluon.jit
 def folded(scores, running_max, running_sum, factor, dtype: gl.constexpr):
     """(weights as from ``in_pairs``, the factor for sums of values, maximum, sum), the last three by thread: with the maximum so
     far, or where that gives large weights, with that of the scores too. A warp's numbers alternate between two rows."""
-    low, high = _split(scores)
+    low, high = split_columns(scores)
     COUNT: gl.constexpr = low.shape[0] * low.shape[1] // (32 * gl.num_warps())
     code: gl.constexpr = _folding(COUNT, dtype)
     pairs, maxima, sums = gl.inline_asm_elementwise(
@@ -115,12 +98,6 @@ def _rescaled(sums, factors):
 
 
 @gluon.jit
-def _split(tile):
-    """Even and odd columns."""
-    return tile.reshape([tile.shape[0], tile.shape[1] // 2, 2]).split()
-
-
-@gluon.jit
 def _threads(pairs):
     """(64, 4): the first of each thread's numbers in a row, of (64, keys // 2)."""
     return gl.reduce(pairs.reshape([pairs.shape[0], pairs.shape[1] // 4, 4]), 1, _first)
@@ -138,11 +115,6 @@ def _for_pairs(numbers, pairs):
     given = gl.convert_layout(numbers, gl.SliceLayout(1, parts.type.layout))[:, None, :]
     whole = (given + gl.zeros_like(parts)).reshape([pairs.shape[0], pairs.shape[1]])
     return gl.convert_layout(whole, pairs.type.layout)
-
-
-@gluon.constexpr_function
-def _round_pair(dtype):
-    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
 
 
 @gluon.constexpr_function
