@@ -146,13 +146,14 @@ def compiled_for_hopper(
         constants = {"QUERIES": queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
         constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": widths[0], "USED": dim}
     if kernel is hopper_backward.wide_backward_kernel:
-        constants |= {"DIM_V": widths[1], "USED_V": dim_v or dim, "OF_WEIGHTS": hopper_configs.DQ_OF_WEIGHTS[dim]}
+        constants |= {"DIM_V": widths[1], "USED_V": dim_v or dim}
     else:
         constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
     sums = "i32" if fixed else "fp32"
-    tensors = {"dq_sums": f"*{sums}", "kv_sums": "*fp32"}
-    tensors["dq_rows"] = f"tensordesc<{sums}[{queries * widths[0] // (256 * pieces)},256],{FLOAT_LAYOUT!r}>"
+    tensors = {"kv_sums": "*fp32"}
+    rows = queries * widths[0] // (256 * pieces) // (2 if kernel is hopper_backward.wide_backward_kernel else 1)
+    tensors["dq_rows"] = f"tensordesc<{sums}[{rows},256],{FLOAT_LAYOUT!r}>"
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:

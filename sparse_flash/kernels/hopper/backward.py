@@ -21,7 +21,7 @@ from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
 from ..launch.replay import known_call
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
-from .configs import DQ_OF_WEIGHTS, PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
+from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
 from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
 from .narrow_backward import attention_backward_kernel
 from .paired_backward import paired_backward_kernel
@@ -282,11 +282,12 @@ class BackwardLaunches(NamedTuple):
             grads = [sums, *results, tensors.kv_sums]
             constants |= {"DIM_V": dim_v}
         elif dim > 128:
-            grads = [self.sums, *results, tensors.kv_sums]
+            # Halves of a piece.
+            sums.block_shape = [sums.block_shape[0] // 2, 256]
+            grads = [sums, *results, tensors.kv_sums]
             # Sums of values that are narrower than keys are whole.
             constants |= {"USED": used_columns(head_dim), "DIM_V": dim_v}
             constants |= {"USED_V": used_columns(v.shape[3]) if dim_v == dim else dim_v}
-            constants["OF_WEIGHTS"] = DQ_OF_WEIGHTS[constants["USED"]]
         else:
             kv_rows = tensors.kv_sums[: room.kv_sums or room.dq_sums].view(-1, 256)
             grads = [sums, *results]

@@ -65,10 +65,6 @@ FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
 # q and k of 129 to 192, v of 65 to 128: ``paired_backward``.
 PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
-# Pieces of dQ, of 64 columns, that the warp group of weights computes, by columns in use; ms as above. 256, without a table and
-# causal: all 6.36 and 3.52; three, and the next scores before dQ, 6.51 and 3.49. 192 and 128 of v, causal: one 2.50; two, with
-# three tiles of dOut, 2.68, and with the next scores before dQ 2.66; through shared memory and TMA one 2.42, two 2.68.
-DQ_OF_WEIGHTS = {192: 1, 256: 4}
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
 # by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).

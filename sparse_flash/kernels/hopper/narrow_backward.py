@@ -226,11 +226,11 @@ def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr 
 
 
 @gluon.jit
-def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
+def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, place, zeros, dq_zeros, KIND: gl.constexpr):
     """Adds steps begin .. end - 1, all of one kind, to dK, dV and dQ.
 
-    state: dK, dV and the scores of the step, (keys, queries). last: the tile's last step, during which the scores of the next
-    tile's first step are computed; or, with room for the keys of one tile only, scores that nobody reads.
+    state: dK, dV and the scores of the step, (keys, queries). first: the tile's first step. last: its last, during which the scores
+    of the next tile's first step are computed; or, with room for the keys of one tile only, scores that nobody reads.
     """
     dk, dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
@@ -251,6 +251,7 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
             position = first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
         started = times_transposed(values, dout, zeros, p.USED)
+        sent = step * p.PIECES + turn * SENT
         products = scores
         weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
         if p.scoring.SCORED:
@@ -258,6 +259,9 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
             operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
             if not p.scoring.SIGNED:
                 weights = p.scoring.times_derivative(weights, products, place, position, tile.first)
+        # The step before stored its dQ beside a product that takes all of shared memory's rate. Waiting for that there would
+        # leave the tensor cores idle.
+        _commit_queries(p, sent - 1, step != first)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         if p.PIECES > 1:
             delta = p.delta.index(p.dout.place(step)).load(column)
@@ -280,7 +284,6 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
         barrier()
         keys = p.k.stage(turn, fresh_zero(step))
         stored = p.dscores.index(fresh_zero(step))
-        sent = step * p.PIECES + turn * SENT
         if p.PIECES == 1:
             started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
             dv, dk = both_finished(started_dv, started_dk, 1)
@@ -292,7 +295,8 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
             right = keys.slice(p.COLUMNS, p.COLUMNS, dim=1)
             started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
-            _hand_over_queries(p, dq_left, step, sent)
+            _store_queries(p, dq_left, step, sent)
+            _commit_queries(p, sent, True)
         upcoming_turn = turn
         if p.k.STAGES > 1:
             upcoming_turn = turn + (step == last).to(gl.int32)
@@ -304,16 +308,15 @@ def _walk(p, tile, state, step, last, turn, begin, end, exists, stream, place, z
         upcoming_keys = p.k.stage(upcoming_turn)
         started_scores = times_transposed(upcoming_keys, upcoming_q, zeros, p.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
-        _hand_over_queries(p, dq, step, sent + p.PIECES - 1)
-
+        _store_queries(p, dq, step, sent + p.PIECES - 1)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
     return (dk, dv, scores), step
 
 
 @gluon.jit
-def _hand_over_queries(p, dq, step, sent):
-    """Hands a piece of dQ of a step to the sending warp."""
+def _store_queries(p, dq, step, sent):
+    """Stores a piece of dQ of a step for the sending warp."""
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     p.dq.acquire(sent)
     if p.grads.FIXED:
@@ -322,8 +325,13 @@ def _hand_over_queries(p, dq, step, sent):
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
         p.dq.data.store(in_register_order(dq, WARPS_DOWN, True))
+
+
+@gluon.jit
+def _commit_queries(p, sent, exists):
+    """Hands a stored piece of dQ to the sending warp, if there is one."""
     fence_async_shared()
-    p.dq.commit(sent)
+    p.dq.commit(sent, exists)
 
 
 @gluon.jit
@@ -344,6 +352,7 @@ def _compute(p):
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
+        first = step
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
@@ -355,10 +364,12 @@ def _compute(p):
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk(p, tile, state, step, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, tile, state, step, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
-        state, step = _walk(p, tile, state, step, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
+            state, step = _walk(p, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+            state, step = _walk(p, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
+        state, step = _walk(p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
         dk, dv, scores = state
+        SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
+        _commit_queries(p, step * p.PIECES + turn * SENT - 1, True)
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)

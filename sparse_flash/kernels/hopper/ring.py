@@ -42,9 +42,9 @@ class Ring:
         async_load(tensor, source, self.filled(n), of_tensor(self.stage(n, piece), tensor))
 
     @gluon.jit
-    def commit(self, n):
-        """Marks n full."""
-        mbarrier.arrive(self.filled(n), count=1)
+    def commit(self, n, pred=True):
+        """Marks n full, if ``pred``."""
+        mbarrier.arrive(self.filled(n), count=1, pred=pred)
 
     @gluon.jit
     def commit_copies(self, n):

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
 from ..common.tiles import BITS, FULL, RUNS
 from .backward_steps import (
     NOT_SPECIALIZED,
@@ -31,6 +31,7 @@ from .backward_steps import (
 )
 from .dropout import Dropout
 from .lengths import TokenLengths, own_barrier
+from .narrow_backward import in_register_order
 from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
@@ -39,9 +40,9 @@ from .scores import ScoreTerms, new_terms
 
 @record
 class WideGradients:
-    """Where gradients go. dQ, and with ADDED or SPLIT dK and dV, are sums in register order."""
+    """Where gradients go. Rows of dQ hold sums in register order. So do those of dK and dV, with ADDED or SPLIT."""
 
-    dq: gl.tensor  # a pointer to sums
+    dq_rows: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     kv_sums: gl.tensor  # a pointer to sums of dK, and after them of dV
@@ -77,6 +78,7 @@ class WideArguments:
     delta: gl.shared_memory_descriptor
     weights: Ring  # one for each step, and one more for each tile, without data, after the last of its dQ
     dscores: Ring
+    dq: Ring  # halves of pieces of dQ, for the sending warp
     dk: Ring  # without data: that it lies in the buffer of k, or has been added
     dv: Ring  # likewise, in that of v
     DIM: gl.constexpr
@@ -87,7 +89,7 @@ class WideArguments:
     QUERIES: gl.constexpr
     RAGGED: gl.constexpr
     ACROSS: gl.constexpr
-    OF_WEIGHTS: gl.constexpr  # pieces of dQ, of 64 columns, that the group of weights computes
+    PIECES: gl.constexpr  # of dQ, of 64 columns
 
 
 @gluon.jit
@@ -122,80 +124,64 @@ def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _queries_product(p, step, turn, zeros, PIECE: gl.constexpr):
-    """Starts the product of a piece of a step's dQ: 64 columns."""
+def _queries_product(p, step, turn, sums, PIECE: gl.constexpr):
+    """Starts the product of a piece of a step's dQ, in the registers of ``sums``."""
     keys = p.k.stage(turn, fresh_zero(step)).slice(PIECE * 64, 64, dim=1)
-    return warpgroup_mma(p.dscores.stage(step).permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(p.dscores.stage(step).permute((1, 0)), keys, sums, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _finish_queries(p, started, upcoming, step, turn, place, FIRST: gl.constexpr, STOP: gl.constexpr, PRODUCTS: gl.constexpr):
-    """Adds pieces FIRST .. STOP - 1 of a step's dQ, and releases the step. started: the product of the first of them. upcoming: the
-    PRODUCTS products for the next step, whose sum this returns. place: of the tile of sums of its queries."""
+def _finish_queries(p, started, upcoming, step, turn, PRODUCTS: gl.constexpr):
+    """Hands a step's dQ to the sending warp. started: the product of its first piece. upcoming: the PRODUCTS products for the next
+    step, whose sum this returns."""
     dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
-    for piece in gl.static_range(FIRST, STOP - 1):
-        _add_queries(p, dq, step, place, piece)
-        # In the registers of the piece before.
-        started = _queries_product(p, step, turn, dq, piece + 1)
-        if piece == FIRST:
-            scores = warpgroup_mma_wait(1, deps=(upcoming,))
-        dq = warpgroup_mma_wait(0, deps=(started,))
-    if STOP - FIRST > 1:
-        if not p.grads.FIXED:
-            p.q.release(step)
-        _add_queries(p, dq, step, place, STOP - 1)
-    else:
-        _add_queries(p, dq, step, place, STOP - 1)
-        scores = warpgroup_mma_wait(0, deps=(upcoming,))
-        if not p.grads.FIXED:
-            p.q.release(step)
-    if p.grads.FIXED:  # units of dQ lie beside q
-        p.q.release(step)
+    for piece in gl.static_range(p.PIECES):
+        _hand_over_queries(p, dq, step, piece)
+        if piece < p.PIECES - 1:
+            started = _queries_product(p, step, turn, dq, piece + 1)
+            if piece == 0:
+                scores = warpgroup_mma_wait(1, deps=(upcoming,))
+            dq = warpgroup_mma_wait(0, deps=(started,))
     return scores
 
 
 @gluon.jit
-def _add_queries(p, dq, step, place, PIECE: gl.constexpr):
-    """Adds a piece of a step's dQ: 64 columns."""
-    place += PIECE * (64 * p.QUERIES)
+def _hand_over_queries(p, dq, step, PIECE: gl.constexpr):
+    """Hands a piece of a step's dQ to the sending warp, in halves."""
+    numbers = dq
     if p.grads.FIXED:
         unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        numbers, places = _places(place, rounded(dq * unit[:, None]), 0, 64)
-        gl.atomic_add(places, numbers, sem="relaxed")
-    else:
-        numbers, places = _places(place, dq, 0, 64)
-        gl.atomic_add(places, numbers, sem="relaxed")
-
-
-@gluon.jit
-def _place_of_queries(p, line, position):
-    return p.grads.dq + ((line + position) // p.QUERIES).to(gl.int64) * (p.QUERIES * p.DIM)
-
-
-@gluon.jit
-def _zero_queries(p):
-    """A piece of dQ."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    return gl.zeros([p.QUERIES, 64], gl.float32, layout=layout)
+        numbers = rounded(dq * unit[:, None])
+    rows = in_register_order(numbers, 4)
+    halves = rows.reshape([2, rows.shape[0] // 2, 256]).permute((1, 2, 0)).split()
+    for half in gl.static_range(2):
+        sent = (step * p.PIECES + PIECE) * 2 + half
+        p.dq.acquire(sent)
+        view(p.dq.stage(sent), numbers.dtype, halves[half].shape, p.grads.dq_rows.layout).store(halves[half])
+        fence_async_shared()
+        p.dq.commit(sent)
 
 
 @gluon.jit
 def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, place, zeros, KIND: gl.constexpr):
-    """Adds steps begin .. end - 1, all of one kind, to dV, and some pieces to dQ. state: dV, and the scores of the step, (keys,
+    """Adds steps begin .. end - 1, all of one kind, to dV and dQ. state: dV, and the scores of the step, (keys,
     queries). last: the tile's last step, during which scores are computed that nobody reads."""
     dv, scores = state
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     PRODUCTS: gl.constexpr = 1 if p.USED == p.DIM else 2
     score_layout: gl.constexpr = zeros.type.layout
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dq_zeros = gl.zeros([p.QUERIES, 64], gl.float32, layout=dq_layout)
     existing = existing_keys(p, tile, score_layout)
-    line = first_line(p, tile)
     for entry in range(begin, end):
         dout = p.dout.stage(step)
         words = entry
         if KIND != FULL:
             words = mask_words(p, tile, entry, exists, KIND, score_layout)
-        position = first_query(p, tile, entry, end, exists)
+        position = entry
+        if p.dropout.ENABLED or p.scoring.SCORED:
+            position = first_query(p, tile, entry, end, exists)
         weights = weights_of(p, tile, scores, step, words, existing, stream, place, position, KIND)
         operand = gl.convert_layout(kept_weights(p, weights), operand_layout)
         if p.scoring.SIGNED:
@@ -209,13 +195,16 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
         p.dout.wait(step)
         started_dv = times(operand, dout, dv)
         p.dscores.wait(step)
-        started = _queries_product(p, step, turn, _zero_queries(p), 0)
+        started = _queries_product(p, step, turn, dq_zeros, 0)
         dv = finished(started_dv, 1)
+        if not p.grads.FIXED:
+            p.q.release(step)
         # The scores of a next tile wait for its keys.
         p.q.wait(step + 1, pred=step != last)
         started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
-        to = _place_of_queries(p, line, position)
-        scores = _finish_queries(p, started, started_scores, step, turn, to, 0, p.OF_WEIGHTS, PRODUCTS)
+        scores = _finish_queries(p, started, started_scores, step, turn, PRODUCTS)
+        if p.grads.FIXED:  # units of dQ lie beside q
+            p.q.release(step)
         step += 1
     return (dv, scores), step
 
@@ -265,7 +254,6 @@ def _compute_gradients(p):
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         last = step + gl.maximum(tile.end - tile.begin, 1) - 1
-        line = first_line(p, tile)
         p.v.wait(turn)
         p.dout.wait(step)
         started = times_transposed(p.v.stage(turn), p.dout.stage(step), zeros, p.USED_V)
@@ -273,10 +261,8 @@ def _compute_gradients(p):
         operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
         dweights = warpgroup_mma_wait(0, deps=(started,))
         p.k.wait(turn)
-        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         for _ in range(gl.maximum(tile.end - tile.begin, 1)):
             q = p.q.stage(step)
-            position = p.scheduler.position(tile, entry, tile.end)
             delta = p.delta.index(p.dout.place(step) + fresh_zero(step)).load(column)[None, :]
             p.weights.wait(step + turn)
             passed = p.weights.stage(fresh_zero(step)).load(thread_order)
@@ -291,20 +277,11 @@ def _compute_gradients(p):
             p.dscores.commit(step)
             p.q.wait(step)
             started_dk = times(gl.convert_layout(rounded, operand_layout), q, dk)
-            if p.OF_WEIGHTS < p.USED // 64:
-                p.dscores.wait(step)
-                started_dq = _queries_product(p, step, turn, _zero_queries(p), p.OF_WEIGHTS)
-                dk = finished(started_dk, 1)
             p.dout.wait(step + 1, pred=step != last)
             started = times_transposed(p.v.stage(turn, fresh_zero(step)), p.dout.stage(step + 1), zeros, p.USED_V)
-            if p.OF_WEIGHTS < p.USED // 64:
-                to = _place_of_queries(p, line, position)
-                dweights = _finish_queries(p, started_dq, started, step, turn, to, p.OF_WEIGHTS, p.USED // 64, PRODUCTS)
-            else:
-                dk = finished(started_dk, PRODUCTS)
-                p.q.release(step)
-                dweights = warpgroup_mma_wait(0, deps=(started,))
-            entry = p.scheduler.next_step(tile, entry)
+            dk = finished(started_dk, PRODUCTS)
+            p.q.release(step)
+            dweights = warpgroup_mma_wait(0, deps=(started,))
             step += 1
         # The other group's dQ also reads the keys, in whose buffer dK leaves.
         p.weights.wait(step + turn)
@@ -370,10 +347,31 @@ def _add_or_store(place, grad, FIRST: gl.constexpr, WIDTH: gl.constexpr, ALONE: 
 
 @gluon.jit
 def _send(p):
-    """The sending warp: stores dK and dV, and releases what held them."""
+    """The sending warp: adds dQ to global memory, stores dK and dV, and releases what held them."""
+    ROWS: gl.constexpr = p.dq.data.shape[1]
+    ALL_HALVES: gl.constexpr = p.DIM // 32
+    step = 0
     turn = 0
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
+        line = first_line(p, tile)
+        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+            row = (line + p.scheduler.position(tile, entry, tile.end)) // p.QUERIES * (ALL_HALVES * ROWS)
+            for half in gl.static_range(2 * p.PIECES):
+                sent = step * (2 * p.PIECES) + half
+                p.dq.wait(sent)
+                rows = view(p.dq.stage(sent), p.grads.dq_rows.dtype, [ROWS, 256], p.grads.dq_rows.layout)
+                async_add(p.grads.dq_rows, [row + half * ROWS, 0], rows)
+                # All buffers but one may be read at a time.
+                store_wait(p.dq.STAGES - 1)
+                if half >= p.dq.STAGES - 1:
+                    p.dq.release(sent - (p.dq.STAGES - 1))
+            if p.dq.STAGES > 1:
+                store_wait(0)
+                p.dq.release(step * (2 * p.PIECES) + 2 * p.PIECES - 1)
+            entry = p.scheduler.next_step(tile, entry)
+            step += 1
         batch, head = p.heads.of_line(tile.line)
         place = [batch, head // p.heads.group, tile.first, 0]
         p.dv.wait(turn)
@@ -402,7 +400,7 @@ def wide_backward_kernel(
     k_tensor,
     v_tensor,
     dout_tensor,
-    dq_sums,
+    dq_rows,
     dk_tensor,
     dv_tensor,
     kv_sums,
@@ -437,7 +435,6 @@ def wide_backward_kernel(
     USED: gl.constexpr,
     DIM_V: gl.constexpr,
     USED_V: gl.constexpr,
-    OF_WEIGHTS: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -470,6 +467,8 @@ def wide_backward_kernel(
     PASSED: gl.constexpr = 2 if SIGNED else 1
     weights = ring_of(gl.allocate_shared_memory(dtype, [PASSED, 4, KEYS * QUERIES // 4], plain), 1, PIECES=PASSED)
     dscores = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, QUERIES], flat), 1)
+    DQ_STAGES: gl.constexpr = 3 - PASSED
+    dq = ring_of(gl.allocate_shared_memory(gl.float32, [DQ_STAGES, QUERIES * 64 // 512, 256], dq_rows.layout), DQ_STAGES)
     index = mask_index, mask_batch_stride, mask_head_stride
     table = TableArguments(*index, work, row_idx, tile_idx, tile_runs, tile_bits, TABLE_BLOCK, SPARSE, False)
     heads_of = Heads(heads, group)
@@ -486,7 +485,7 @@ def wide_backward_kernel(
     p = WideArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
         grads=WideGradients(
-            dq=dq_sums,
+            dq_rows=dq_rows,
             dk=dk_tensor,
             dv=dv_tensor,
             kv_sums=kv_sums,
@@ -515,6 +514,7 @@ def wide_backward_kernel(
         delta=delta,
         weights=weights,
         dscores=dscores,
+        dq=dq,
         dk=dk,
         dv=dv,
         DIM=DIM,
@@ -525,7 +525,7 @@ def wide_backward_kernel(
         QUERIES=QUERIES,
         RAGGED=RAGGED,
         ACROSS=1,
-        OF_WEIGHTS=OF_WEIGHTS,
+        PIECES=USED // 64,
     )
     gl.warp_specialize(
         [(_compute_weights, (p,)), (_compute_gradients, (p,)), (load_tiles, (p,)), (_send, (p,)), (schedule, (scheduler,))],
