@@ -96,11 +96,9 @@ class BackwardArguments:
 @gluon.jit
 def _send(p):
     """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
-    releases what the step has used, as the computing warps would have to wait for each other to do so."""
+    releases the values, as the computing warps would have to wait for each other to do so."""
     ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
     ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
-    # Units of integer sums, which lie beside q, are read with every piece.
-    RELEASED: gl.constexpr = p.PIECES - 1 if p.grads.FIXED else 0
     grads = p.grads
     step = 0
     sent = 0
@@ -116,9 +114,8 @@ def _send(p):
             rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
             for piece in gl.static_range(p.PIECES):
                 p.dq.wait(sent)
-                if piece == RELEASED:
-                    # The warps that hand over dQ have finished all products with what is released.
-                    p.q.release(step)
+                if piece == p.PIECES - 1:
+                    # The warps that hand over dQ have finished all products with the values.
                     p.v.release(turn, pred=step == last)
                 async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
                 store_wait(0)
@@ -287,15 +284,19 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
         if p.PIECES == 1:
             started_dq = warpgroup_mma(stored.permute((1, 0)), keys, dq_zeros, use_acc=False, is_async=True)
             dv, dk = both_finished(started_dv, started_dk, 1)
+            units = _units_of(p, step, dq_zeros)
+            p.q.release(step)
         else:
             # dQ takes twice the registers here, which hold one piece beside the next one's product.
             left = keys.slice(0, p.COLUMNS, dim=1)
             started_left = warpgroup_mma(stored.permute((1, 0)), left, dq_zeros, use_acc=False, is_async=True)
             dv, dk = both_finished(started_dv, started_dk, 1)
+            units = _units_of(p, step, dq_zeros)
+            p.q.release(step)
             dq_left = warpgroup_mma_wait(0, deps=(started_left,))
             right = keys.slice(p.COLUMNS, p.COLUMNS, dim=1)
             started_dq = warpgroup_mma(stored.permute((1, 0)), right, dq_zeros, use_acc=False, is_async=True)
-            _store_queries(p, dq_left, step, sent)
+            _store_queries(p, dq_left, units, sent)
             _commit_queries(p, sent, True)
         upcoming_turn = turn
         if p.k.STAGES > 1:
@@ -308,20 +309,28 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
         upcoming_keys = p.k.stage(upcoming_turn)
         started_scores = times_transposed(upcoming_keys, upcoming_q, zeros, p.USED)
         dq = warpgroup_mma_wait(PRODUCTS, deps=(started_dq,))
-        _store_queries(p, dq, step, sent + p.PIECES - 1)
+        _store_queries(p, dq, units, sent + p.PIECES - 1)
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
         step += 1
     return (dk, dv, scores), step
 
 
 @gluon.jit
-def _store_queries(p, dq, step, sent):
-    """Stores a piece of dQ of a step for the sending warp."""
+def _units_of(p, step, dq):
+    """The units of a step's integer sums, by query, which lie beside q."""
+    units = step
+    if p.grads.FIXED:
+        units = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
+    return units
+
+
+@gluon.jit
+def _store_queries(p, dq, units, sent):
+    """Stores a piece of a step's dQ for the sending warp."""
     WARPS_DOWN: gl.constexpr = p.QUERIES // 16
     p.dq.acquire(sent)
     if p.grads.FIXED:
-        unit = p.unit.index(p.q.place(step)).load(gl.SliceLayout(1, dq.type.layout))
-        rows = in_register_order(rounded(dq * unit[:, None]), WARPS_DOWN, True)
+        rows = in_register_order(rounded(dq * units[:, None]), WARPS_DOWN, True)
         view(p.dq.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
         p.dq.data.store(in_register_order(dq, WARPS_DOWN, True))

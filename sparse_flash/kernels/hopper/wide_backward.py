@@ -131,21 +131,6 @@ def _queries_product(p, step, turn, sums, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _finish_queries(p, started, upcoming, step, turn, PRODUCTS: gl.constexpr):
-    """Hands a step's dQ to the sending warp. started: the product of its first piece. upcoming: the PRODUCTS products for the next
-    step, whose sum this returns."""
-    dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
-    for piece in gl.static_range(p.PIECES):
-        _hand_over_queries(p, dq, step, piece)
-        if piece < p.PIECES - 1:
-            started = _queries_product(p, step, turn, dq, piece + 1)
-            if piece == 0:
-                scores = warpgroup_mma_wait(1, deps=(upcoming,))
-            dq = warpgroup_mma_wait(0, deps=(started,))
-    return scores
-
-
-@gluon.jit
 def _hand_over_queries(p, dq, step, PIECE: gl.constexpr):
     """Hands a piece of a step's dQ to the sending warp, in halves."""
     numbers = dq
@@ -199,10 +184,16 @@ def _walk_weights(p, tile, state, step, last, turn, begin, end, exists, stream, 
         dv = finished(started_dv, 1)
         if not p.grads.FIXED:
             p.q.release(step)
+        for piece in gl.static_range(p.PIECES - 1):
+            dq = warpgroup_mma_wait(0, deps=(started,))
+            _hand_over_queries(p, dq, step, piece)
+            started = _queries_product(p, step, turn, dq, piece + 1)
         # The scores of a next tile wait for its keys.
         p.q.wait(step + 1, pred=step != last)
         started_scores = times_transposed(p.k.stage(turn, fresh_zero(step)), p.q.stage(step + 1), zeros, p.USED)
-        scores = _finish_queries(p, started, started_scores, step, turn, PRODUCTS)
+        dq = warpgroup_mma_wait(PRODUCTS, deps=(started,))
+        _hand_over_queries(p, dq, step, p.PIECES - 1)
+        scores = warpgroup_mma_wait(0, deps=(started_scores,))
         if p.grads.FIXED:  # units of dQ lie beside q
             p.q.release(step)
         step += 1
