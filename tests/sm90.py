@@ -144,21 +144,27 @@ def compiled_for_hopper(
     else:
         queries, pieces = config.queries, config.pieces
         constants = {"QUERIES": queries, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages}
-        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": widths[0], "USED": dim}
-    if kernel is hopper_backward.wide_backward_kernel:
-        constants |= {"DIM_V": widths[1], "USED_V": dim_v or dim}
+        constants |= {"ADDED": added, "FIXED": fixed, "RAGGED": ragged, "DIM": widths[0]}
+    halves = 1
+    if kernel is hopper_backward.paired_backward_kernel:
+        constants |= {"DIM_V": widths[1]}
+    elif kernel is hopper_backward.wide_backward_kernel:
+        constants |= {"USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
+        halves = 2
     else:
+        constants |= {"USED": dim} if kernel is hopper_backward.attention_backward_kernel else {}
         constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
     sums = "i32" if fixed else "fp32"
     tensors = {"kv_sums": "*fp32"}
-    rows = queries * widths[0] // (256 * pieces) // (2 if kernel is hopper_backward.wide_backward_kernel else 1)
-    tensors["dq_rows"] = f"tensordesc<{sums}[{rows},256],{FLOAT_LAYOUT!r}>"
+    tensors["dq_rows"] = f"tensordesc<{sums}[{queries * widths[0] // (256 * pieces * halves)},256],{FLOAT_LAYOUT!r}>"
     tensors["dkv_rows"] = f"tensordesc<fp32[{config.keys * widths[0] // 512},256],{FLOAT_LAYOUT!r}>"
     tensors |= dict.fromkeys(("lse_rows", "delta_rows", "unit_rows"), f"tensordesc<fp32[{queries}],{ROW_LAYOUT!r}>")
     for name in kernel.arg_names:
         if name.endswith("_tensor"):
             rows, width = queries if name in OF_QUERIES else config.keys, widths[name in OF_VALUES]
+            if kernel is hopper_backward.paired_backward_kernel:  # tiles of 64 keys and, of q and k, columns
+                rows, width = 64, width if name in OF_VALUES else 64
             tensors[name] = f"tensordesc<{dtype}[1,1,{rows},{width}],{TILE_LAYOUT!r}>"
         elif name in ("dk_ptr", "dv_ptr"):  # which only kernels of such blocks take
             (tensors if own_starts else constants)[name] = f"*{dtype}" if own_starts else None
@@ -358,11 +364,14 @@ def of_wide_forward():
 def of_wide_backward():
     """The backward kernel of wide heads: head_dim 256 and 192, and 192 with 128 for v."""
     kernel, config = hopper_backward.wide_backward_kernel, hopper_configs.BACKWARD[256]
+    paired = hopper_backward.paired_backward_kernel, hopper_configs.PAIRED_BACKWARD
     for dim, dim_v in ((256, 256), (192, 192), (192, 128)):
         name = "hopper_backward" if dim_v == dim else f"hopper_backward_of_{dim}_and_{dim_v}"
         for sparse, option in ((False, "ragged"), (True, "split"), (True, "added"), (True, "fixed")):
-            details = kernel, config, dim, sparse
+            details = *((kernel, config) if dim_v == dim else paired), dim, sparse
             yield partial(report, name, dim, sparse, compiled_for_hopper, *details, dim_v=dim_v, **{option: True})
+    details = kernel, hopper_configs.BACKWARD_OF_64[256], 192, True, 64
+    yield partial(report, "hopper_backward_of_192_and_128_of_64_alone", 192, True, compiled_for_hopper, *details, dim_v=128)
     yield partial(report, "combine_columns_of_192_and_128", 256, True, compiled_columns, 256, 128, config.keys)
     details = kernel, hopper_configs.BACKWARD_OF_64[256], 256, True, 64
     yield partial(report, "hopper_backward_of_64_alone", 256, True, compiled_for_hopper, *details, split=True)

@@ -1,8 +1,8 @@
 """The backward pass for Hopper: what runs in which order, and on which memory.
 
-First ``prepare_kernel``; then the kernel of the head dimension, in ``narrow_backward`` or ``wide_backward``, which adds dQ to fp32
-sums; then ``finish_kernel``. Where query heads share keys, dK and dV are summed likewise. Where heavy columns are split,
-``combine_columns_kernel`` sums their splits.
+First ``prepare_kernel``; then the kernel of the head dimensions, in ``narrow_backward``, ``wide_backward`` or ``paired_backward``,
+which adds dQ to fp32 sums; then ``finish_kernel``. Where query heads share keys, dK and dV are summed likewise. Where heavy columns
+are split, ``combine_columns_kernel`` sums their splits.
 
 Tiles are added to dQ in order of arrival, and a floating-point sum depends on its order. For bitwise repeatable gradients, tiles
 are added as integers, in units of a power of two per query: see ``bound_kernel``.
@@ -160,8 +160,7 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
 def _config(q, v, mask, of_variant: HopperVariant) -> BackwardConfig:
     dim, block_size = padded_head_dim(q.shape[3]), mask and mask.block_size
     if of_variant is PLAIN:
-        paired = used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64
-        if paired:
+        if used_columns(q.shape[3]) == 192 and padded_head_dim(v.shape[3]) == 128 and block_size != 64:
             return PAIRED_BACKWARD
         return backward_config(q.dtype, dim, block_size, q.device, padded_head_dim(v.shape[3]))
     return backward_of_variant(dim, block_size, of_variant.switches["SCORED"])

@@ -59,11 +59,13 @@ def _registers(programs: int) -> dict[str, int]:
 
 # By padded head_dim.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: two warp groups with a role each (``wide_backward``). One backward pass, bf16, H200, 2026-11-23, in turns, 16 heads of 8,192
-# tokens, in ms (two groups that divide all columns; cuDNN). 256, without a table and causal: 6.36 and 3.52 (7.98, 4.19; 7.21,
-# 3.29). 192, causal: 2.66 (3.35; 2.95). 192 and 128 of v, causal: 2.50 (2.82; 1.92), a window of 1,024 0.78 (0.86).
+# 256: two warp groups with a role each (``wide_backward``). One backward pass, bf16, H100, 2026-11-25, in turns, 16 heads of 8,192
+# tokens, in ms (dQ added from registers). 256, without a table and causal: 6.25 and 3.33 (6.51, 3.55); 192, causal: 2.77 (2.70).
+# With two groups that divide all columns, H200, 2026-11-23: 7.98, 4.19 and 3.35 in place of 6.36, 3.52 and 2.66; cuDNN 7.21, 3.29
+# and 2.95.
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# q and k of 129 to 192, v of 65 to 128: ``paired_backward``.
+# q and k of 129 to 192, v of 65 to 128: ``paired_backward``. As above (``wide_backward``): 3.11 and 1.90 (5.09, 2.70), a window of
+# 1,024 0.61 (0.83).
 PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
 # Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
 # 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
@@ -189,15 +191,15 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but at 256,
-# on triton 3.9, each of its steps reads some words back.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but backward
+# at 192 with 128 for v, on triton 3.9, each of its steps reads some twenty words back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131712, 0),
     ("forward", 96): Footprint(197184, 16),
     ("forward", 128): Footprint(197144, 0),
-    ("backward", 64): Footprint(201436, 168),
-    ("backward", 96): Footprint(232156, 0),
-    ("backward", 128): Footprint(232156, 48),
+    ("backward", 64): Footprint(201404, 144),
+    ("backward", 96): Footprint(232124, 0),
+    ("backward", 128): Footprint(232124, 48),
     ("forward_of_192", 64): Footprint(147980, 32),
     ("forward_of_tall", 64): Footprint(148028, 64),
     ("forward_of_documents", 64): Footprint(135556, 0),
@@ -210,15 +212,15 @@ FOOTPRINT = {
     ("forward_of_64", 64): Footprint(82436, 0),
     ("forward_of_64", 128): Footprint(98756, 0),
     ("backward_of_64", 64): Footprint(84700, 0),
-    ("backward_of_64", 128): Footprint(108524, 248),
+    ("backward_of_64", 128): Footprint(108524, 264),
     ("forward_of_dropout", 64): Footprint(131608, 0),
     ("forward_of_dropout", 128): Footprint(197080, 0),
-    ("backward_of_dropout", 64): Footprint(142828, 0),
-    ("backward_of_dropout", 128): Footprint(232156, 176),
+    ("backward_of_dropout", 64): Footprint(142780, 0),
+    ("backward_of_dropout", 128): Footprint(232108, 0),
     ("forward_of_softcap", 64): Footprint(131656, 0),
     ("backward_of_softcap", 64): Footprint(141756, 0),
     ("forward_of_softcap", 128): Footprint(197128, 0),
-    ("backward_of_softcap", 128): Footprint(231340, 136),
+    ("backward_of_softcap", 128): Footprint(231340, 128),
     ("forward_of_softcap_of_64", 128): Footprint(98756, 0),
     ("backward_of_softcap_of_64_alone", 128): Footprint(108012, 144),
     ("forward_of_alibi", 64): Footprint(131656, 0),
@@ -226,7 +228,7 @@ FOOTPRINT = {
     ("forward_of_alibi", 128): Footprint(197128, 0),
     ("backward_of_alibi", 128): Footprint(231340, 168),
     ("forward_of_alibi_of_64", 128): Footprint(98756, 0),
-    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 152),
+    ("backward_of_alibi_of_64_alone", 128): Footprint(108012, 168),
     ("forward_of_own", 64): Footprint(131656, 0),
     ("backward_of_own", 64): Footprint(141756, 0),
     ("forward_of_own", 128): Footprint(197128, 0),
@@ -238,7 +240,7 @@ FOOTPRINT = {
     ("forward_of_lengths", 128): Footprint(197248, 184),
     ("backward_of_lengths", 128): Footprint(231484, 240),
     ("forward_of_lengths_of_64", 128): Footprint(98908, 72),
-    ("backward_of_lengths_of_64", 128): Footprint(108108, 272),
+    ("backward_of_lengths_of_64", 128): Footprint(108108, 288),
     ("forward", 256): Footprint(200964, 112),
     ("forward_of_64_alone", 256): Footprint(231684, 32),
     ("forward_of_dropout", 256): Footprint(200964, 136),
@@ -252,15 +254,16 @@ FOOTPRINT = {
     ("forward_of_192_and_128_of_dropout", 192): Footprint(217348, 48),
     ("forward_of_192_and_128_of_alibi", 192): Footprint(217348, 120),
     ("forward_of_192_and_128_of_lengths", 192): Footprint(217476, 192),
-    ("backward", 192): Footprint(215312, 0),
-    ("backward_of_192_and_128", 192): Footprint(166160, 0),
-    ("backward", 256): Footprint(215312, 64),
-    ("backward_of_64_alone", 256): Footprint(214784, 80),
-    ("backward_of_dropout", 256): Footprint(214768, 88),
-    ("backward_of_softcap", 256): Footprint(214768, 64),
-    ("backward_of_alibi", 256): Footprint(214768, 144),
-    ("backward_of_own", 256): Footprint(214768, 64),
-    ("backward_of_lengths", 256): Footprint(215024, 152),
+    ("backward", 192): Footprint(231856, 0),
+    ("backward_of_192_and_128", 192): Footprint(232032, 224),
+    ("backward_of_192_and_128_of_64_alone", 192): Footprint(182192, 0),
+    ("backward", 256): Footprint(231856, 24),
+    ("backward_of_64_alone", 256): Footprint(231344, 40),
+    ("backward_of_dropout", 256): Footprint(231344, 40),
+    ("backward_of_softcap", 256): Footprint(231344, 16),
+    ("backward_of_alibi", 256): Footprint(231344, 56),
+    ("backward_of_own", 256): Footprint(231344, 24),
+    ("backward_of_lengths", 256): Footprint(231440, 152),
 }
 
 

@@ -373,9 +373,15 @@ def _compute(p):
             # A column that keeps nothing takes one empty step.
             exists = tile.end > tile.begin
             stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk(p, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
-            state, step = _walk(p, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS)
-        state, step = _walk(p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
+            state, step = _walk(
+                p, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS
+            )
+            state, step = _walk(
+                p, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS
+            )
+        state, step = _walk(
+            p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL
+        )
         dk, dv, scores = state
         SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
         _commit_queries(p, step * p.PIECES + turn * SENT - 1, True)

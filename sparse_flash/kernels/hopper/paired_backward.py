@@ -1,7 +1,7 @@
 """The backward pass for Hopper at head_dim 129 to 192, with v of 65 to 128: tiles of 128 keys, shared by two warp groups.
 
-Each warp group does for its 64 keys what the computing warps of ``narrow_backward`` do together: with sums of dK and dV in 160
-registers a thread, scores cannot run a step ahead, so the tensor cores are kept busy by the other group. The two meet in dQ only, for
+Each warp group does for its 64 keys what the computing warps of ``narrow_backward`` do together. Sums of dK and dV take 160
+registers a thread, so scores cannot run a step ahead; the other group keeps the tensor cores busy. The two meet in dQ only, for
 which each reads both groups' gradients of scores. Of dQ's three pieces of 64 columns either computes one, and in turn the third.
 
 Columns that are no power of two lie in shared memory as pieces of 64, without zeros beside them.
@@ -172,13 +172,13 @@ def _walk(p, tile, state, step, turn, begin, end, exists, zeros, GROUP: gl.const
         own.acquire(step)
         own.stage(step).store(from_pairs(pairs, dtype, score_layout))
         operand = from_pairs(pairs, dtype, of_dk)
-        started_dk = ()
+        started_sums = (started_dv,)
         for piece in gl.static_range(PIECES):
-            started_dk += (warpgroup_mma(operand, p.q.stage(step, piece), dk[piece], is_async=True),)
+            started_sums += (warpgroup_mma(operand, p.q.stage(step, piece), dk[piece], is_async=True),)
         fence_async_shared()
         own.commit(step)
-        # Before the next product, as there are no registers for its sums beside the left operands of these.
-        dv, first, second, third = warpgroup_mma_wait(0, deps=(started_dv,) + started_dk)
+        # Before the next product, which has no registers for its sums beside the left operands of these.
+        dv, first, second, third = warpgroup_mma_wait(0, deps=started_sums)
         dk = first, second, third
         sent = _sent_before(step, GROUP)
         started_dq = _queries_product(p, step, turn, fresh_zero(step) + GROUP, GROUP)

@@ -43,9 +43,7 @@ def minus_after(numbers, pairs, layout: gl.constexpr):
     """Minus numbers by column, for each row of finite nonnegative pairs: as a tile in float32 that the compiler computes after the
     pairs. It cannot know that these times 0 are 0."""
     low, high = split_columns(numbers[None, :] + gl.zeros([pairs.shape[0], numbers.shape[0]], gl.float32, layout=layout))
-    after: gl.constexpr = (
-        "{ .reg .f32 x, y; mov.b32 x, $2; neg.f32 y, $3; fma.rn.f32 $0, x, 0f00000000, y; neg.f32 $1, $4; }"
-    )
+    after: gl.constexpr = "{ .reg .f32 x, y; mov.b32 x, $2; neg.f32 y, $3; fma.rn.f32 $0, x, 0f00000000, y; neg.f32 $1, $4; }"
     low, high = gl.inline_asm_elementwise(
         after, "=f,=f,r,f,f", [pairs, low, high], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )

@@ -314,8 +314,8 @@ def _store_results(p, grad, place, WHICH: gl.constexpr):
 
 @gluon.jit
 def add_sums(p, grad, line, WHICH: gl.constexpr, exists):
-    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key. grad: a
-    tuple, all but whose last are equally wide."""
+    """Adds dK or dV of a tile to sums in global memory, or stores them, if nobody else adds to these. line: of the first key.
+    grad: a tuple of tensors, all but the last as wide as the first."""
     WIDTH: gl.constexpr = p.DIM_V if WHICH == 1 else p.DIM
     ALONE: gl.constexpr = p.grads.FIXED or p.grads.SPLIT
     place = p.grads.kv_sums + line.to(gl.int64) * WIDTH
