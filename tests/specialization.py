@@ -142,6 +142,8 @@ def hopper_calls() -> None:
         q, k, v, lse = tensors(batch, heads, kv_heads, q_len, kv_len, torch.bfloat16, 256)
         for mask in masks_of(heads, q_len, kv_len, 128):
             hopper_backward.attention_backward(q, None, q, k, v, q, lse, mask, 1.0)
+            out = q[..., :128]
+            hopper_backward.attention_backward(out, None, q[..., :192], k[..., :192], v[..., :128], out, lse, mask, 1.0)
 
 
 def packed_calls() -> None:

@@ -191,8 +191,8 @@ class Footprint:
     stack: int
 
 
-# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but backward
-# at 192 with 128 for v, on triton 3.9, each of its steps reads some twenty words back.
+# By pass and padded head_dim, or the columns in use. Without dropout, all spills lie outside the loop over full blocks; but on
+# triton 3.9 each backward step at 192 with 128 for v reads some twenty words back.
 FOOTPRINT = {
     ("forward", 64): Footprint(131712, 0),
     ("forward", 96): Footprint(197184, 16),
