@@ -9,7 +9,7 @@ Columns that are no power of two lie in shared memory as pieces of 64, without z
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon import async_add, async_store, fresh_zero, of_tensor, record, store_wait, view
 from ..common.tiles import BITS, FULL, RUNS
@@ -32,7 +32,7 @@ from .products import pieces_of, pieces_times_transposed
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
 from .scores import ScoreTerms, new_terms
-from .wide_backward import add_sums
+from .wide_backward import WideGradients, add_sums
 
 PIECES = gl.constexpr(3)  # of 64 columns, of q and k
 GROUP_KEYS = gl.constexpr(64)  # of a warp group
@@ -40,28 +40,11 @@ PIECE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 1
 
 
 @record
-class PairedGradients:
-    """Where gradients go: as ``WideGradients``, but that TMA adds dQ."""
-
-    dq_rows: tma.tensor_descriptor
-    dk: tma.tensor_descriptor  # in tiles of 64 columns
-    dv: tma.tensor_descriptor
-    kv_sums: gl.tensor
-    padded_q_len: gl.tensor
-    padded_kv_len: gl.tensor
-    kv_lines: gl.tensor
-    splits: gl.tensor  # of 64 keys each, per head
-    ADDED: gl.constexpr
-    SPLIT: gl.constexpr
-    FIXED: gl.constexpr
-
-
-@record
 class PairedArguments:
     """What the warps share. Names are those of ``BackwardArguments``."""
 
     inputs: BackwardInputs
-    grads: PairedGradients
+    grads: WideGradients  # dk in tiles of 64 columns, splits of 64 keys
     table: TableArguments
     heads: Heads
     scale: gl.tensor
@@ -413,7 +396,7 @@ def paired_backward_kernel(
     fence_async_shared()
     p = PairedArguments(
         inputs=BackwardInputs(q_tensor, k_tensor, v_tensor, dout_tensor, lse_rows, delta_rows, unit_rows),
-        grads=PairedGradients(
+        grads=WideGradients(
             dq_rows=dq_rows,
             dk=dk_tensor,
             dv=dv_tensor,
