@@ -270,19 +270,18 @@ class BackwardLaunches(NamedTuple):
         tiles = items * (block_size // config.keys) * batch * heads
         index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, tensors.lse)
         row_lse, row_delta, row_unit = self.rows[0], self.rows[1], self.rows[2 if self.deterministic else 0]
-        tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, dim], [1, 1, config.keys, dim], [1, 1, config.keys, dim_v]
-        if config.partitions > 1:
-            # Groups of 64 keys, and of q and k columns.
-            tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, 64], [1, 1, 64, 64], [1, 1, 64, dim_v]
+        paired, wide = self.kernel is paired_backward_kernel, self.kernel is wide_backward_kernel
+        columns, keys = 64 if paired else dim, config.keys_together
+        tile_of_q, tile_of_k, tile_of_v = [1, 1, config.queries, columns], [1, 1, keys, columns], [1, 1, keys, dim_v]
         results = [described(tensors.dk, tile_of_k), described(tensors.dv, tile_of_v)]
-        sums = described(self.sums, [config.queries * dim // (256 * config.pieces), 256], FLOAT_LAYOUT)
+        # The wide kernel sends each piece in halves.
+        rows_sent = config.queries * dim // (256 * config.pieces * (2 if wide else 1))
+        sums = described(self.sums, [rows_sent, 256], FLOAT_LAYOUT)
         constants = {"DIM": dim}
-        if config.partitions > 1:
+        if paired:
             grads = [sums, *results, tensors.kv_sums]
             constants |= {"DIM_V": dim_v}
-        elif dim > 128:
-            # Halves of a piece.
-            sums.block_shape = [sums.block_shape[0] // 2, 256]
+        elif wide:
             grads = [sums, *results, tensors.kv_sums]
             # Sums of values that are narrower than keys are whole.
             constants |= {"USED": used_columns(head_dim), "DIM_V": dim_v}

@@ -298,3 +298,15 @@ def dscores_of(p, weights, dweights, delta):
 @gluon.jit
 def rounded(numbers):
     return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [numbers], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
+    """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
+    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
+    ROWS: gl.constexpr = grad.shape[0]
+    DIM: gl.constexpr = grad.shape[1]
+    ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
+    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
+    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
+    return pieces.reshape([ROWS * DIM // 256, 256])

@@ -27,6 +27,7 @@ from .backward_steps import (
     existing_tokens,
     first_line,
     first_query,
+    in_register_order,
     kept_weights,
     load_tiles,
     mask_words,
@@ -211,15 +212,10 @@ def _send_rows(grads, row, rows, ALONE: gl.constexpr):
 
 
 @gluon.jit
-def in_register_order(grad, WARPS_DOWN: gl.constexpr, ALTERNATING: gl.constexpr = False):
-    """A gradient tile as rows of 256 elements in the order in which threads hold them: each thread writes whole 16-byte units,
-    adjacent to its neighbours'. ``finish_kernel`` restores the order. ALTERNATING: warps that divide columns take turns."""
-    ROWS: gl.constexpr = grad.shape[0]
-    DIM: gl.constexpr = grad.shape[1]
-    ACROSS: gl.constexpr = gl.num_warps() // WARPS_DOWN
-    pieces = grad.reshape([WARPS_DOWN, 2, 8, ACROSS, DIM // (16 * ACROSS), 2, 4, 2])
-    pieces = pieces.permute((1, 4, 3, 0, 2, 6, 5, 7) if ALTERNATING else (1, 3, 4, 0, 2, 6, 5, 7))
-    return pieces.reshape([ROWS * DIM // 256, 256])
+def _sent_before(p, step, turn):
+    """How often the buffer of dQ was filled before a step: once for each piece, and once or twice at the end of a tile."""
+    OF_A_TILE: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
+    return step * p.PIECES + turn * OF_A_TILE
 
 
 @gluon.jit
@@ -233,7 +229,6 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
     dtype: gl.constexpr = p.q.data.dtype
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     PRODUCTS: gl.constexpr = len(dk)  # that make one, here and in scores
-    SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1  # how often a tile's end goes through the buffer of dQ
     score_layout: gl.constexpr = zeros.type.layout
     column: gl.constexpr = gl.SliceLayout(0, score_layout)
     existing = existing_keys(p, tile, score_layout)
@@ -248,7 +243,7 @@ def _walk(p, tile, state, step, first, last, turn, begin, end, exists, stream, p
             position = first_query(p, tile, entry, end, exists)
         p.dout.wait(step)
         started = times_transposed(values, dout, zeros, p.USED)
-        sent = step * p.PIECES + turn * SENT
+        sent = _sent_before(p, step, turn)
         products = scores
         weights = weights_of(p, tile, products, step, words, existing, stream, place, position, KIND)
         if p.scoring.SCORED:
@@ -383,8 +378,7 @@ def _compute(p):
             p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL
         )
         dk, dv, scores = state
-        SENT: gl.constexpr = 2 if p.grads.ADDED or p.grads.SPLIT else 1
-        _commit_queries(p, step * p.PIECES + turn * SENT - 1, True)
+        _commit_queries(p, _sent_before(p, step, turn) - 1, True)
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)
@@ -404,16 +398,16 @@ def _hand_over(p, tile, turn, step, dk, dv):
     """Hands dK and dV of a tile to the sending warp, through the buffer of its keys, and that of dQ once the last tile of dQ has
     left."""
     place = p.k.stage(turn)
-    step *= p.PIECES
+    sent = _sent_before(p, step, turn)
     if p.grads.ADDED:
-        _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+        _hand_over_sums(p, dk, dv, sent, place)
     elif p.grads.SPLIT:
         if tile.split > 0:
-            _hand_over_sums(p, dk, dv, step + 2 * turn, place)
+            _hand_over_sums(p, dk, dv, sent, place)
         else:
-            _hand_over_results(p, tile, dk, dv, step + 2 * turn, place)
+            _hand_over_results(p, tile, dk, dv, sent, place)
     else:
-        _hand_over_results(p, tile, dk, dv, step + turn, place)
+        _hand_over_results(p, tile, dk, dv, sent, place)
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from .backward_steps import (
     existing_keys,
     existing_tokens,
     first_line,
+    in_register_order,
     load_tiles,
     mask_words,
     rounded,
@@ -26,7 +27,6 @@ from .backward_steps import (
 )
 from .dropout import Dropout
 from .lengths import TokenLengths
-from .narrow_backward import in_register_order
 from .pairs import from_pairs, in_pairs, minus_after, times_pairs
 from .products import pieces_of, pieces_times_transposed
 from .ring import Ring, ring_beside, ring_of
@@ -113,10 +113,10 @@ def _hand_over_queries(p, dq, units, sent, GROUP: gl.constexpr):
     ring = _dq_of(p, GROUP)
     ring.acquire(sent)
     if p.grads.FIXED:
-        rows = in_register_order(rounded(dq * units[:, None]), 4, True)
+        rows = in_register_order(rounded(dq * units[:, None]), 4)
         view(ring.data, gl.int32, rows.shape, p.grads.dq_rows.layout).store(rows)
     else:
-        ring.data.store(in_register_order(dq, 4, True))
+        ring.data.store(in_register_order(dq, 4))
     fence_async_shared()
     ring.commit(sent)
 

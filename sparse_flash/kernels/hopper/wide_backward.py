@@ -23,6 +23,7 @@ from .backward_steps import (
     existing_tokens,
     first_line,
     first_query,
+    in_register_order,
     kept_weights,
     load_tiles,
     mask_words,
@@ -31,7 +32,6 @@ from .backward_steps import (
 )
 from .dropout import Dropout
 from .lengths import TokenLengths, own_barrier
-from .narrow_backward import in_register_order
 from .products import finished, scaled_by, store_columns, times, times_transposed, zero_sums
 from .ring import Ring, ring_beside, ring_of
 from .scheduler import Heads, Scheduler, TableArguments, new_scheduler, schedule
@@ -110,7 +110,7 @@ def _from_thread_order(tile):
 def _places(place, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Columns FIRST .. of a tile of 64 rows and WIDTH columns in register order, and where they go."""
     ALONG: gl.constexpr = numbers.shape[1] // 16
-    rows = numbers.reshape([4, 2, 8, ALONG, 2, 4, 2]).permute((1, 3, 0, 2, 5, 4, 6)).reshape([2 * ALONG, 512])
+    rows = in_register_order(numbers, 4).reshape([2 * ALONG, 512])
     # Of each row, a thread holds 16 adjacent bytes.
     REGISTERS: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     LANES: gl.constexpr = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
