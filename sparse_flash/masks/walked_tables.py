@@ -28,6 +28,10 @@ class TallRows(NamedTuple):
         return None
 
     @property
+    def from_host(self) -> bool:
+        return True
+
+    @property
     def tiles(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tile_runs, self.tile_bits
 

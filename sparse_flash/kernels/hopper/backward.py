@@ -316,7 +316,7 @@ class BackwardLaunches(NamedTuple):
             room.splits,
             items,
             tiles,
-            min(heads_together(2 * (dim + dim_v), q_len, mask, by_key=True), batch * heads),
+            heads_together(2 * (dim + dim_v), q_len, mask, batch * heads, by_key=True),
             tensors.queue,
             self.factors[0],
             self.scale * LOG2_E.value,

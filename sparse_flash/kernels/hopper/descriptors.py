@@ -11,6 +11,10 @@ from .scheduler import TILE
 
 # Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
 L2_BYTES = 16 << 20
+# Of walked operands where rows keep at least this share of the blocks: then the programs of a head read the same ones at about the
+# same time, as long as a head has some sixteen programs.
+MOSTLY_KEPT = 0.25
+BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FLOAT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -39,13 +43,33 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
     return mask.by_document if {padded_head_dim(t.shape[3]) for t in (q, v)} in ({64}, {128}) else None
 
 
-def heads_together(row_bytes: int, rows: int, mask, by_key: bool = False) -> int:
-    """How many heads follow each other together: as many as fit the L2 cache with their walked operands, two tensors of ``rows``
-    rows each. Two in place of one with blocks by document, and backward (by_key) if one just fits: 3 to 8 % faster. Not for longer
-    rows of scattered blocks, where heads evict each other's: up to 20 % slower (docs/performance/kernels.md)."""
-    fitting = L2_BYTES // (2 * rows * row_bytes)
+def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
+    """How many of the ``lines`` of query heads follow each other together, the longest rows of all of them first: those of as many
+    key heads as fit the L2 cache with their walked operands, two tensors of ``rows`` rows each. group: query heads that share these.
+
+    Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
+    as causal ones do, up to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
+    computed, and a few lines left over are worst (up to 25 %: docs/performance/kernels.md). Not for scattered blocks, where heads
+    evict each other's.
+    """
+    of_head = 2 * rows * row_bytes
+    fitting, units = L2_BYTES // of_head, lines // group
     two = (mask is not None and mask.starts is not None) or (by_key and fitting == 1)
-    return max(2 if two else 1, fitting)
+    most = max(2 if two else 1, fitting)
+    if _mostly_kept(mask, rows, by_key):
+        most = max(most, 2, min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
+        groups = max(1, units // most)
+    else:
+        groups = -(-units // most)
+    return -(-units // groups) * group
+
+
+def _mostly_kept(mask, rows: int, by_key: bool) -> bool:
+    """Whether rows visit a large share of the blocks, on average, as far as is known without reading the device."""
+    if mask is None or mask.starts is not None or not mask.from_host:
+        return False
+    table = mask.by_key if by_key else mask.by_query
+    return table.col_idx.numel() >= MOSTLY_KEPT * table.row_order.numel() * -(-rows // mask.block_size)
 
 
 def tile_queue(device: torch.device) -> torch.Tensor:
