@@ -45,7 +45,7 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
 
 def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
     """How many of the ``lines`` of query heads follow each other together, the longest rows of all of them first: those of as many
-    key heads as fit the L2 cache with their walked operands, two tensors of ``rows`` rows each. group: query heads that share these.
+    key heads as fit the L2 cache with their walked operands, two tensors of ``rows`` rows each. group: query heads of a key head.
 
     Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
     as causal ones do, up to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
