@@ -1,8 +1,8 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), empty for dense attention; a pattern as its
-spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). A pattern's table is looked up inside the
-operator, where lengths are numbers, so one compiled graph serves all lengths.
+A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again; empty for dense
+attention; a pattern as its spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). A pattern's
+table is looked up inside the operator, where lengths are numbers, so one compiled graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..compat.pytorch import (
     is_plain_eager,
 )
 from ..masks.block_mask import BlockMask
-from ..masks.cache import compiled_once
+from ..masks.cache import compiled_once, keep_if_captured
 from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
@@ -175,10 +175,17 @@ def _prepared(
     if pattern:
         mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
     elif tables:
-        mask = BlockMask.from_tensors(q.shape[2], k.shape[2], block_size, tables)
+        mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
     name = backends.choose(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _mask_of(q_len: int, kv_len: int, block_size: int, tables: list[torch.Tensor]) -> BlockMask:
+    mask = BlockMask.of_tensors(q_len, kv_len, block_size, tables)
+    if mask.from_host:  # a graph reads what is derived from it, which nobody else may hold
+        keep_if_captured(mask, mask.device)
+    return mask
 
 
 @torch.library.custom_op("sparse_flash::attention", mutates_args=())
@@ -222,7 +229,7 @@ def _decode(
     scale: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = BlockMask.from_tensors(tokens, tokens, block_size, tables) if tables else None
+    mask = _mask_of(tokens, tokens, block_size, tables) if tables else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
 

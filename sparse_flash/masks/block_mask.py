@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any, NoReturn, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ DENSE_CHUNK = 1 << 24  # pairs decoded at a time
 # ``build`` makes masks and thus imports this module, so it sets itself here. (Importing it inside a method would do, but
 # torch.compile cannot trace an import.)
 build = cast(ModuleType, None)
+# Masks made on the host, by the address of ``by_query.work``.
+_from_host: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,8 @@ class BlockMask:
             length_may_vary(tensor, 0)
         for tensor in (self.by_query.work, self.by_query.splits, self.by_key.work, self.by_key.splits):
             length_may_vary(tensor, 1)
+        if self.from_host and type(self.by_query.work) is torch.Tensor and not self.by_query.work.is_meta:
+            _from_host.setdefault(self.by_query.work.data_ptr(), self)
 
     @classmethod
     def from_blocks(
@@ -299,6 +304,15 @@ class BlockMask:
         tile_runs, tile_bits = tensors[1 + 2 * size :]
         return cls(q_len, kv_len, block_size, keeps_all, tensors[0], by_query, by_key, tile_runs, tile_bits)
 
+    @classmethod
+    def of_tensors(cls, q_len: int, kv_len: int, block_size: int, tensors: list[torch.Tensor]) -> BlockMask:
+        """The mask made on the host that has these tensors, for operators, which get no more of it: tables that are derived from it
+        and remembered launches come with it. If there is none any more, or it was made on a device, ``from_tensors``."""
+        known = _from_host.get(tensors[1 + Table._fields.index("work")].data_ptr())
+        if known is not None and known.sizes == (q_len, kv_len, block_size) and _same_memory(known.tensors(), tensors):
+            return known
+        return cls.from_tensors(q_len, kv_len, block_size, tensors)
+
     def to(self, device: Device) -> BlockMask:
         """The same mask on another device (itself if already there)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
@@ -477,3 +491,7 @@ def _first_unlike(first: np.ndarray, stop: np.ndarray, wanted: np.ndarray) -> np
     """(tiles,): the first row of each run tile that does not keep the keys 0 .. wanted - 1; the block size if there is none."""
     unlike = (first != 0) | (stop != wanted)
     return np.where(unlike.any(1), unlike.argmax(1), unlike.shape[1])
+
+
+def _same_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in zip(some, others, strict=True))

@@ -8,9 +8,11 @@ from oracle import DEVICE, make_call, require, tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_flash as sf
+from sparse_flash import backends
 from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compiled_once
 from sparse_flash.masks.pattern import text_of
+from sparse_flash.masks.table import Table
 from sparse_flash.variant.variant import NO_VARIANT
 
 TOKENS = 200
@@ -104,6 +106,29 @@ def test_a_compiled_function_does_not_recompile_when_only_the_mask_changes():
         mask = replace(sf.compile_mask(pattern, TOKENS, block_size=32, device=DEVICE), coarse=None)  # else a GPU gets blocks of 128
         assert_same(function, *inputs(), mask)
     assert counter.frame_count == 1
+
+
+@parametrize("compiler", ["aot_eager", "inductor"])
+def test_back_ends_get_the_mask_itself_in_both_passes_of_compiled_code(monkeypatch, compiler):
+    # Else derived tables and remembered launches would be lost: up to a quarter of the speed.
+    mask, given, back_end = sf.compile_mask(LOCAL, TOKENS, device=DEVICE), [], backends.backend(BACKEND)
+    forward, backward = back_end.forward, back_end.backward
+    monkeypatch.setattr(back_end, "forward", lambda *call: (given.append(call[3]), forward(*call))[1])
+    monkeypatch.setattr(back_end, "backward", lambda *call: (given.append(call[7]), backward(*call))[1])
+    function = torch.compile(lambda *call: sf.attention(*call, backend=BACKEND, return_lse=True), fullgraph=True, backend=compiler)
+    outcome(function, *inputs(), mask)
+    outcome(function, *inputs(), mask)
+    assert len(given) == 4 and all(one is mask for one in given)
+
+
+def test_a_mask_is_found_by_its_tensors_as_long_as_it_lives_and_only_for_its_lengths():
+    mask = sf.compile_mask(LOCAL, TOKENS, block_size=32, device=DEVICE)
+    tensors, sizes = mask.tensors(), mask.sizes
+    assert sf.BlockMask.of_tensors(*sizes, tensors) is mask
+    others = sf.BlockMask.of_tensors(*sizes, [tensors[0].clone(), *tensors[1:]]), sf.BlockMask.of_tensors(*sizes[:2], 64, tensors)
+    del mask
+    for found in (*others, sf.BlockMask.of_tensors(*sizes, tensors)):
+        assert not found.from_host and found.by_query.work is tensors[1 + Table._fields.index("work")]
 
 
 def test_a_compiled_function_takes_block_maps_made_inside_it():
