@@ -108,6 +108,7 @@ def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to
     }
     assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
     assert [heads_together(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
+    assert heads_together(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
     # Query heads that share keys come together.
     assert heads_together(256, 16384, scattered, 32, 8) == 16
 

@@ -45,23 +45,24 @@ def blocks_by_document(q: torch.Tensor, v: torch.Tensor, mask, plain: bool):
 
 def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
     """How many of the ``lines`` of query heads follow each other together, the longest rows of all of them first: those of as many
-    key heads as fit the L2 cache with their walked operands, two tensors of ``rows`` rows each. group: query heads of a key head.
+    key heads as fit the L2 cache with their walked operands, two tensors of ``rows`` rows each, or half as many, if that leaves no
+    few of them over. group: query heads of a key head.
 
     Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
     as causal ones do, up to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
-    computed, and a few lines left over are worst (up to 25 %: docs/performance/kernels.md). Not for scattered blocks, where heads
-    evict each other's.
+    computed (up to 25 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each other's.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, lines // group
     two = (mask is not None and mask.starts is not None) or (by_key and fitting == 1)
     most = max(2 if two else 1, fitting)
+    if units <= most:
+        return lines
     if _mostly_kept(mask, rows, by_key):
         most = max(most, 2, min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
-        groups = max(1, units // most)
-    else:
-        groups = -(-units // most)
-    return -(-units // groups) * group
+        return -(-units // max(1, units // most)) * group
+    # Of numbers from half of it on, the one that leaves the fullest last group.
+    return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
 
 
 def _mostly_kept(mask, rows: int, by_key: bool) -> bool:
