@@ -49,7 +49,7 @@ def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     few of them over. group: query heads of a key head.
 
     Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
-    as causal ones do, up to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
+    as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
     computed (up to 25 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each other's.
     """
     of_head = 2 * rows * row_bytes
@@ -59,7 +59,7 @@ def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     if units <= most:
         return lines
     if _mostly_kept(mask, rows, by_key):
-        most = max(most, 2, min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
+        most = max(most, -(-2 // group), min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
         return -(-units // max(1, units // most)) * group
     # Of numbers from half of it on, the one that leaves the fullest last group.
     return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
