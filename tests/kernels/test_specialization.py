@@ -16,8 +16,6 @@ from sparse_flash import backends
 LENGTHS = (1, 16, 33)
 HEADS = ((1, 1), (16, 1), (3, 3))
 SHAPES = [(HEADS[(i + j) % 3], LENGTHS[i], LENGTHS[j]) for i, j in product(range(3), range(3))]  # each pair of numbers once
-if DEVICE == "cpu":
-    SHAPES = SHAPES[::4]  # the interpreter specializes nothing
 
 parametrize = pytest.mark.parametrize
 runs = pytest.mark.skipif(backends.backend("triton").available() is not None, reason="needs triton, and a GPU or its interpreter")

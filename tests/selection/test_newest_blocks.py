@@ -24,7 +24,7 @@ def chosen_by_operations(q, means, *call):
     [
         (2, 8, 1, 1000, 64, 16, 4, torch.float16),
         (1, 2, 2, 1500, 32, 16, 16, torch.float32),
-        (2, 2, 1, 1300, 40, 16, 40, torch.float32),
+        (2, 2, 1, 2500, 40, 16, 70, torch.float32),
         (4, 4, 2, 300, 128, 64, 1, torch.float16),
     ],
 )

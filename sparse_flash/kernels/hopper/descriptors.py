@@ -50,7 +50,7 @@ def heads_together(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
 
     Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
     as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
-    computed (up to 25 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each other's.
+    computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each other's.
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, lines // group
