@@ -1,8 +1,6 @@
 """The Hopper kernels, run on a CPU in drawn orders of events: see ``gluon_on_cpu``. On a GPU, other tests run the compiled ones."""
 
-import heapq
 from itertools import product
-from types import SimpleNamespace
 
 import fuzz_calls
 import pytest
@@ -11,7 +9,6 @@ from oracle import check, heavy_rows_split, poisoned_memory
 
 import sparse_flash as sf
 from sparse_flash.masks import document_blocks, tall
-from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.packed import gather_rows, in_place
 from sparse_flash.variant.definition import existing
 from sparse_flash.variant.variant import LENGTHS, Variant
@@ -20,8 +17,6 @@ pytest.importorskip("triton.experimental.gluon")
 import gluon_on_cpu as emulated
 import triton
 import triton.language as tl
-
-from sparse_flash.kernels.hopper.descriptors import heads_together
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels run on this GPU"),
@@ -99,42 +94,6 @@ def test_a_short_call_of_wide_heads_takes_smaller_tiles_unless_it_has_a_variant(
     monkeypatch.setattr(configs, "SHORT_TILES", {256: 1})
     assert [configs.wide_forward(192, 128, None, tiles, 132, True).queries for tiles in (132, 133)] == [64, 128]
     assert configs.wide_forward(192, 128, None, 132, 132, False).queries == 128
-
-
-def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
-    by_document, scattered = (SimpleNamespace(starts=starts, from_host=False) for starts in (torch.zeros(1), None))
-    of_tokens = {
-        tokens: [heads_together(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
-    }
-    assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
-    assert [heads_together(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
-    assert heads_together(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
-    # Query heads that share keys come together.
-    assert heads_together(256, 16384, scattered, 32, 8) == 16
-
-
-@pytest.mark.parametrize("spec, together", [("causal", 8), ("butterfly", 2), ("causal & local(1024)", 2), ("random(0.2)", 2)])
-def test_more_heads_follow_each_other_only_where_rows_keep_much(spec, together):
-    mask = sf.compile_mask(spec, 16384)
-    assert heads_together(256, 16384, mask, 16) == together
-    assert heads_together(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
-
-
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize(
-    "tokens, row_bytes, lines, group",
-    [(8192, 320, 16, 1), (8192, 512, 16, 1), (4096, 256, 12, 1), (8192, 256, 10, 1), (4096, 256, 28, 7), (8192, 256, 14, 1)],
-)
-def test_programs_of_a_causal_call_end_at_about_the_same_time(tokens, row_bytes, lines, group, by_key):
-    mask = sf.compile_mask("causal", tokens)
-    together = heads_together(row_bytes * (2 if by_key else 1), tokens, mask, lines, 1 if by_key else group, by_key)
-    # Each program takes the next tile once it is done: rows of all heads of a group, the longest first, then the next group's.
-    busy, beside_steps = [0] * 132, 2
-    for first in range(0, lines, together):
-        for row in reversed(range(tokens // 128)):
-            for _ in range(min(together, lines - first)):
-                heapq.heapreplace(busy, busy[0] + row + 1 + beside_steps)
-    assert max(busy) <= 1.1 * max(sum(busy) / 132, tokens // 128 + beside_steps)
 
 
 @pytest.mark.parametrize("head_dim, v_head_dim", [(64, 64), (192, 128)])

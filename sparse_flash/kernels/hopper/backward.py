@@ -19,10 +19,11 @@ from ..common.tiles import LOG2_E
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, rows_of, table_arguments
 from ..launch.launch import described as described_for_triton
+from ..launch.order import heads_in_queue
 from ..launch.replay import known_call
 from .backward_rows import bound_kernel, combine_columns_kernel, finish_kernel, prepare_kernel
 from .configs import PAIRED_BACKWARD, BackwardConfig, backward_config, backward_keys, backward_of_variant
-from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, heads_together, tile_queue
+from .descriptors import FLOAT_LAYOUT, ROW_LAYOUT, blocks_by_document, described, tile_queue
 from .narrow_backward import attention_backward_kernel
 from .paired_backward import paired_backward_kernel
 from .products import used_columns
@@ -50,6 +51,46 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     _launch(recording, tensors, room, walked, scale, dlse is not None, deterministic, of_variant, config)
     recording.finish()
     return tensors.gradients
+
+
+class BackwardOfParts:
+    """The backward passes of calls with the same queries, but keys of their own, given the results over all keys: rows are prepared
+    once, and dQ is summed over all calls and rounded once. Only for masks that ``sum_alike``. Other arguments as for
+    ``attention_backward``."""
+
+    def __init__(self, dout, dlse, q, out, lse, scale):
+        self.results, self.q, self.scale = (dout, None if dlse is None else dlse.contiguous(), out, lse), q, scale
+        self.dq, self.workspace, self.finish = torch.empty_like(q), None, None
+
+    def of_keys(self, k, v, mask, into=None):
+        """dk and dv like k and v. into: two such tensors that receive them, or None."""
+        (dout, dlse, out, lse), room = self.results, _room(self.q, k, v, mask, False)
+        gradients = self.dq, *(into or (torch.empty_like(k), torch.empty_like(v)))
+        tensors = _tensors(dout, dlse, self.q, k, v, out, lse, None, PLAIN, False, room, gradients, self.workspace)
+        config = _config(self.q, v, mask, PLAIN)
+        launches = BackwardLaunches(tensors, room, mask, self.scale, dlse is not None, False, PLAIN, config)
+        # Not to be repeated, as a call is known by one mask. It ends here, and with it the sums of dK and dV.
+        recording = Recording(None, (), ())
+        if self.workspace is None:
+            recording.launch(prepare_kernel, launches.prepare())
+        recording.launch(launches.kernel, launches.add_tiles(), PLAIN.kinds)
+        _finish_keys(recording, launches)
+        self.workspace, self.finish = tensors.workspace, launches.finish_queries()
+        return tensors.dk, tensors.dv
+
+    def of_queries(self):
+        """dq of all calls, once they are made."""
+        Recording(None, (), ()).launch(finish_kernel, self.finish)
+        return self.dq
+
+
+def sum_alike(q, v, masks) -> bool:
+    """Whether calls with these masks (None: dense) lay the sums of dQ out in one way."""
+    layouts = set()
+    for mask in masks:
+        room, config = _room(q, v, v, mask, False), _config(q, v, mask, PLAIN)
+        layouts.add((room.padded_q, config.queries, config.pieces, config.partitions, *config.options.items()))
+    return len(layouts) == 1 and not any(mask is not None and mask.starts is not None for mask in masks)
 
 
 def repeated_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False):
@@ -94,11 +135,25 @@ class BackwardTensors(NamedTuple):
 
 
 def _tensors(
-    dout, dlse, q, k, v, out, lse, variant, of_variant: HopperVariant, deterministic: bool, room: "_Room"
+    dout,
+    dlse,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    variant,
+    of_variant: HopperVariant,
+    deterministic: bool,
+    room: "_Room",
+    gradients: tuple | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> BackwardTensors:
+    """gradients, workspace: to be used, or None for new ones."""
     device = q.device
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
+    gradients = gradients or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    if workspace is None:
+        workspace = torch.empty(room.dq_sums + room.rows, dtype=torch.float32, device=device)
     kv_sums = workspace
     if room.kv_sums:
         fill = torch.zeros if room.added and not deterministic else torch.empty
@@ -150,10 +205,16 @@ def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, determ
         recording.launch(bound_kernel, launches.bound(), of_variant.kinds)
     recording.launch(prepare_kernel, launches.prepare())
     recording.launch(launches.kernel, launches.add_tiles(), of_variant.kinds)
-    for finish in launches.finish():
+    recording.launch(finish_kernel, launches.finish_queries())
+    _finish_keys(recording, launches)
+
+
+def _finish_keys(recording, launches: "BackwardLaunches") -> None:
+    for finish in launches.finish_keys():
         recording.launch(finish_kernel, finish)
-    if room.splits and not room.added:
-        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, mask, config.keys_together, launches.factors)
+    if launches.room.splits and not launches.room.added:
+        tensors, keys = launches.tensors, launches.config.keys_together
+        combine = combine_columns_launch(tensors.dk, tensors.dv, tensors.kv_sums, launches.mask, keys, launches.factors)
         recording.launch(combine_columns_kernel, combine)
 
 
@@ -316,7 +377,7 @@ class BackwardLaunches(NamedTuple):
             room.splits,
             items,
             tiles,
-            heads_together(2 * (dim + dim_v), q_len, mask, batch * heads, by_key=True),
+            heads_in_queue(2 * (dim + dim_v), q_len, mask, batch * heads, by_key=True),
             tensors.queue,
             self.factors[0],
             self.scale * LOG2_E.value,
@@ -332,11 +393,15 @@ class BackwardLaunches(NamedTuple):
         constants |= {"RAGGED": mask is None and kv_len % config.keys > 0} | self.variant.switches
         return (min(tiles, config.programs * multiprocessors(q.device)), 1), arguments, constants, config.options
 
-    def finish(self) -> Iterator[tuple]:
-        tensors, room, config = self.tensors, self.room, self.config
+    def finish_queries(self):
+        config, factor = self.config, self.factors[0]
         across = config.options["num_warps"] * 16 // config.queries
+        of_tile = config.queries, self.dim, across, config.pieces
+        return self._finish(self.tensors.dq, self.sums, 1, self.room.padded_q, factor, *of_tile)
+
+    def finish_keys(self) -> Iterator[tuple]:
+        tensors, room, config = self.tensors, self.room, self.config
         of_keys, of_values = self.factors
-        yield self._finish(tensors.dq, self.sums, 1, room.padded_q, of_keys, config.queries, self.dim, across, config.pieces)
         if room.added:
             widths = self.dim, self.dim_v
             dk_sums, dv_sums = tensors.kv_sums.split([room.kv_sums // sum(widths) * width for width in widths])

@@ -30,9 +30,10 @@ from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch import tuned
 from ..launch.launch import Recording, multiprocessors, table_arguments
 from ..launch.launch import described as described_for_triton
+from ..launch.order import heads_in_queue
 from ..launch.replay import known_call
 from .configs import FORWARD, forward_of_call, forward_of_variant, wide_forward
-from .descriptors import blocks_by_document, described, heads_together, tile_queue
+from .descriptors import blocks_by_document, described, tile_queue
 from .dropout import Dropout
 from .lengths import TokenLengths, load_existing, new_lengths, own_barrier
 from .masks import LOWEST, all_below, all_within, row_bits, row_run, where_bits
@@ -749,7 +750,7 @@ def _forward_launch(q, k, v, out, lse, split_out, split_lse, queue, seed, mask, 
         kv_len,
         items,
         tiles,
-        heads_together(dim + dim_v, kv_len, mask, lines, group),
+        heads_in_queue(dim + dim_v, kv_len, mask, lines, group),
         queue,
         scale * LOG2_E.value,
         seed,

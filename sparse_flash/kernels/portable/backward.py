@@ -45,12 +45,13 @@ from ..launch.launch import (
     run_within_memory,
     walk_arguments,
 )
+from ..launch.order import heads_in_grid
 from ..launch.replay import known_call
 from .configs import family_of, for_variant, grad_kv_config, grad_q_config, takes_one_launch
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import add_bias_gradient, scored, store_bias_gradient, times_derivative_of_cap, times_derivative_of_function
-from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, Tile, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
 
 
 class _Tensors(NamedTuple):
@@ -223,9 +224,10 @@ def grad_q_kernel(
 ):
     """dQ, and for the next pass delta = rowsum(dOut * Out) - dLse, which the softmax's derivative subtracts from each dP of a row:
     one program per query tile and head. DIM: padded head_dim of q, k and dQ, DIM_V: of v, out and dOut."""
+    slot, line = slot_and_line(tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_q(
-        tl.program_id(0), tl.program_id(1),
+        slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, delta_ptr, dlse_ptr if HAS_DLSE else None),
         dq_tensor, scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, row_ptr, row_split, row_order, q_blocks),
@@ -419,9 +421,10 @@ def grad_kv_kernel(
 ):
     """dK and dV: one program per key tile and key head, over the ``group`` query heads that share it. DIM, DIM_V: see
     ``grad_q_kernel``."""
+    slot, line = slot_and_line(tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE))
     # fmt: off
     _compute_grad_kv(
-        tl.program_id(0), tl.program_id(1),
+        slot, line,
         _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, None, lse_ptr, delta_ptr, None),
         dk_tensor, dv_tensor, scale,
         TableRows(mask_index, mask_batch_stride, mask_head_stride, col_ptr, col_split, col_order, kv_blocks),
@@ -483,13 +486,9 @@ def grad_qkv_kernel(
     """``grad_kv_kernel`` and ``grad_q_kernel`` in one grid: for each key head the programs of its key tiles, which have more to do,
     then those of the query tiles of each query head that shares it."""
     tensors = _Tensors(q_tensor, k_tensor, v_tensor, dout_tensor, out_tensor, lse_ptr, None, dlse_ptr if HAS_DLSE else None)
-    slot, line = tl.program_id(0), tl.program_id(1)
-    if SPARSE:
-        key_tiles = kv_blocks * (TABLE_BLOCK // TILE_N)
-        query_tiles = q_blocks * (TABLE_BLOCK // TILE_M)
-    else:
-        key_tiles = tl.cdiv(kv_len, TILE_N)
-        query_tiles = tl.cdiv(q_len, TILE_M)
+    key_tiles = tiles_of(kv_blocks, kv_len, TILE_N, TABLE_BLOCK, SPARSE)
+    query_tiles = tiles_of(q_blocks, q_len, TILE_M, TABLE_BLOCK, SPARSE)
+    slot, line = slot_and_line(key_tiles + group * query_tiles)
     if slot < key_tiles:
         _compute_grad_kv(
             slot,
@@ -621,13 +620,13 @@ class _Passes(NamedTuple):
             t.delta,
             *walk_arguments(self.mask, table, t.q, t.k, t.lse),
         ]
-        grid = self._query_tiles(config), t.q.shape[0] * t.q.shape[1]
+        grid = self._grid(self._query_tiles(config), t.q, t.k)
         self._launch(grad_q_kernel, config, of_variant, grid, arguments, config.tile_m, config.tile_n, HAS_DLSE=self.has_dlse)
 
     def grad_kv(self, config: Config, of_variant: tuple) -> None:
         t, table = self.tensors, self.mask and self.mask.by_key
         arguments = [*self._tiles(config, "q k v dout dk dv"), t.lse, t.delta, *walk_arguments(self.mask, table, t.q, t.k, t.lse)]
-        grid = self._key_tiles(config), t.k.shape[0] * t.k.shape[1]
+        grid = self._grid(self._key_tiles(config), t.k, t.q)
         self._launch(grad_kv_kernel, config, of_variant, grid, arguments, config.tile_n, config.tile_m)
 
     def grad_qkv(self, config: Config, of_variant: tuple) -> None:
@@ -636,9 +635,16 @@ class _Passes(NamedTuple):
         arguments += [*((t.lse,) * 5 if mask is None else mask.by_key[:5]), 0 if mask is None else mask.by_key.row_order.shape[1]]
         arguments += walk_arguments(mask, mask and mask.by_query, t.q, t.k, t.lse)
         group = t.q.shape[1] // t.k.shape[1]
-        grid = self._key_tiles(config) + group * self._query_tiles(config), t.k.shape[0] * t.k.shape[1]
+        grid = self._grid(self._key_tiles(config) + group * self._query_tiles(config), t.k, t.q)
         rows = max(config.tile_m, config.tile_n)
         self._launch(grad_qkv_kernel, config, of_variant, grid, arguments, rows, config.tile_n, HAS_DLSE=self.has_dlse)
+
+    def _grid(self, tiles: int, own: torch.Tensor, walked: torch.Tensor) -> tuple[int, int]:
+        """For ``tiles`` of each head of ``own``, which walk ``walked``."""
+        lines, rows = own.shape[0] * own.shape[1], walked.shape[2]
+        of_line = 2 * rows * sum(self._dims()) * max(1, walked.shape[1] // own.shape[1])
+        together = heads_in_grid(of_line, rows, self.mask, lines, by_key=own is self.tensors.k)
+        return tiles * together, lines // together
 
     def _dims(self) -> tuple[int, int]:
         return padded_head_dim(self.tensors.q.shape[3]), padded_head_dim(self.tensors.v.shape[3])

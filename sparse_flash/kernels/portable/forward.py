@@ -28,12 +28,13 @@ from ..common.tiles import (
 from ..common.variant import kernel_variant, launch_options
 from ..launch import tuned
 from ..launch.launch import NOT_SPECIALIZED, Recording, described, length_specialized, row_count, run_within_memory, walk_arguments
+from ..launch.order import heads_in_grid
 from ..launch.replay import known_call
 from .configs import family_of, for_variant, forward_config
 from .dropout import dropout_stream, kept_by_dropout
 from .lengths import is_cut, is_valid
 from .scores import scored
-from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, valid_of_axes, walk_row
+from .walks import Scoring, Sizes, in_block, place_of_step, query_tile, slot_and_line, tiles_of, valid_of_axes, walk_row
 
 
 class _Operands(NamedTuple):
@@ -102,7 +103,8 @@ def _compute_tile(q_tensor, k_tensor, v_tensor, out_tensor, lse_ptr, rows, table
     """out and lse of this program's tile of queries."""
     variant = scoring.variant
     TILE_M: tl.constexpr = sizes.TILE_M
-    tile, bounds = query_tile(tl.program_id(0), tl.program_id(1), rows, table, sizes)
+    slot, line = slot_and_line(tiles_of(rows.count, sizes.q_len, TILE_M, table.BLOCK, table.SPARSE))
+    tile, bounds = query_tile(slot, line, rows, table, sizes)
     q = load_tile(q_tensor, tile.batch, tile.head, tile.first, TILE_M, sizes.DIM)
     state = (
         tl.zeros([TILE_M, sizes.DIM_V], tl.float32),
@@ -203,7 +205,8 @@ def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=No
         ]
         constants = {"DIM": dim, "DIM_V": dim_v, "TILE_M": m, "TILE_N": n, "TABLE_BLOCK": block_size or n}
         constants |= {"SPARSE": mask is not None, **switches}
-        grid = (row_count(mask and mask.by_query, q_len, m, block_size), batch * heads)
+        together = heads_in_grid(2 * k.shape[2] * (dim + dim_v), k.shape[2], mask, batch * heads)
+        grid = (row_count(mask and mask.by_query, q_len, m, block_size) * together, batch * heads // together)
         options = launch_options(config, given, switches, m)
         prepared = grid, arguments, constants, options
         recording.launch(attention_forward_kernel, prepared, (*length_specialized(q_len), *kinds), beside)

@@ -68,6 +68,20 @@ class Place(NamedTuple):
 
 
 @triton.jit
+def slot_and_line(tiles):
+    """(which of a line's ``tiles`` a program has, its line). Lines take turns, as many as the grid's first axis has times
+    ``tiles``."""
+    together = tl.num_programs(0) // tiles
+    return tl.program_id(0) // together, tl.program_id(1) * together + tl.program_id(0) % together
+
+
+@triton.jit
+def tiles_of(blocks, length, TILE: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """How many tiles a head has. blocks: rows of its table."""
+    return blocks * (BLOCK // TILE) if SPARSE else tl.cdiv(length, TILE)
+
+
+@triton.jit
 def query_tile(slot, line, rows, table, sizes):
     """(the ``Tile`` of queries of a slot, counted in the order of rows, the bounds of its row's entries)."""
     batch = line // sizes.heads

@@ -1,0 +1,54 @@
+"""In which order programs take the rows of heads: how many heads take turns, the heaviest rows of all of them first.
+
+Few heads at a time read operands that stay in the L2 cache. More of them leave fewer programs with nothing to do while the last
+heavy rows are computed.
+"""
+
+import math
+
+# Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
+L2_BYTES = 16 << 20
+# Of walked operands where rows keep at least this share of the blocks: then the programs of a head read the same ones at about the
+# same time, as long as a head has some sixteen programs.
+MOSTLY_KEPT = 0.25
+BYTES_IN_STEP, HEADS_IN_STEP = 4 * L2_BYTES, 8
+
+
+def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, by_key: bool = False) -> int:
+    """How many of the ``lines`` of query heads follow each other together in a queue: those of as many key heads as fit the L2
+    cache with their walked operands, two tensors of ``rows`` rows each, or half as many, if that leaves no few of them over. group:
+    query heads of a key head.
+
+    Two key heads at least with blocks by document, and backward (by_key) if one just fits. Where rows keep much of what they could,
+    as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy while the last of them are
+    computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each other's.
+    """
+    of_head = 2 * rows * row_bytes
+    fitting, units = L2_BYTES // of_head, lines // group
+    two = (mask is not None and mask.starts is not None) or (by_key and fitting == 1)
+    most = max(2 if two else 1, fitting)
+    if units <= most:
+        return lines
+    if _mostly_kept(mask, rows, by_key):
+        most = max(most, -(-2 // group), min(-(-HEADS_IN_STEP // group), BYTES_IN_STEP // of_head))
+        return -(-units // max(1, units // most)) * group
+    # Of numbers from half of it on, the one that leaves the fullest last group.
+    return max(range(-(-most // 2), most + 1), key=lambda number: (((units - 1) % number + 1) / number, number)) * group
+
+
+def heads_in_grid(of_line: int, rows: int, mask, lines: int, by_key: bool = False) -> int:
+    """How many lines of heads take turns in a grid: where rows keep much of what they could, the divisor of ``lines`` nearest to
+    eight whose walked operands, ``of_line`` bytes each, are not too many, otherwise one. rows: length of the walked axis."""
+    if not _mostly_kept(mask, rows, by_key):
+        return 1
+    most = max(1, min(lines, 2 * HEADS_IN_STEP, BYTES_IN_STEP // of_line))
+    divisors = [number for number in range(1, most + 1) if lines % number == 0]
+    return min(divisors, key=lambda number: abs(math.log(number / HEADS_IN_STEP)))
+
+
+def _mostly_kept(mask, rows: int, by_key: bool) -> bool:
+    """Whether rows visit a large share of the blocks, on average, as far as is known without reading the device."""
+    if mask is None or mask.starts is not None or not mask.from_host:
+        return False
+    table = mask.by_key if by_key else mask.by_query
+    return table.col_idx.numel() >= MOSTLY_KEPT * table.row_order.numel() * -(-rows // mask.block_size)

@@ -1,0 +1,94 @@
+"""In which order programs take the rows of heads."""
+
+import heapq
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import check
+
+import sparse_flash as sf
+from sparse_flash import BlockMask, backends
+
+if reason := backends.backend("triton").available():
+    pytest.skip(reason, allow_module_level=True)
+
+from sparse_flash.kernels.launch import order
+from sparse_flash.kernels.launch.launch import Recording
+from sparse_flash.kernels.launch.order import heads_in_grid, heads_in_queue
+from sparse_flash.kernels.portable import configs
+
+
+def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs: int) -> float:
+    """Beyond what the longest row takes. Each program takes the next tile once it is done: rows of all heads of a group, the
+    longest first, then the next group's."""
+    busy, beside_steps = [0] * programs, 2
+    for first in range(0, lines, together):
+        for row in reversed(range(tokens // 128)):
+            for _ in range(min(together, lines - first)):
+                heapq.heapreplace(busy, busy[0] + row + 1 + beside_steps)
+    return max(busy) / max(sum(busy) / programs, tokens // 128 + beside_steps) - 1
+
+
+def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
+    by_document, scattered = (SimpleNamespace(starts=starts, from_host=False) for starts in (torch.zeros(1), None))
+    of_tokens = {
+        tokens: [heads_in_queue(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
+    }
+    assert of_tokens == {4096: [8, 8, 8], 32768: [1, 1, 2], 65536: [1, 1, 2]}
+    assert [heads_in_queue(512, tokens, scattered, 8, by_key=True) for tokens in (4096, 16384, 32768)] == [4, 2, 1]
+    assert heads_in_queue(320, 8192, scattered, 16) == 2  # three would fit, and leave one over
+    # Query heads that share keys come together.
+    assert heads_in_queue(256, 16384, scattered, 32, 8) == 16
+
+
+@pytest.mark.parametrize("spec, together", [("causal", 8), ("butterfly", 2), ("causal & local(1024)", 2), ("random(0.2)", 2)])
+def test_more_heads_follow_each_other_only_where_rows_keep_much(spec, together):
+    mask = sf.compile_mask(spec, 16384)
+    assert heads_in_queue(256, 16384, mask, 16) == together
+    assert heads_in_queue(256, 16384, BlockMask.from_tensors(*mask.sizes, mask.tensors()), 16) == 2  # may have room for more
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(
+    "tokens, row_bytes, lines, group",
+    [(8192, 320, 16, 1), (8192, 512, 16, 1), (4096, 256, 12, 1), (8192, 256, 10, 1), (4096, 256, 28, 7), (8192, 256, 14, 1)],
+)
+def test_programs_of_a_causal_call_end_at_about_the_same_time(tokens, row_bytes, lines, group, by_key):
+    mask = sf.compile_mask("causal", tokens)
+    together = heads_in_queue(row_bytes * (2 if by_key else 1), tokens, mask, lines, 1 if by_key else group, by_key)
+    assert _share_of_time_that_is_idle(tokens, lines, together, 132) <= 0.1
+
+
+@pytest.mark.parametrize("tokens, lines", [(4096, 12), (4096, 16), (8192, 16), (8192, 14), (4096, 28)])
+def test_heads_of_a_causal_call_take_turns_in_the_grid(tokens, lines):
+    together = heads_in_grid(2 * tokens * 256, tokens, sf.compile_mask("causal", tokens), lines)
+    assert lines % together == 0
+    assert _share_of_time_that_is_idle(tokens, lines, together, 264) <= 0.1 < _share_of_time_that_is_idle(tokens, lines, 1, 264)
+
+
+@pytest.mark.parametrize("lines", [1, 7, 13, 64])
+@pytest.mark.parametrize("spec, tokens, most", [("causal", 4096, 16), ("causal", 1 << 16, 2), ("butterfly", 16384, 1)])
+def test_heads_that_take_turns_have_operands_for_the_cache(spec, tokens, most, lines):
+    mask = sf.compile_mask(spec, tokens)
+    together = heads_in_grid(2 * tokens * 256, tokens, mask, lines)
+    assert lines % together == 0 and together <= most
+    assert heads_in_grid(2 * tokens * 256, tokens, None, lines) == 1
+    assert heads_in_grid(2 * tokens * 256, tokens, BlockMask.from_tensors(*mask.sizes, mask.tensors()), lines) == 1
+
+
+@pytest.mark.parametrize("one_launch_tokens", [0, 1 << 20])
+@pytest.mark.parametrize("together", [2, 4])
+def test_heads_that_take_turns_are_right(together, one_launch_tokens, monkeypatch, poison):
+    grids, launch = {}, Recording.launch
+
+    def seen(recording, kernel, prepared, *rest):
+        grids[kernel.fn.__name__] = prepared[0][1]
+        launch(recording, kernel, prepared, *rest)
+
+    monkeypatch.setattr(order, "HEADS_IN_STEP", together)
+    monkeypatch.setattr(configs, "ONE_LAUNCH_TOKENS", one_launch_tokens)
+    monkeypatch.setattr(Recording, "launch", seen)
+    check("triton", "causal", 40, 45, batch=2, heads=4, kv_heads=2, dtype=torch.float16, head_dim=16, block_size=32)
+    lines = {"attention_forward_kernel": 8, "grad_q_kernel": 8, "grad_kv_kernel": 4, "grad_qkv_kernel": 4}
+    assert grids == {name: lines[name] // together for name in grids} and len(grids) == (2 if one_launch_tokens else 3)
