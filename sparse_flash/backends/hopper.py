@@ -129,20 +129,34 @@ def backward(dout, dlse, q, k, v, out, lse, mask, scale, deterministic, variant)
     return tuple(map(portable.restored, grads, ready, (q, k, v)))
 
 
+def backward_of_parts(dout, dlse, q, out, lse, parts, scale):
+    """A ``kernels.hopper.backward.BackwardOfParts``, or None where the parts have to be separate calls. parts: (k, v, mask) of
+    each; no call has a variant or is deterministic."""
+    tensors = [dout, q, out, *(t for part in parts for t in part[:2])]
+    if not has_backward(q.shape[3], parts[0][1].shape[3]) or not all(map(portable.is_addressable, tensors)):
+        return None
+    if not _kernels().sum_alike(q, parts[0][1], [part[2] for part in parts]):
+        return None
+    return _kernels().backward_of_parts(dout, dlse, q, out, lse, scale)
+
+
 class _Kernels(NamedTuple):
     attention_forward: Callable
     repeated_forward: Callable
     attention_backward: Callable
     repeated_backward: Callable
+    backward_of_parts: Callable
+    sum_alike: Callable
 
 
 @cache
 def _kernels() -> _Kernels:
     """Imported on demand, as they import triton."""
-    from ..kernels.hopper.backward import attention_backward, repeated_backward
+    from ..kernels.hopper.backward import BackwardOfParts, attention_backward, repeated_backward, sum_alike
     from ..kernels.hopper.forward import attention_forward, repeated_forward
 
-    return _Kernels(attention_forward, repeated_forward, attention_backward, repeated_backward)
+    of_passes = attention_forward, repeated_forward, attention_backward, repeated_backward
+    return _Kernels(*of_passes, BackwardOfParts, sum_alike)
 
 
 decode = portable.decode

@@ -176,20 +176,22 @@ def current_device(device: torch.device):
     return torch.cuda.device(device)
 
 
-def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes.
-
-    TMA needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes; results like the tensor then meet
-    this too. Projections of q, k and v in one tensor qualify, and either order of tokens and heads, if head dimensions are
-    multiples of 8.
-    """
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can address it: it needs a contiguous last dimension, and a base and strides that are multiples of 16 bytes;
+    results like the tensor then meet this too. Projections of q, k and v in one tensor qualify, and either order of tokens and
+    heads, if head dimensions are multiples of 8."""
     unit = 16 // tensor.element_size()
     *strides, last = tensor.stride()
     pieces = strides[0] | strides[1] | strides[2] | tensor.shape[3]
     # No stride is 0, and all are multiples of 16 bytes.
-    if last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit:
+    return last == 1 and not tensor.data_ptr() % 16 and all(strides) and not pieces % unit
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if TMA can address it, otherwise a copy with rows padded to multiples of 16 bytes."""
+    if is_addressable(tensor):
         return tensor
-    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % unit))
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % (16 // tensor.element_size())))
     return padded.clone(memory_format=torch.contiguous_format)  # contiguous() would keep odd strides of size-1 dimensions
 
 

@@ -42,6 +42,9 @@ leaves_of = private("utils._pytree:tree_leaves")
 # keeps it.
 assert_in_graph = private("_assert_async")
 
+# (cycles): the current stream does nothing for so long.
+idle = private("cuda:_sleep")
+
 # Flash attention on CPUs, as used by scaled_dot_product_attention; unlike that, these return and take lse.
 # (q, k, v, dropout_p, is_causal, *, attn_mask, scale) -> (out, lse)
 cpu_attention = private("ops.aten._scaled_dot_product_flash_attention_for_cpu")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .. import backends
+from ..backends import hopper
 from ..backends import triton as portable
 from ..masks.block_mask import BlockMask
 from ..variant.variant import Variant
-from .routes import PartMask
-from .transfer import of_blocks
+from .routes import PartMask, TwoCalls
+from .transfer import of_blocks, pack, unpacked
+
+if TYPE_CHECKING:
+    from ..kernels.hopper.backward import BackwardOfParts
+
+Places = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowResults(NamedTuple):
@@ -52,6 +58,21 @@ class PartialAttention(NamedTuple):
         dout, dlse, out, lse = results
         return run.backward(dout, dlse, q, k, v, out, lse, walked, self.scale, self.deterministic, variant)
 
+    def backward_in_two(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, results: RowResults, calls: TwoCalls
+    ) -> SeparateCalls | JointCalls:
+        """The backward pass in two calls. fetched: blocks, which may still be on their way."""
+        separate = SeparateCalls(self, q, results, calls, fetched.shape[1])
+        if calls.far is None or calls.rows is not None or self.dropout is not None or self.deterministic:
+            return separate
+        theirs = unpacked(fetched, k.shape[3])
+        near, far = self._prepared(q, k, v, calls.near), self._prepared(q, *theirs, calls.far)
+        if not near[0] is far[0] is hopper:
+            return separate
+        dout, dlse, out, lse = results
+        joint = hopper.backward_of_parts(dout, dlse, q, out, lse, [(k, v, near[1]), (*theirs, far[1])], self.scale)
+        return separate if joint is None else JointCalls(joint, near[1], far[1])
+
     def _prepared(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: PartMask
     ) -> tuple[ModuleType, BlockMask | None, Variant | None]:
@@ -59,6 +80,56 @@ class PartialAttention(NamedTuple):
         size = None if walked is None else walked.block_size
         call = backends.Call.of(q, k, v, size, variant, deterministic=self.deterministic)
         return backends.backend(backends.choose(self.backend, call)), walked, variant
+
+
+class SeparateCalls:
+    """A backward pass in two calls of a back end, in either order, whose dq are added at last."""
+
+    def __init__(self, run: PartialAttention, q: torch.Tensor, results: RowResults, calls: TwoCalls, block_size: int) -> None:
+        self._run, self._q, self._results, self._calls, self._block_size = run, q, results, calls, block_size
+        self._dq_far: torch.Tensor | None = None
+
+    def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dk, dv)"""
+        self._dq, dk, dv = self._run.backward(self._q, k, v, self._results, self._calls.near)
+        return dk, dv
+
+    def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
+        """gradients: blocks that receive those of the fetched ones."""
+        calls = self._calls
+        if calls.far is None:
+            return
+        q, results = of_blocks(self._q, calls.rows, self._block_size), self._results.of_blocks(calls.rows, self._block_size)
+        self._dq_far, dk, dv = self._run.backward(q, *unpacked(fetched, q.shape[3]), results, calls.far)
+        pack(dk, dv, gradients)
+
+    def queries(self) -> torch.Tensor:
+        """dq"""
+        if self._dq_far is not None:
+            add(self._dq, self._dq_far, self._calls.rows, self._block_size)
+        return self._dq
+
+
+class JointCalls(NamedTuple):
+    """``SeparateCalls`` of Hopper's kernels where all rows take part in both: dq has one sum, and gradients of fetched blocks are
+    written where they are sent from."""
+
+    joint: BackwardOfParts
+    near_mask: BlockMask | None
+    far_mask: BlockMask | None
+
+    def near(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with portable.current_device(k.device):
+            return self.joint.of_keys(k, v, self.near_mask)
+
+    def far(self, fetched: torch.Tensor, gradients: torch.Tensor) -> None:
+        head_dim = self.joint.q.shape[3]
+        with portable.current_device(fetched.device):
+            self.joint.of_keys(*unpacked(fetched, head_dim), self.far_mask, unpacked(gradients, head_dim))
+
+    def queries(self) -> torch.Tensor:
+        with portable.current_device(self.joint.q.device):
+            return self.joint.of_queries()
 
 
 def walked_of(part: PartMask, dropout: Variant | None, on_gpu: bool) -> tuple[BlockMask | None, Variant | None]:
@@ -92,14 +163,20 @@ def join(
         tensor.unflatten(2, (-1, block_size)).index_copy_(2, rows, of_rows.unflatten(2, (-1, block_size)))
 
 
-def add(dq: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
-    """Adds the gradients of some blocks, in place."""
-    if portable.by_kernels(dq.device):
+def add(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int, places: Places | None = None) -> None:
+    """Adds the gradients of some blocks, in place, and rounds once. Arguments as of ``join.add_rows``."""
+    if portable.by_kernels(whole.device):
         from ..kernels.portable.join import add_rows
 
-        with portable.current_device(dq.device):
-            add_rows(dq, part, rows, block_size)
+        with portable.current_device(whole.device):
+            add_rows(whole, part, rows, block_size, places)
     elif rows is None:
-        dq.add_(part)
+        whole.add_(part)
     else:
-        dq.unflatten(2, (-1, block_size)).index_add_(2, rows, part.unflatten(2, (-1, block_size)))
+        of_whole, of_part = (t.unflatten(2, (-1, block_size)) for t in (whole, part))
+        first, blocks = places or (torch.arange(len(rows) + 1, device=rows.device), torch.arange(len(rows), device=rows.device))
+        total = of_whole.index_select(2, rows).to(torch.promote_types(whole.dtype, torch.float32))
+        for number in range(int(first.diff().amax()) if len(rows) else 0):
+            some = (first.diff() > number).nonzero()[:, 0]
+            total.index_add_(2, some, of_part.index_select(2, blocks[first[some] + number]).to(total.dtype))
+        of_whole.index_copy_(2, rows, total.to(whole.dtype))

@@ -18,7 +18,7 @@ from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
-from .transfer import Arriving, by_block, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
+from .transfer import Arriving, by_head, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
 
 
 def attention_of_blocks(
@@ -70,6 +70,7 @@ def _attention_of_blocks(
     queries = sent_queries(q, shared, route.group) if shared else None
     arriving = _fetch(k, v, buffer, route)
     if isinstance(calls, TwoCalls):
+        arriving.begun()
         out, lse = run.forward(q, k, v, calls.near)
     parts = attended_queries(queries, k, v, run, shared, route.group) if shared and queries else None
     fetched = arriving.arrived()
@@ -145,18 +146,17 @@ def _backward(
         dk, dv = (torch.empty_like(t).copy_(d[:, :, :own]) for t, d in ((k, dk), (v, dv)))
     else:
         # The call on the rank's own columns overlaps what travels: blocks that are fetched again, else gradients.
-        near = dq_far = None
+        of, near = run.backward_in_two(q, k, v, fetched, results, calls), None
         if fetching:
-            near = run.backward(q, k, v, results, calls.near)
+            fetching.begun()
+            near = of.near(k, v)
             fetching.arrived()
-        if calls.far is not None:
-            far_q, far_results = of_blocks(q, calls.rows, block_size), results.of_blocks(calls.rows, block_size)
-            dq_far, dk, dv = run.backward(far_q, *unpacked(fetched, k.shape[3]), far_results, calls.far)
-            pack(dk, dv, gradients)
+        of.far(fetched, gradients)
         returning = _give_back(gradients, route)
-        dq, dk, dv = near or run.backward(q, k, v, results, calls.near)
-        if dq_far is not None:
-            add(dq, dq_far, calls.rows, block_size)
+        if near is None:
+            returning.begun()
+        dk, dv = near or of.near(k, v)
+        dq = of.queries()
     if shared and sent:
         parts, *of_own = differentiated_queries(sent, q.shape[3], k, v, run, shared, route.group)
         for gradient, more in zip((dk, dv), of_own, strict=True):
@@ -235,13 +235,7 @@ def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route)
     if route.silent:
         return Arriving(fetched)
     packed = buffer.new_empty(len(route.send), *buffer.shape[1:])
-    # Straight from k and v: one pass over the blocks that go out, and none over the others.
-    for tensor, half in zip((k, v), halves(packed, k.shape[3]), strict=True):
-        mine = by_block(tensor, buffer.shape[1])
-        if not route.runs:
-            torch.index_select(mine, 0, route.send, out=half)
-        for own, sent in route.runs:
-            half[sent].copy_(mine[own])
+    pack(k, v, packed, route.send)
     return started(fetched, packed, route.receives, route.sends, route.group)
 
 
@@ -253,20 +247,8 @@ def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:
 
 def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:
     """Adds what others computed to dk and dv, rank after rank, so that bits repeat, and rounds once."""
-    block_size, head_dim = theirs.shape[1], dk.shape[3]
-    mine = [by_block(t, block_size) for t in (dk, dv)]
-    if len(route.answered) == len(route.send) and (route.runs or not len(theirs)):  # no block went to two ranks
-        for own, sent in route.runs:
-            for tensor, half in zip(mine, halves(theirs[sent], head_dim), strict=True):
-                tensor[own].add_(half)
-        return
-    wide = torch.promote_types(theirs.dtype, torch.float32)
-    total = torch.cat([t.index_select(0, route.answered) for t in mine], -1).to(wide)
-    # No block comes twice from one rank.
-    for index, part in zip(route.returned.split(route.sends), theirs.split(route.sends), strict=True):
-        total.index_add_(0, index, part.to(wide))
-    for tensor, half in zip(mine, halves(total, head_dim), strict=True):
-        tensor.index_copy_(0, route.answered, half.to(tensor.dtype))
+    for gradient, half in zip((dk, dv), halves(theirs, dk.shape[3]), strict=True):
+        add(gradient, by_head(half), route.answered, route.block_size, route.answers)
 
 
 def _scale_of(q: torch.Tensor, scale: float | None) -> float:

@@ -22,8 +22,6 @@ from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, call_times, gathers_rows
 
-# Copies of more pieces than this cost more launches than one indexed copy costs time.
-_MOST_RUNS = 8
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
 
@@ -136,9 +134,9 @@ class BlockExchange:
 
     send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
     and come from each. silent: no rank sends anything.
-    runs: the same blocks in consecutive pieces, as (where among the rank's blocks, where among those sent); none if there are many.
-    answered: (blocks,) int64, those of its blocks that go out at all, ascending. returned: (sent blocks,) int64, where the gradient
-    of each sent block is added, as a place in ``answered``.
+    answered: (blocks,) int64, those of its blocks that go out at all. answers: (first, places), int64: the gradients of
+    ``answered[i]`` are those of the sent blocks places[first[i]] to places[first[i + 1] - 1], in the order of ranks. None if no
+    block goes to two ranks: then they are those of block ``send[i]``.
     shared: rows that the tables of both passes leave out, as their queries travel; None if there are none.
     """
 
@@ -149,9 +147,8 @@ class BlockExchange:
     sends: list[int]
     receives: list[int]
     silent: bool
-    runs: list[tuple[slice, slice]]
     answered: torch.Tensor
-    returned: torch.Tensor
+    answers: tuple[torch.Tensor, torch.Tensor] | None
     shared: SharedRows | None
 
     @property
@@ -190,18 +187,19 @@ class BlockExchange:
         place = np.full(mask.grid.kv_blocks, -1)
         place[own[own >= 0]] = np.flatnonzero(own >= 0)
         send = place[np.concatenate(sent)]
-        answered, returned = np.unique(send, return_inverse=True)
+        answered, counts = np.unique(send, return_counts=True)
+        several = len(answered) < len(send)
+        answers = np.append(0, counts.cumsum()), np.argsort(send, kind="stable")
         return cls(
             block_size=mask.block_size,
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
             send=torch.from_numpy(send),
-            runs=_runs_of(send),
             sends=[len(blocks) for blocks in sent],
             receives=[len(blocks) for blocks in received],
             silent=not assignment.received.any(),
-            answered=torch.from_numpy(answered),
-            returned=torch.from_numpy(returned),
+            answered=torch.from_numpy(answered if several else send),
+            answers=(torch.from_numpy(answers[0]), torch.from_numpy(answers[1])) if several else None,
             shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
         )
 
@@ -214,21 +212,11 @@ class Route(BlockExchange, Peers):
     def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
         forward = exchange.forward.to(device)
         backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
-        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered", "returned")}
+        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered")}
+        answers = exchange.answers and tuple(t.to(device) for t in exchange.answers)
         shared = exchange.shared and exchange.shared.to(device)
-        return cls(group=group, **{**vars(exchange), "forward": forward, "backward": backward, "shared": shared, **moved})
-
-
-def _runs_of(blocks: np.ndarray) -> list[tuple[slice, slice]]:
-    """Pieces of consecutive numbers, as (the numbers, their places); none if there are more than _MOST_RUNS."""
-    bounds = np.append(np.flatnonzero(np.diff(blocks, prepend=-2) != 1), len(blocks)).tolist()
-    if len(bounds) - 1 > _MOST_RUNS:
-        return []
-    firsts = [int(blocks[begin]) for begin in bounds[:-1]]
-    return [
-        (slice(first, first + end - begin), slice(begin, end))
-        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False)
-    ]
+        moved |= {"forward": forward, "backward": backward, "shared": shared, "answers": answers}
+        return cls(group=group, **{**vars(exchange), **moved})
 
 
 def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, visiting: np.ndarray) -> TwoCalls:

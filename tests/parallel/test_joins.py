@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import DEVICE, tensor
 
-from sparse_flash.parallel import calls
+from sparse_flash.parallel import calls, transfer
 
 parametrize = pytest.mark.parametrize
 BLOCK, BLOCKS, LISTED = 16, 5, [4, 0, 1]
@@ -114,3 +114,28 @@ def test_gradients_are_added_to_the_listed_blocks_and_rounded_once(joiner, layou
     calls.add(whole, part, listed(rows), BLOCK)
     # Triton's interpreter cuts float32 off to bfloat16.
     torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
+
+
+@parametrize("layout, dtype, head_dim", CASES, ids=str)
+def test_several_blocks_are_added_to_a_row_in_their_order_and_rounded_once(joiner, layout, dtype, head_dim):
+    torch.manual_seed(3)
+    whole, part = (tensor((2, 3, n * BLOCK, head_dim), layout, dtype=dtype) for n in (BLOCKS, 6))
+    places = [[3], [], [5, 0, 2]]  # blocks 1 and 4 go nowhere
+    wanted = whole.to(torch.promote_types(dtype, torch.float32))
+    for row, blocks in zip(LISTED, places, strict=True):
+        for block in blocks:
+            wanted[:, :, row * BLOCK : (row + 1) * BLOCK] += part[:, :, block * BLOCK : (block + 1) * BLOCK]
+    first, blocks = (torch.tensor(x, device=DEVICE) for x in ([0, 1, 1, 4], [3, 5, 0, 2]))
+    calls.add(whole, part, listed(LISTED), BLOCK, (first, blocks))
+    torch.testing.assert_close(whole, wanted.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
+
+
+@parametrize("blocks", [None, [4, 0, 1, 0]], ids=["all blocks", "listed blocks"])
+def test_keys_and_values_of_different_widths_are_packed_block_by_block(joiner, blocks):
+    k, v = (tensor((2, 3, BLOCKS * BLOCK, dim), "tokens first", dtype=torch.float16) for dim in (40, 24))
+    chosen = torch.tensor(range(BLOCKS) if blocks is None else blocks, device=DEVICE)
+    packed = transfer.empty_blocks(k, v, len(chosen), BLOCK)
+    transfer.pack(k, v, packed, None if blocks is None else chosen)
+    tokens = tokens_of(blocks)
+    for x, of_packed in zip((k, v), transfer.unpacked(packed, 40), strict=True):
+        assert torch.equal(of_packed, x[:, :, tokens])

@@ -1,4 +1,5 @@
-"""Results of the same queries over different keys: joined, or their gradients added, in place and in one pass."""
+"""Block rows of tensors, in one pass each: results of the same queries over different keys joined in place, gradients added in
+place, rows taken."""
 
 import torch
 import triton
@@ -6,7 +7,7 @@ import triton.language as tl
 
 from ..launch.launch import integers_specialized, launch
 
-_BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way for each tensor
+_BYTES = 8192  # of a tile: each of 128 threads has four loads of 16 bytes under way for each tensor it reads
 _MOST_TOKENS = 1024
 
 
@@ -82,6 +83,50 @@ def add_kernel(
     whole,
     part,
     rows,
+    first,
+    places,
+    tokens,
+    lines,
+    heads,
+    dim,
+    whole_batch,
+    whole_head,
+    whole_token,
+    whole_dim,
+    part_batch,
+    part_head,
+    part_token,
+    part_dim,
+    LISTED: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    batch, head, listed, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
+    column = tl.arange(0, DIM).to(tl.int64)[None, :]
+    moved = exists[:, None] & (column < dim)
+    place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
+    parts = part + batch * part_batch + head * part_head + column * part_dim
+    wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.load(place, mask=moved, other=0).to(wide)
+    if SEVERAL:
+        begin = tl.load(first + listed // BLOCK, mask=exists, other=0)
+        count = tl.load(first + listed // BLOCK + 1, mask=exists, other=0) - begin
+        for number in range(tl.max(count, 0)):
+            comes = number < count
+            of_part = tl.load(places + begin + number, mask=comes, other=0) * BLOCK + listed % BLOCK
+            total += tl.load(parts + of_part[:, None] * part_token, mask=moved & comes[:, None], other=0).to(wide)
+    else:
+        total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
+    tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
+
+
+@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
+def take_kernel(
+    whole,
+    part,
+    rows,
     tokens,
     lines,
     heads,
@@ -104,9 +149,7 @@ def add_kernel(
     moved = exists[:, None] & (column < dim)
     place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
     part_place = part + batch * part_batch + head * part_head + of_part[:, None] * part_token + column * part_dim
-    wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
-    total = tl.load(place, mask=moved, other=0).to(wide) + tl.load(part_place, mask=moved, other=0).to(wide)
-    tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
+    tl.store(part_place, tl.load(place, mask=moved), mask=moved)
 
 
 def join_rows(
@@ -122,21 +165,50 @@ def join_rows(
     out: (batch, heads, tokens, head_dim). lse: (batch, heads, tokens), float64 beside float64, else float32. part_out, part_lse:
     the same of the tokens of ``rows``. rows: (blocks,) int64, without repetition, in blocks of block_size tokens; None: all.
     """
-    _launch(join_kernel, [out, part_out, lse, part_lse], rows, block_size)
+    _launch(join_kernel, [out, part_out, lse, part_lse], rows, block_size, part_out.shape[2])
 
 
-def add_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
-    """Adds part to some block rows of whole, in place, and rounds once. whole: (batch, heads, tokens, head_dim). part: the same of
-    the tokens of ``rows``. rows: as for ``join_rows``."""
-    _launch(add_kernel, [whole, part], rows, block_size)
+def add_rows(
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    rows: torch.Tensor | None,
+    block_size: int,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Adds part to some block rows of whole, in place, and rounds once.
+
+    whole: (batch, heads, tokens, head_dim). part: the same of the tokens of ``rows``. rows: as for ``join_rows``. places: (first,
+    blocks) where several of part's blocks are added to one of the rows, one after the other: to row i those of the numbers
+    blocks[first[i]] to blocks[first[i + 1] - 1]. int64.
+    """
+    several = places is not None
+    tokens = len(rows) * block_size if several else part.shape[2]
+    _launch(add_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), {"SEVERAL": several})
 
 
-def _launch(kernel, tensors: list[torch.Tensor], rows: torch.Tensor | None, block_size: int) -> None:
-    batch, heads, tokens, dim = tensors[1].shape
+def take_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
+    """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat."""
+    _launch(take_kernel, [whole, part], rows, block_size, part.shape[2])
+
+
+def _launch(
+    kernel,
+    tensors: list[torch.Tensor],
+    rows: torch.Tensor | None,
+    block_size: int,
+    tokens: int,
+    more: tuple[torch.Tensor, ...] = (),
+    constants: dict | None = None,
+) -> None:
+    """tokens: of all listed rows."""
+    if not tokens:
+        return
+    batch, heads, _, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
-    tile = min(_MOST_TOKENS, max(1, _BYTES // (padded * tensors[0].element_size())))
+    of_tile = _BYTES // 2 if (constants or {}).get("SEVERAL") else _BYTES  # whose places take registers, too
+    tile = min(_MOST_TOKENS, max(1, of_tile // (padded * tensors[0].element_size())))
     numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
-    arguments = [*tensors, tensors[0] if rows is None else rows, tokens, batch * heads, heads, *numbers]
-    constants = {"LISTED": rows is not None, "BLOCK": block_size, "TILE": tile, "DIM": padded}
+    arguments = [*tensors, tensors[0] if rows is None else rows, *more, tokens, batch * heads, heads, *numbers]
+    constants = {"LISTED": rows is not None, **(constants or {}), "BLOCK": block_size, "TILE": tile, "DIM": padded}
     grid = triton.cdiv(tokens, tile) * batch * heads, 1
     launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized(numbers))

@@ -1,0 +1,99 @@
+"""The backward pass in two calls: on a rank's own keys and on fetched ones, by Hopper's kernels with one sum of dQ, or by separate
+calls. Without a Hopper GPU its kernels are simulated."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from oracle import DEVICE
+
+import sparse_flash as sf
+from sparse_flash.backends import hopper, reference
+from sparse_flash.parallel import calls, transfer
+from sparse_flash.parallel.routes import PartMask, TwoCalls
+
+pytest.importorskip("triton.experimental.gluon")
+import gluon_on_cpu as emulated
+
+parametrize = pytest.mark.parametrize
+BLOCK, OWN, OTHERS = 128, np.array([0, 3]), np.array([1, 2])
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(poison):
+    if DEVICE == "cuda" and (reason := hopper.available()):
+        pytest.skip(reason)
+    with emulated.gluon_on_cpu() if DEVICE == "cpu" else nullcontext():
+        yield
+
+
+class Rank:
+    """What one of two ranks has of a sequence of four blocks, two of which are its own. wanted: dq, dk and dv of its queries over
+    own keys and then the others', in float64."""
+
+    def __init__(self, spec, head_dim, v_head_dim, heads, kv_heads, rows=None, lse_gradient=True):
+        generator = torch.Generator().manual_seed(0)
+        sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)
+        lengths = 2 * BLOCK, 4 * BLOCK, 4 * BLOCK, 2 * BLOCK
+        tensors = [torch.randn((1, n, length, dim), generator=generator) for (n, dim), length in zip(sizes, lengths, strict=True)]
+        self.q, k, v, dout = (t.half().to(DEVICE) for t in tensors)
+        mask, self.scale = sf.compile_mask(spec, 4 * BLOCK, block_size=BLOCK), head_dim**-0.5
+        both = PartMask.of(mask, OWN, np.concatenate([OWN, OTHERS])).to(torch.device(DEVICE)).mask
+        exact = [t.double() for t in (self.q, k, v)]
+        out, lse = reference.forward(*exact, both, self.scale, None)
+        dlse = torch.randn(lse.shape, generator=generator).double().to(DEVICE) if lse_gradient else None
+        self.wanted = reference.backward(dout.double(), dlse, *exact, out, lse, both, self.scale, True, None)
+        self.results = calls.RowResults(dout, dlse if dlse is None else dlse.float(), out.half(), lse.float())
+        self.k, self.v = k[:, :, : 2 * BLOCK].clone(), v[:, :, : 2 * BLOCK].clone()
+        self.fetched = transfer.empty_blocks(k, v, 2, BLOCK)
+        transfer.pack(k[:, :, 2 * BLOCK :], v[:, :, 2 * BLOCK :], self.fetched)
+        far = PartMask.of(mask, OWN if rows is None else OWN[rows], OTHERS)
+        listed = None if rows is None else torch.tensor(rows)
+        self.calls = TwoCalls(PartMask.of(mask, OWN, OWN), far, listed).to(torch.device(DEVICE))
+
+    def backward(self, deterministic=False, near_first=False):
+        """(the kind of calls, what is off by too much)"""
+        run = calls.PartialAttention(self.scale, deterministic, "hopper")
+        of = run.backward_in_two(self.q, self.k, self.v, self.fetched, self.results, self.calls)
+        gradients = torch.full_like(self.fetched, float("nan"))
+        own = of.near(self.k, self.v) if near_first else None
+        of.far(self.fetched, gradients)
+        own = own or of.near(self.k, self.v)
+        theirs = transfer.unpacked(gradients, self.q.shape[3])
+        found = of.queries(), *(torch.cat(pair, 2) for pair in zip(own, theirs, strict=True))
+        off = {}
+        for name, one, exact in zip(("dq", "dk", "dv"), found, self.wanted, strict=True):
+            error = (one.double() - exact).abs().max()
+            if not error <= 4e-3 * max(1.0, exact.abs().max()):
+                off[name] = float(error)
+        return type(of), off
+
+
+@parametrize("near_first", [False, True])
+@parametrize(
+    "spec, head_dim, v_head_dim, heads, kv_heads",
+    [
+        ("butterfly(block=128)", 128, 128, 2, 1),
+        ("causal & (local(150) | strided(7, block=1))", 64, 64, 2, 2),
+        ("causal", 40, 40, 3, 1),
+        ("full", 192, 128, 2, 1),
+        ("local(200)", 256, 256, 1, 1),
+    ],
+)
+def test_two_calls_that_share_all_rows_have_one_sum_of_dq(spec, head_dim, v_head_dim, heads, kv_heads, near_first):
+    rank = Rank(spec, head_dim, v_head_dim, heads, kv_heads, lse_gradient=near_first)
+    assert rank.backward(near_first=near_first) == (calls.JointCalls, {})
+
+
+@parametrize("rows, deterministic", [([1], False), (None, True)], ids=["listed rows", "deterministic"])
+def test_calls_are_separate_where_one_sum_would_not_do(rows, deterministic):
+    rank = Rank("causal & local(200)", 64, 64, 2, 1, rows)
+    assert rank.backward(deterministic) == (calls.SeparateCalls, {})
+    assert rank.backward(deterministic, near_first=True) == (calls.SeparateCalls, {})
+
+
+def test_calls_are_separate_where_tma_cannot_address_a_tensor():
+    rank = Rank("causal", 64, 64, 2, 1)
+    rank.results = rank.results._replace(dout=rank.results.dout.transpose(2, 3).contiguous().transpose(2, 3))
+    assert rank.backward() == (calls.SeparateCalls, {})
