@@ -9,6 +9,8 @@ from sm90_selection import compiled
 
 from sparse_flash.kernels.portable import join
 
+CASES = ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torch.bfloat16, 40), (torch.float16, 32))
+
 
 def report(kernel, grid, arguments, constants, options, specialized) -> None:
     result = compiled(kernel, arguments, constants, options)
@@ -23,7 +25,7 @@ def report(kernel, grid, arguments, constants, options, specialized) -> None:
 if __name__ == "__main__":
     rows = torch.arange(2)
     with mock.patch.object(join, "launch", report):
-        for dtype, dim in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 256), (torch.bfloat16, 40)):
+        for dtype, dim in CASES:
             out = torch.empty(1, 4, 256, dim, dtype=dtype)
             lse = torch.empty(1, 4, 256)
             join.join_rows(out, lse, out, lse, None, 128)

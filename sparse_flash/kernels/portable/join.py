@@ -111,12 +111,10 @@ def add_kernel(
     wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
     total = tl.load(place, mask=moved, other=0).to(wide)
     if SEVERAL:
-        begin = tl.load(first + listed // BLOCK, mask=exists, other=0)
-        count = tl.load(first + listed // BLOCK + 1, mask=exists, other=0) - begin
-        for number in range(tl.max(count, 0)):
-            comes = number < count
-            of_part = tl.load(places + begin + number, mask=comes, other=0) * BLOCK + listed % BLOCK
-            total += tl.load(parts + of_part[:, None] * part_token, mask=moved & comes[:, None], other=0).to(wide)
+        row = tl.program_id(0) // lines * TILE // BLOCK
+        for number in range(tl.load(first + row), tl.load(first + row + 1)):
+            of_part = tl.load(places + number) * BLOCK + listed % BLOCK
+            total += tl.load(parts + of_part[:, None] * part_token, mask=moved, other=0).to(wide)
     else:
         total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
     tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
@@ -205,8 +203,8 @@ def _launch(
         return
     batch, heads, _, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
-    of_tile = _BYTES // 2 if (constants or {}).get("SEVERAL") else _BYTES  # whose places take registers, too
-    tile = min(_MOST_TOKENS, max(1, of_tile // (padded * tensors[0].element_size())))
+    most = block_size if (constants or {}).get("SEVERAL") else _MOST_TOKENS  # of one row
+    tile = min(most, max(1, _BYTES // (padded * tensors[0].element_size())))
     numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
     arguments = [*tensors, tensors[0] if rows is None else rows, *more, tokens, batch * heads, heads, *numbers]
     constants = {"LISTED": rows is not None, **(constants or {}), "BLOCK": block_size, "TILE": tile, "DIM": padded}
