@@ -47,6 +47,7 @@ class BlockMask:
     coarse: the same mask in blocks of 128, which ``attention`` passes to GPU kernels instead; None where they are faster on these
     blocks, and for masks made at run time.
     from_host: whether the table was made on the host, once, so that others may be derived from it.
+    narrow: whether each key block's query blocks are consecutive, and few, as under a window; known for tables made on the host.
 
     A full block lies entirely inside the lengths, so kernels need no bounds check there; a block cut off by the end of the queries
     or keys has a tile, even if it keeps all its pairs. Five lines decode the whole format::
@@ -69,6 +70,7 @@ class BlockMask:
     tile_bits: torch.Tensor
     coarse: BlockMask | None = None
     from_host: bool = False
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         # Otherwise torch.compile would recompile for each table length, and each mask has its own.
@@ -318,7 +320,8 @@ class BlockMask:
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU
             return self
         moved = BlockMask.from_tensors(*self.sizes, [t.to(device) for t in self.tensors()], self.keeps_all)
-        return replace(moved, coarse=self.coarse and self.coarse.to(device), from_host=self.from_host)
+        coarse = self.coarse and self.coarse.to(device)
+        return replace(moved, coarse=coarse, from_host=self.from_host, narrow=self.narrow)
 
     def walked(self, on_gpu: bool) -> BlockMask | None:
         """What a back end receives: on a GPU the coarse mask, if there is one; None if every pair is kept."""

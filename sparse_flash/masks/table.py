@@ -18,6 +18,8 @@ SPLIT_FIELDS = 4
 # blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
 # split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
+# Entries of a narrow row, on average at most. Measured with windows of 8 and 64 blocks: docs/performance/kernels.md.
+_NARROW = 16
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
 # A table made on a device has room for this many splits, as the host does not know its rows: see ``with_splits``.
 _SPLITS = 64
@@ -66,6 +68,15 @@ class Table(NamedTuple):
     def is_split(self) -> bool:
         """Whether rows may be split: whether there is room for splits."""
         return self.work.shape[1] > self.row_order.shape[1]
+
+    def is_narrow(self) -> bool:
+        """Of one mask's table on the host: whether each row's entries are consecutive blocks, and few on average."""
+        ptr, col = self.row_ptr[0].numpy(), self.col_idx.numpy()
+        begin = ptr[:-1][np.diff(ptr) > 0]
+        if not len(begin) or len(col) > _NARROW * len(begin):
+            return False
+        spans = np.maximum.reduceat(col, begin) - np.minimum.reduceat(col, begin) + 1
+        return int(spans.sum()) == len(col)
 
 
 class FullBlocks(NamedTuple):
