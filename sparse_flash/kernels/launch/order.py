@@ -19,9 +19,9 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     cache with their walked operands, two tensors of ``rows`` rows each, or half as many, if that leaves no few of them over. group:
     query heads of a key head.
 
-    Two key heads at least with blocks by document, and backward (by_key) if one just fits, or under a narrow window. Where rows keep
-    much of what they could, as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy while
-    the last of them are computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each
+    Two key heads at least with blocks by document, and backward (by_key) if one just fits, or under a narrow window. Where rows
+    keep much of what they could, as causal ones do, two to eight lines: few heads have too few long rows to keep all programs busy
+    while the last of them are computed (up to 24 %: docs/performance/kernels.md). Not for scattered blocks, where heads evict each
     other's.
     """
     of_head = 2 * rows * row_bytes
