@@ -79,7 +79,7 @@ def join_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "lines", "heads"])
-def add_kernel(
+def move_kernel(
     whole,
     part,
     rows,
@@ -98,56 +98,31 @@ def add_kernel(
     part_token,
     part_dim,
     LISTED: tl.constexpr,
+    TAKES: tl.constexpr,
     SEVERAL: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
+    """Adds part to the listed rows of whole, or copies these to part (TAKES)."""
     batch, head, listed, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
     column = tl.arange(0, DIM).to(tl.int64)[None, :]
     moved = exists[:, None] & (column < dim)
     place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
     parts = part + batch * part_batch + head * part_head + column * part_dim
-    wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
-    total = tl.load(place, mask=moved, other=0).to(wide)
-    if SEVERAL:
-        row = tl.program_id(0) // lines * TILE // BLOCK
-        for number in range(tl.load(first + row), tl.load(first + row + 1)):
-            of_part = tl.load(places + number) * BLOCK + listed % BLOCK
-            total += tl.load(parts + of_part[:, None] * part_token, mask=moved, other=0).to(wide)
+    if TAKES:
+        tl.store(parts + listed[:, None] * part_token, tl.load(place, mask=moved), mask=moved)
     else:
-        total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
-    tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
-
-
-@triton.jit(do_not_specialize=["tokens", "lines", "heads"])
-def take_kernel(
-    whole,
-    part,
-    rows,
-    tokens,
-    lines,
-    heads,
-    dim,
-    whole_batch,
-    whole_head,
-    whole_token,
-    whole_dim,
-    part_batch,
-    part_head,
-    part_token,
-    part_dim,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    batch, head, of_part, of_whole, exists = _places(rows, tokens, lines, heads, LISTED, BLOCK, TILE)
-    column = tl.arange(0, DIM).to(tl.int64)[None, :]
-    moved = exists[:, None] & (column < dim)
-    place = whole + batch * whole_batch + head * whole_head + of_whole[:, None] * whole_token + column * whole_dim
-    part_place = part + batch * part_batch + head * part_head + of_part[:, None] * part_token + column * part_dim
-    tl.store(part_place, tl.load(place, mask=moved), mask=moved)
+        wide: tl.constexpr = tl.float64 if whole.dtype.element_ty == tl.float64 else tl.float32
+        total = tl.load(place, mask=moved, other=0).to(wide)
+        if SEVERAL:
+            row = tl.program_id(0) // lines * TILE // BLOCK
+            for number in range(tl.load(first + row), tl.load(first + row + 1)):
+                of_part = tl.load(places + number) * BLOCK + listed % BLOCK
+                total += tl.load(parts + of_part[:, None] * part_token, mask=moved, other=0).to(wide)
+        else:
+            total += tl.load(parts + listed[:, None] * part_token, mask=moved, other=0).to(wide)
+        tl.store(place, total.to(whole.dtype.element_ty), mask=moved)
 
 
 def join_rows(
@@ -181,12 +156,12 @@ def add_rows(
     """
     several = places is not None
     tokens = len(rows) * block_size if several else part.shape[2]
-    _launch(add_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), {"SEVERAL": several})
+    _launch(move_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), {"TAKES": False, "SEVERAL": several})
 
 
 def take_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat."""
-    _launch(take_kernel, [whole, part], rows, block_size, part.shape[2])
+    _launch(move_kernel, [whole, part], rows, block_size, part.shape[2], (whole, whole), {"TAKES": True, "SEVERAL": False})
 
 
 def _launch(
