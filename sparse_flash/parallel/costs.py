@@ -98,10 +98,11 @@ def call_times(
     on_near, on_far = seconds(near, 0, sizes, link_rate), seconds(far, 0, sizes, link_rate)
     # Gradients return to the rank instead of blocks; it is taken to have sent as many as it gets.
     travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
-    # For one call the rank's own blocks and the others' are copied into one tensor, and their gradients from one: read and written.
-    # For two calls, only the gradients of blocks of others are.
-    copied = 2 * (own + received) * sizes.block_bytes / _MEMORY_RATE if received else 0.0
+    # For one call the rank's own blocks, in a forward pass while others travel, and those of others are copied into one tensor, and
+    # their gradients from one: read and written. For two calls, only the gradients of blocks of others are.
+    copied_own = 2 * own * sizes.block_bytes / _MEMORY_RATE if received else 0.0
     sent_back = 2 * received * sizes.block_bytes / _MEMORY_RATE
+    copied = copied_own + sent_back
     gathers = gathers_rows(visiting, own)
     walked = visiting if gathers else own
     row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
@@ -110,7 +111,7 @@ def call_times(
     if gathers:
         joined += _GATHER * walked * row / _GATHER_RATE
         added += _GATHER_BACK * walked * row / _GATHER_RATE
-    forward = CallTimes(on_near + on_far + travel + copied, max(on_near, travel) + on_far + joined)
+    forward = CallTimes(on_near + on_far + max(travel, copied_own) + sent_back, max(on_near, travel) + on_far + joined)
     near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
         near_back + far_back + travel + 2 * copied,

@@ -18,7 +18,7 @@ from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
-from .transfer import Arriving, by_head, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked
+from .transfer import Arriving, by_head, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked, with_room
 
 
 def attention_of_blocks(
@@ -69,13 +69,16 @@ def _attention_of_blocks(
     # Ranks start their exchanges in one order, whatever each of them computes in between.
     queries = sent_queries(q, shared, route.group) if shared else None
     arriving = _fetch(k, v, buffer, route)
+    every = None
     if isinstance(calls, TwoCalls):
         arriving.begun()
         out, lse = run.forward(q, k, v, calls.near)
+    elif route.received:
+        every = with_room(k, v, route.received, block_size)
     parts = attended_queries(queries, k, v, run, shared, route.group) if shared and queries else None
     fetched = arriving.arrived()
     if isinstance(calls, OneCall):
-        out, lse = run.forward(q, *gathered(k, v, fetched), calls.mask)
+        out, lse = run.forward(q, *gathered(k, v, fetched, every), calls.mask)
     elif calls.far is not None:
         part = run.forward(of_blocks(q, calls.rows, block_size), *unpacked(fetched, k.shape[3]), calls.far)
         join(out, lse, part, calls.rows, block_size)

@@ -77,15 +77,23 @@ def unpacked(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     return halves(by_head(packed), head_dim)
 
 
-def gathered(k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of the rank and of the fetched blocks behind them."""
+def with_room(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+    """k and v as blocks, and room for ``count`` more behind them."""
+    own = k.shape[2] // block_size
+    every = empty_blocks(k, v, own + count, block_size)
+    pack(k, v, every[:own])
+    return every
+
+
+def gathered(
+    k: torch.Tensor, v: torch.Tensor, fetched: torch.Tensor, every: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v of the rank and of the fetched blocks behind them. every: what ``with_room`` made for these, or None."""
     if not len(fetched):
         return k, v
-    block_size = fetched.shape[1]
-    own = k.shape[2] // block_size
-    every = empty_blocks(k, v, own + len(fetched), block_size)
-    pack(k, v, every[:own])
-    every[own:] = fetched
+    if every is None:
+        every = with_room(k, v, len(fetched), fetched.shape[1])
+    every[len(every) - len(fetched) :] = fetched
     return unpacked(every, k.shape[3])
 
 
