@@ -57,7 +57,7 @@ test: $(READY)
 	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
 
 kernels: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m compiles $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m compiles -n $(WORKERS) --dist loadfile $(ARGS)
 
 ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks $(ARGS)
