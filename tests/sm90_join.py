@@ -16,6 +16,7 @@ def report(kernel, grid, arguments, constants, options, specialized) -> None:
     result = compiled(kernel, arguments, constants, options)
     dtype = str(arguments[0].dtype).removeprefix("torch.")
     row = {"kernel": kernel.fn.__name__, "dtype": dtype, "dim": arguments[1].shape[3], "listed": constants["LISTED"]}
+    row["copies"] = constants.get("TAKES", False)
     ptx = result.asm["ptx"]
     row |= {"wide": ptx.count("ld.global.v4"), "shared": result.metadata.shared}
     row |= {"waits": "bar.sync" in ptx[ptx.rindex("ld.global.b", 0, ptx.index("st.global")) : ptx.index("st.global")]}

@@ -192,7 +192,8 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
         return forward.overlaps, backward.overlaps
 
     assert overlaps(9e5, 7e4, 2048, 2048) == (True, True)  # a butterfly: most of the exchange's bytes serve few pairs
-    assert overlaps(4e6, 3e6, 2048, 1000) == (False, False)  # documents: two calls take longer than the exchange
+    assert overlaps(4e6, 3e6, 2048, 1200) == (True, False)  # two backward calls take longer than the exchange
+    assert overlaps(4e6, 3e6, 2048, 1000) == (False, False)  # so do two forward calls, if less travels
     assert overlaps(4e6, 3e6, 2048, 1000, 1e10) == (True, True)  # not than one over slow links
     assert overlaps(2e6, 0, 0, 0) == (False, False)  # nothing travels
 

@@ -26,7 +26,9 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
     """
     of_head = 2 * rows * row_bytes
     fitting, units = L2_BYTES // of_head, lines // group
-    two = (mask is not None and mask.starts is not None) or (by_key and (fitting == 1 or (mask is not None and mask.narrow)))
+    two = by_key and fitting == 1
+    if mask is not None:
+        two |= mask.starts is not None or (by_key and mask.narrow)
     most = max(2 if two else 1, fitting)
     if units <= most:
         return lines

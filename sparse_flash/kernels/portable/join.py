@@ -156,12 +156,12 @@ def add_rows(
     """
     several = places is not None
     tokens = len(rows) * block_size if several else part.shape[2]
-    _launch(move_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), {"TAKES": False, "SEVERAL": several})
+    _launch(move_kernel, [whole, part], rows, block_size, tokens, places or (whole, whole), TAKES=False, SEVERAL=several)
 
 
 def take_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor | None, block_size: int) -> None:
     """Copies some block rows of whole to part. Shapes and rows as for ``add_rows``; rows may repeat."""
-    _launch(move_kernel, [whole, part], rows, block_size, part.shape[2], (whole, whole), {"TAKES": True, "SEVERAL": False})
+    _launch(move_kernel, [whole, part], rows, block_size, part.shape[2], (whole, whole), TAKES=True, SEVERAL=False)
 
 
 def _launch(
@@ -171,17 +171,17 @@ def _launch(
     block_size: int,
     tokens: int,
     more: tuple[torch.Tensor, ...] = (),
-    constants: dict | None = None,
+    **switches: bool,
 ) -> None:
-    """tokens: of all listed rows."""
+    """tokens: of all listed rows. more: what the kernel takes after rows. switches: compile-time ones, in its order."""
     if not tokens:
         return
     batch, heads, _, dim = tensors[1].shape
     padded = triton.next_power_of_2(dim)
-    most = block_size if (constants or {}).get("SEVERAL") else _MOST_TOKENS  # of one row
+    most = block_size if switches.get("SEVERAL") else _MOST_TOKENS  # of one row
     tile = min(most, max(1, _BYTES // (padded * tensors[0].element_size())))
     numbers = [dim, *(stride for tensor in tensors for stride in tensor.stride())]
     arguments = [*tensors, tensors[0] if rows is None else rows, *more, tokens, batch * heads, heads, *numbers]
-    constants = {"LISTED": rows is not None, **(constants or {}), "BLOCK": block_size, "TILE": tile, "DIM": padded}
+    constants = {"LISTED": rows is not None, **switches, "BLOCK": block_size, "TILE": tile, "DIM": padded}
     grid = triton.cdiv(tokens, tile) * batch * heads, 1
     launch(kernel, grid, arguments, constants, {"num_warps": 4}, integers_specialized(numbers))
