@@ -11,7 +11,7 @@ import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..masks.grid import ranges, union
-from .costs import SequenceSizes
+from .costs import CallTimes, SequenceSizes, call_times
 
 # Tokens of a chunk, the unit that is assigned, where each rank gets at least as many chunks as zigzag needs to fold evenly, and at
 # most as many as are searched in milliseconds. Chunks of 512 tokens gave documents of random lengths no better plans.
@@ -169,6 +169,20 @@ class Assignment(Owners):
         row, col, blocks = self.visits.pairs
         own = self.owner[row] == self.owner[col]
         return np.bincount(self.owner[row[own]], blocks[own], self.ranks)
+
+    @cached_property
+    def visiting(self) -> np.ndarray:
+        """(ranks,) int64: how many block rows of each rank are in chunks that visit blocks of others, so at most so many do."""
+        row, col, _ = self.visits.pairs
+        visits_others = np.zeros(self.visits.chunks, bool)
+        visits_others[row[self.owner[row] != self.owner[col]]] = True
+        return self.of_ranks(visits_others[np.arange(len(self.owner_of_block)) // self.per]).astype(np.int64)
+
+    def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
+        """(of the forward pass, of the backward pass) of each rank, without what shared rows receive."""
+        far, near = (self.load - self.near) * sizes.heads, (self.near + self.shared_load) * sizes.heads
+        of_ranks = zip(near, far, self.visiting, self.received, strict=True)
+        return [call_times(*work, self.blocks.shape[1], received, sizes, link_rate) for *work, received in of_ranks]
 
     def of_ranks(self, values: np.ndarray) -> np.ndarray:
         """(ranks,): the sum of values, (blocks,), over each rank's blocks."""

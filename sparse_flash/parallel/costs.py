@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ _COST_OF_HIDING = 0.25
 # A backward pass has five products where a forward pass has two, at four fifths of their rate: causal calls and windows on one GPU
 # took 2.8 to 3.3 times what FLOP_RATE predicts for the forward pass. Other masks took 3.8 to 5.1 times, either way.
 _BACKWARD = 3.1
-# What the visited blocks of others take in a backward call of their own, relative to one call on all: documents 1.10 to 1.37 in two
-# runs, causal with 8 heads 1.31, with 32 heads 1.03.
-_FAR_BACKWARD = 1.25
+# What the visited blocks of others take in a backward call of their own, relative to one call on all: documents less than 1.1 to
+# 1.37 in three runs, causal with 8 heads 1.31, with 32 heads 1.03.
+_FAR_BACKWARD = 1.2
 # Bytes moved for an element of a row, with 16-bit numbers, by a call on blocks of others and by what follows it: what the kernels
 # read and write.
 _CALL, _CALL_BACK = 4, 10  # q is read and out written; q is read once, out and dout twice in all, and dq is written
@@ -88,6 +89,12 @@ class CallTimes(NamedTuple):
     @property
     def overlaps(self) -> bool:
         return self.two < self.one
+
+
+def slowest(times: Iterable[CallTimes]) -> CallTimes:
+    """Of several ranks, all of which make one call, or all two. A rank of two calls beside one of one call waits for what that one
+    sends late: documents of 524,288 tokens with 8 heads took 63 ms backward, where two calls took 56 and one 59."""
+    return CallTimes(*(max(of_way) for of_way in zip(*times, strict=True)))
 
 
 def gathers_rows(visiting: float, own: float) -> bool:

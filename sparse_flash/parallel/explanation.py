@@ -11,7 +11,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, Node, SequenceSizes, call_times, seconds
+from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, Node, SequenceSizes, seconds, slowest
 
 Strategy = Literal["blocks", "queries", "heads", "nodes"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
@@ -208,20 +208,17 @@ class _Estimates:
 
     def of_blocks(self, option: Assignment) -> StrategyCosts:
         """Also where the queries of shared rows travel, which its visits leave out."""
-        sizes, own = self.sizes, option.blocks.shape[1]
-        far, near = (option.load - option.near) * sizes.heads, (option.near + option.shared_load) * sizes.heads
+        sizes = self.sizes
+        work = (option.load + option.shared_load) * sizes.heads
         travelling = (
             np.zeros(self.ranks) if option.visits.shared is None else self._of_queries(option.of_ranks(option.visits.shared))
         )
-        # No more rows visit blocks of others than such blocks are visited in all heads.
-        visiting = np.minimum(own, far / sizes.heads)
         # The slowest rank is not always that with the most work, nor that which gets most.
-        took = max(
-            min(call_times(*of_rank, own, received, sizes, self.link_rate)[0]) + seconds(0, queries, sizes, self.link_rate)
-            for of_rank, received, queries in zip(zip(near, far, visiting, strict=True), option.received, travelling, strict=True)
-        )
+        forward = (of_rank for of_rank, _ in option.call_times(sizes, self.link_rate))
+        waits = (seconds(0, queries, sizes, self.link_rate) for queries in travelling)
+        took = min(slowest(CallTimes(*(way + wait for way in ways)) for ways, wait in zip(forward, waits, strict=True)))
         fetched = option.received * float(sizes.block_bytes)
-        return StrategyCosts(near + far, (near + far).max(), fetched + travelling, self.own + fetched.max(), took)
+        return StrategyCosts(work, work.max(), fetched + travelling, self.own + fetched.max(), took)
 
     def _of_queries(self, mine: np.ndarray) -> np.ndarray:
         """(ranks,) bytes that each rank gets, where mine, (ranks,), is how many shared rows each has: the queries of others, and

@@ -165,7 +165,7 @@ class ContextPlan(TokenShards):
     embeddings, for instance. document_positions: the same, the place of each in its document, for a plan of ``ContextParallel``.
     exists: (tokens,) bool on the plan's device, False for padding.
     strategy: "blocks", "queries", "heads" or "nodes". rank, ranks: this rank, and how many there are. device: of its tensors.
-    overlap: (forward, backward), whether this rank attends its own columns while blocks travel. keep_fetched: as given.
+    overlap: (forward, backward), whether ranks attend their own columns while blocks travel. keep_fetched: as given.
     """
 
     def __init__(

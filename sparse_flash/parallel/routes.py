@@ -20,7 +20,7 @@ from ..masks.block_mask import BlockMask
 from ..masks.build import part_of
 from ..masks.grid import ranges
 from .assignment import Assignment
-from .costs import SequenceSizes, call_times, gathers_rows
+from .costs import SequenceSizes, gathers_rows, slowest
 
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
@@ -163,7 +163,8 @@ class BlockExchange:
     def of(
         cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
     ) -> BlockExchange:
-        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster."""
+        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster; all ranks
+        then make as many calls."""
         ranks = assignment.ranks
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
@@ -172,10 +173,8 @@ class BlockExchange:
         rows = own if shared is None else np.where(shared[own], -1, own)
         visiting = _visits(mask, rows, fetched)
         if overlap is None:
-            far = (assignment.load[rank] - assignment.near[rank]) * sizes.heads
-            near = (assignment.near[rank] + assignment.shared_load[rank]) * sizes.heads
-            times = call_times(near, far, int(visiting.sum()), len(own), len(fetched), sizes, link_rate)
-            chosen = Overlap(*(of_pass.overlaps for of_pass in times))
+            times = assignment.call_times(sizes, link_rate)
+            chosen = Overlap(*(slowest(of_pass).overlaps for of_pass in zip(*times, strict=True)))
         else:
             chosen = Overlap(overlap, overlap)
         # A table is built once, and only if a pass walks it.

@@ -202,6 +202,24 @@ def test_the_exchange_hides_behind_own_columns_where_that_is_estimated_to_be_fas
     assert overlaps(32, 2e6, 0, 0, 0) == (False, False)  # nothing travels
 
 
+def test_all_ranks_make_as_many_calls():
+    """A rank that receives nothing would make one, and the next would wait for what it sends late."""
+    sizes, mask = SequenceSizes(1 << 16, 128, 8, 8), sf.compile_mask("causal & local(4096)", 1 << 16)
+    visits = Visits.of(mask, 8)
+    assignment = candidates([visits], [1], 4)[0].under(visits)
+    one = [of.overlaps for of, _ in assignment.call_times(sizes, LINK_RATE)]
+    assert one == [False, True, True, True] and assignment.name == "contiguous"
+    exchanges = [BlockExchange.of(mask, assignment, rank, None, sizes, LINK_RATE) for rank in range(4)]
+    assert [exchange.overlap for exchange in exchanges] == [(True, True)] * 4
+
+
+def test_rows_that_visit_blocks_of_others_are_counted_by_chunk():
+    mask = sf.compile_mask("causal & local(1100)", 1 << 14, block_size=128)
+    visits = Visits.of(mask, 8)  # chunks of 1,024 tokens
+    assignment = candidates([visits], [1], 4)[0].under(visits)
+    assert assignment.visiting.tolist() == [0, 16, 16, 16]  # two chunks, of whose rows 9 do
+
+
 def exchange_of(text: str, tokens: int, rank: int, overlap: bool = True) -> tuple[BlockExchange, int]:
     """(what a rank of two exchanges, how many blocks it holds and gets)"""
     mask = sf.compile_mask(text, tokens, block_size=64)
