@@ -181,8 +181,10 @@ class Assignment(Owners):
     def call_times(self, sizes: SequenceSizes, link_rate: float) -> list[tuple[CallTimes, CallTimes]]:
         """(of the forward pass, of the backward pass) of each rank, without what shared rows receive."""
         far, near = (self.load - self.near) * sizes.heads, (self.near + self.shared_load) * sizes.heads
-        of_ranks = zip(near, far, self.visiting, self.received, strict=True)
-        return [call_times(*work, self.blocks.shape[1], received, sizes, link_rate) for *work, received in of_ranks]
+        return [
+            call_times(on_near, on_far, visiting, self.blocks.shape[1], received, sizes, link_rate)
+            for on_near, on_far, visiting, received in zip(near, far, self.visiting, self.received, strict=True)
+        ]
 
     def of_ranks(self, values: np.ndarray) -> np.ndarray:
         """(ranks,): the sum of values, (blocks,), over each rank's blocks."""
