@@ -163,15 +163,14 @@ class BlockExchange:
     def of(
         cls, mask: BlockMask, assignment: Assignment, rank: int, overlap: bool | None, sizes: SequenceSizes, link_rate: float
     ) -> BlockExchange:
-        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster; all ranks
-        then make as many calls."""
+        """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster with as many calls on every
+        rank."""
         ranks = assignment.ranks
         sent = [assignment.sent(rank, target) for target in range(ranks)]
         received = [assignment.sent(source, rank) for source in range(ranks)]
         own, fetched = assignment.blocks[rank], np.concatenate(received)
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
-        visiting = _visits(mask, rows, fetched)
         if overlap is None:
             times = assignment.call_times(sizes, link_rate)
             chosen = Overlap(*(slowest(of_pass).overlaps for of_pass in zip(*times, strict=True)))
@@ -182,7 +181,7 @@ class BlockExchange:
         if False in chosen:
             calls[False] = OneCall(PartMask.of(mask, rows, np.concatenate([own, fetched])))
         if True in chosen:
-            calls[True] = _two_calls(mask, rows, own, fetched, visiting)
+            calls[True] = _two_calls(mask, rows, own, fetched)
         place = np.full(mask.grid.kv_blocks, -1)
         place[own[own >= 0]] = np.flatnonzero(own >= 0)
         send = place[np.concatenate(sent)]
@@ -218,9 +217,10 @@ class Route(BlockExchange, Peers):
         return cls(group=group, **{**vars(exchange), **moved})
 
 
-def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray, visiting: np.ndarray) -> TwoCalls:
-    """rows: ``own``, with -1 for those that other calls attend. visiting: (rows,) bool, which visit fetched blocks."""
-    near, some = PartMask.of(mask, rows, own), visiting.any()
+def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray) -> TwoCalls:
+    """rows: ``own``, with -1 for those that other calls attend."""
+    near, visiting = PartMask.of(mask, rows, own), _visits(mask, rows, fetched)
+    some = visiting.any()
     if not some or not gathers_rows(visiting.sum(), len(own)):
         return TwoCalls(near, PartMask.of(mask, rows, fetched) if some else None, None)
     gathered = np.flatnonzero(visiting)
