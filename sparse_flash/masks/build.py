@@ -37,19 +37,20 @@ def from_entries(grid: BlockGrid, entries: Entries, pool: TilePool, full: FullBl
     entries."""
     check_blocks(len(entries.rows) + (0 if full is None else full.blocks))
     full, partial, stacks = in_table_order(entries, grid.shape, pool, full)
-    by_key = table_of(full.transposed(), partial.transposed())
+    by_query, by_key = table_of(full, partial), table_of(full.transposed(), partial.transposed())
     return BlockMask(
         q_len=grid.q_len,
         kv_len=grid.kv_len,
         block_size=grid.block_size,
         keeps_all=_keeps_all(grid, full, entries, pool),
         mask_index=torch.zeros((1, 1), dtype=torch.int32, device="cpu"),
-        by_query=table_of(full, partial),
+        by_query=by_query,
         by_key=by_key,
         tile_runs=stacks[0],
         tile_bits=stacks[1],
         from_host=True,
         narrow=by_key.is_narrow(),
+        grouped=by_query.is_grouped() and by_key.is_grouped(),
     )
 
 
@@ -306,6 +307,8 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
         by_key=tables[1],
         tile_runs=pools[0],
         tile_bits=pools[1],
+        narrow=all(m.narrow for m in masks),
+        grouped=all(m.grouped for m in masks),
     )
 
 

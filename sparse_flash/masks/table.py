@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ SPLIT_FIELDS = 4
 # blocks: one program would still work on it when the others are done, unless there are many more heads than most models have. Each
 # split has about _SPLIT_BLOCKS blocks, or _SPLIT_RATIO times the mean. The results of each split cost a pass over 64 KiB.
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
+# Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
+_GROUPED = 8
 # Entries of a narrow row, on average at most. Measured with windows of 8 and 64 blocks: docs/performance/kernels.md.
 _NARROW = 16
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
@@ -41,10 +44,11 @@ class Table(NamedTuple):
 
     row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
     row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
-    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end
+    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end; under documents one document
+                                  after the other, see ``groups_of``
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
-    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, heaviest first: the row, then row_ptr[r],
+    work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, in that order: the row, then row_ptr[r],
                                   row_split[r, 0], row_split[r, 1], row_ptr[r + 1], then 0. A much heavier row has several
                                   splits instead: the same fields within the split, then its number from 1. Masks with fewer
                                   items are padded with empty items that name the row past the last. If there is room for splits,
@@ -71,12 +75,20 @@ class Table(NamedTuple):
 
     def is_narrow(self) -> bool:
         """Of one mask's table on the host: whether each row's entries are consecutive blocks, and few on average."""
-        ptr, col = self.row_ptr[0].numpy(), self.col_idx.numpy()
-        begin = ptr[:-1][np.diff(ptr) > 0]
-        if not len(begin) or len(col) > _NARROW * len(begin):
+        ptr, split, col = self._of_one_mask()
+        count = np.diff(ptr)
+        rows = np.count_nonzero(count)
+        if not rows or count.sum() > _NARROW * rows:
             return False
-        spans = np.maximum.reduceat(col, begin) - np.minimum.reduceat(col, begin) + 1
-        return int(spans.sum()) == len(col)
+        first, last = ends_of(ptr, split, col)
+        return bool(((last - first + 1 == count) | (count == 0)).all())
+
+    def is_grouped(self) -> bool:
+        """Of one mask's table on the host: whether its rows are walked group by group."""
+        return bool(groups_of(*self._of_one_mask()).any())
+
+    def _of_one_mask(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.row_ptr[0].numpy(), self.row_split[0].numpy(), self.col_idx.numpy()
 
 
 class FullBlocks(NamedTuple):
@@ -197,7 +209,6 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     of_full = full.ptr
     ptr = of_full + before
     bits = ptr[1:] - of_bits
-    heaviest = np.argsort(-np.diff(ptr), kind="stable")
     # Each partial block follows those before it and the full blocks of all rows up to its own.
     place = of_full[partial.rows + 1] + np.arange(len(partial.rows))
     tiles, cols = np.zeros(ptr[-1], np.int32), np.ones(ptr[-1], np.int32)
@@ -207,7 +218,9 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
     np.cumsum(cols, dtype=np.int32, out=cols)
     cols[place], tiles[place] = partial.cols, partial.tiles
-    arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], heaviest[None], at_least_two(cols), at_least_two(tiles)
+    split = np.stack([bits - of_runs, bits], 1)
+    order = np.lexsort((-np.diff(ptr), groups_of(ptr, split, cols)))
+    arrays = ptr[None], split[None], order[None], at_least_two(cols), at_least_two(tiles)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
@@ -245,6 +258,40 @@ def _stable_order(numbers: np.ndarray) -> np.ndarray:
     order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
     high = (numbers >> 16).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")] if high.any() else order
+
+
+def ends_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last block column of each row of one mask, (rows,) each; of an empty row the largest number and -1. ptr,
+    split, cols: row_ptr, row_split and col_idx."""
+    bounds = np.column_stack([ptr[:-1], split, ptr[1:]])
+    first, last = np.full(len(split), np.iinfo(np.int32).max), np.full(len(split), -1)
+    for begin, end in pairwise(bounds.T):  # of each kind
+        some = begin < end
+        first[some] = np.minimum(first[some], cols[begin[some]])
+        last[some] = np.maximum(last[some], cols[end[some] - 1])
+    return first, last
+
+
+def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """(rows,) integers: which group each row of one mask belongs to, from 0, in the order in which groups are walked: that with the
+    heaviest row first. All 0 where there are no groups. ptr, split, cols: row_ptr, row_split and col_idx.
+
+    A group's rows begin in the same block column, or end in the same one: under documents, causal or not, those of a document.
+    Programs that walk rows of several long documents at a time read more than the L2 cache holds. Rows are only grouped where each
+    is one run of blocks: others, walked from one end, soon differ. docs/performance/kernels.md has figures.
+    """
+    count = np.diff(ptr)
+    first, last = ends_of(ptr, split, cols)
+    if ((last - first + 1 != count) & (count > 0)).any():
+        return np.zeros(len(count), np.int64)
+    ends, group = min((np.unique(side, return_inverse=True) for side in (first, last)), key=lambda found: len(found[0]))
+    if len(count) < _GROUPED * len(ends):
+        return np.zeros(len(count), np.int64)
+    heaviest = np.zeros(len(ends), np.int64)
+    np.maximum.at(heaviest, group, count)
+    place = np.empty(len(ends), np.int64)
+    place[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
+    return place[group]
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -312,7 +359,8 @@ def with_work(
     row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
 ) -> Table:
     """The table, on the CPU, with its work items: whole rows, and splits of the heavy ones."""
-    items, splits = zip(*map(_divided, row_ptr.numpy(), row_split.numpy()), strict=True)
+    of_masks = zip(row_ptr.numpy(), row_split.numpy(), strict=True)
+    items, splits = zip(*(_divided(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
     listed = np.zeros((len(splits), max(2, *map(_count_of_splits, splits)), SPLIT_FIELDS), np.int32)
@@ -327,7 +375,7 @@ def _count_of_splits(splits: np.ndarray) -> int:
     return int(splits[:, 2].sum())
 
 
-def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The work items and the split rows of one mask: see ``Table``."""
     count = np.diff(ptr).astype(np.int64)
     mean = count.sum() / max(1, np.count_nonzero(count))
@@ -340,7 +388,7 @@ def _divided(ptr: np.ndarray, split: np.ndarray) -> tuple[np.ndarray, np.ndarray
     which = np.cumsum(heavy[row]) * heavy[row]
     fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, which]
     items = np.zeros((len(row), WORK_FIELDS), np.int32)
-    items[:, : len(fields)] = np.stack(fields, -1)[np.argsort(begin - end, kind="stable")]
+    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((begin - end, groups_of(ptr, split, cols)[row]))]
     first_split = np.cumsum(divisor * heavy) - divisor * heavy
     splits = np.stack([np.arange(len(count)), first_split, divisor, 0 * divisor], -1)[heavy]
     return items, splits.astype(np.int32)

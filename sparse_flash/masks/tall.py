@@ -45,8 +45,9 @@ def tall_rows(mask: BlockMask) -> TallRows | None:
         return None
     shape = -(-here.q_len // QUERIES), here.grid.kv_blocks
     full, others, (runs, bits) = in_table_order(Entries(row, col, tiles), shape, pool)
-    table = Table(*(tensor.to(mask.device) for tensor in table_of(full, others)))
-    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device))
+    table = table_of(full, others)
+    grouped, table = table.is_grouped(), Table(*(tensor.to(mask.device) for tensor in table))
+    return TallRows(BLOCK, QUERIES, mask.mask_index, table, runs.to(mask.device), bits.to(mask.device), grouped)
 
 
 def _time(is_partial: np.ndarray) -> float:

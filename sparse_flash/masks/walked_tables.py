@@ -22,6 +22,7 @@ class TallRows(NamedTuple):
     by_query: Table
     tile_runs: torch.Tensor
     tile_bits: torch.Tensor
+    grouped: bool  # as in ``BlockMask``
 
     @property
     def starts(self) -> None:
@@ -59,6 +60,10 @@ class DocumentBlocks(NamedTuple):
     @property
     def row_queries(self) -> int:
         return self.block_size
+
+    @property
+    def grouped(self) -> bool:
+        return True
 
     @property
     def whole_columns(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ def _share_of_time_that_is_idle(tokens: int, lines: int, together: int, programs
 
 
 def test_heads_follow_each_other_where_the_cache_holds_both_or_documents_keep_to_their_own_keys():
-    by_document, scattered = (SimpleNamespace(starts=starts, from_host=False, narrow=False) for starts in (torch.zeros(1), None))
+    by_document, scattered = (SimpleNamespace(starts=None, from_host=False, narrow=False, grouped=grouped) for grouped in (True, False))
     of_tokens = {
         tokens: [heads_in_queue(256, tokens, mask, 8) for mask in (None, scattered, by_document)] for tokens in (4096, 32768, 65536)
     }
@@ -64,6 +64,13 @@ def test_two_heads_follow_each_other_backward_under_windows_of_long_sequences(sp
     assert heads_in_queue(512, 1 << 16, mask, 8, by_key=True) == together
     assert heads_in_queue(512, 1 << 16, mask.to("meta"), 8, by_key=True) == together
     assert heads_in_queue(512, 1 << 16, mask, 8) == 1
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_two_heads_follow_each_other_under_documents_of_many_blocks(by_key):
+    mask = sf.compile_mask("causal & documents((0, 15000, 40000, 65536))", 1 << 16)
+    window = sf.compile_mask("causal & local(8192)", 1 << 16)
+    assert [heads_in_queue(512, 1 << 16, m, 8, by_key=by_key) for m in (mask, window)] == [2, 1]
 
 
 @pytest.mark.parametrize("by_key", [False, True])
