@@ -84,6 +84,8 @@ def _drawn(seed: int, backend: str, rng: random.Random) -> DrawnSelection:
         kv_len = q_len
     dim = rng.choice((16, 40, 64, 64, 96, 128)) if rng.random() < 0.8 else rng.randint(1, 128)
     block = rng.choice((16, 32, 64, 64, 64, 128, 128, 256, 512))
+    if block > 128:
+        kv_len = rng.randint(1, 3 * block)
     return DrawnSelection(
         seed,
         backend,

@@ -3,6 +3,8 @@ block are written for these chips."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..backends import Call
@@ -10,7 +12,7 @@ from ..backends import hopper as of_masks
 from ..masks.block_selection import BlockSelection
 from . import portable
 
-BLOCK_SIZES = (64, 128)
+BLOCK_SIZES = (64, 128, 256, 512)
 HEAD_DIMS = range(33, 129)
 
 
@@ -18,12 +20,13 @@ def supports(call: Call, selection: BlockSelection) -> str | None:
     if (reason := of_masks.available()) is not None:
         return reason
     if call.block_size not in BLOCK_SIZES:
-        return f"it runs picks of blocks of {BLOCK_SIZES[0]} or {BLOCK_SIZES[1]} keys; got {call.block_size}"
+        return f"it runs picks of blocks of {', '.join(map(str, BLOCK_SIZES))} keys; got {call.block_size}"
     if call.head_dim not in HEAD_DIMS:
         return f"it runs head_dim {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {call.head_dim}"
     if call.v_head_dim != call.head_dim:
         return f"it runs v of the head_dim of q and k; got head_dim {call.v_head_dim} of v and {call.head_dim} of q and k"
-    return of_masks.supports(call) or portable.supports(call, selection)
+    # Masks have other block sizes.
+    return of_masks.supports(replace(call, block_size=BLOCK_SIZES[0])) or portable.supports(call, selection)
 
 
 def forward(
@@ -47,9 +50,10 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), which repeat bit for bit."""
-    from ..kernels.hopper.selection_grads import picked_grads
+    from ..kernels.hopper.selection_grads import keys_of_item, picked_grads
 
-    return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads)
+    keys = keys_of_item(selection.block_size)
+    return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads, keys)
 
 
 # The masses of picked blocks are a single product, and are not often asked for.

@@ -117,9 +117,10 @@ def backward(
     selection: BlockSelection,
     scale: float,
     grads_kernel: Callable[..., None] | None = None,
+    keys: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit. grads_kernel: in place of ``picked_grads``, with a whole
-    block in a program."""
+    """(dq, dk, dv). There are no atomics: gradients repeat bit for bit. grads_kernel: in place of ``picked_grads``, with ``keys``
+    keys of a block in a program."""
     from ..kernels.portable import selection_backward as kernels
     from ..kernels.portable.selection_tiles import SelectionOperands
 
@@ -131,7 +132,7 @@ def backward(
     log2_sum, delta = torch.empty_like(lse), torch.empty_like(lse)
     operands = SelectionOperands(ready[0], ready[1], ready[2], dout, log2_sum, delta)
     alone = walks_alone(sizes)
-    room = _backward_room(ready, sizes, always, not alone, grads_kernel is not None)
+    room = _backward_room(ready, sizes, always, not alone, keys)
     with current_device(q.device):
         kernels.rows_of_softmax(out, dout, lse, None if dlse is None else dlse.contiguous(), log2_sum, delta)
         walks = tile_walks(picks, sizes, 1) if alone else None
@@ -180,7 +181,7 @@ def block_lse_backward(
     ready = [addressable(t) for t in (q, k)]
     dq, dk = (torch.empty_like(t) for t in ready)
     operands = SelectionOperands(ready[0], ready[1], ready[1], None, masses, dmasses.contiguous())
-    room = _backward_room((*ready, ready[1]), sizes, None, True, False)
+    room = _backward_room((*ready, ready[1]), sizes, None, True, None)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, room.turns, room.most)
         for turn in room.turns.all:
@@ -212,14 +213,14 @@ class _BackwardRoom(NamedTuple):
 
 
 def _backward_room(
-    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, whole: bool
+    ready: Sequence[torch.Tensor], sizes: SelectionSizes, always: BlockMask | None, with_parts: bool, keys: int | None
 ) -> _BackwardRoom:
-    """ready: q, k and v. with_parts: whether dQ comes as parts. whole: whether a step of keys is a whole block."""
+    """ready: q, k and v. with_parts: whether dQ comes as parts. keys: of a step, by default that of the portable kernel."""
     from ..kernels.portable.selection_backward import key_step, keys_of_sum
 
     q, k, v = ready
     dim, dim_v = (padded_head_dim(t.shape[3]) for t in (k, v))
-    steps = 1 if whole else sizes.block // key_step(q, v, sizes)[0]
+    steps = sizes.block // (keys or key_step(q, v, sizes)[0])
     of_entry = steps * sizes.rows_of_choice * dim * q.element_size() if with_parts else 0
     # At most half as many pieces again as there are key blocks: see ``backward_most``.
     turns = turns_of(sizes, of_entry, sizes.key_blocks * sizes.block * (dim + dim_v) * 6, WORKSPACE)
@@ -228,8 +229,8 @@ def _backward_room(
     columns = None if always is None else always_pieces(always, sizes.heads // sizes.kv_heads)
     rows = (turns.lines * sizes.key_blocks + entries // most) * sizes.block
     of_columns = None if columns is None or always is None else turns.lines * columns.items.shape[1] * always.block_size
-    keys = keys_of_sum(sizes, always)
-    of_line = turns.lines * -(-sizes.kv_len // keys) * keys if turns.choices < sizes.choices else None
+    unit = keys_of_sum(sizes, always)
+    of_line = turns.lines * -(-sizes.kv_len // unit) * unit if turns.choices < sizes.choices else None
 
     def sums(width: int) -> _Sums:
         made: Any = (None if of is None else q.new_empty(of, width, dtype=torch.float32) for of in (rows, of_columns, of_line))

@@ -40,6 +40,8 @@ CASES = {
     "a group of 3, odd lengths": (3, 1, 1, 75, 301, 1, 128, 2, 128),
     "a group of 4": (4, 1, 1, 70, 200, 1, 64, 2, 128),
     "a group of 4, blocks of 128": (8, 2, 2, 130, 390, 1, 128, 3, 64),
+    "a group of 4, blocks of 256": (8, 2, 2, 130, 700, 1, 256, 2, 64),
+    "a group of 3, blocks of 512, a choice for 3 queries": (3, 1, 1, 75, 1301, 3, 512, 2, 128),
     "a group of 16, more queries than keys": (16, 1, 1, 130, 110, 1, 64, 2, 64),
     "heads that pick for themselves": (4, 2, 4, 60, 260, 1, 64, 2, 64),
     "a choice for 4 queries, padded columns": (4, 1, 1, 70, 300, 4, 128, 2, 96),
@@ -62,7 +64,7 @@ def test_results_and_gradients_of_bfloat16_are_those_of_dense_attention(name):
     check(*case, dim=dim, dtype=torch.bfloat16)
 
 
-@parametrize("block", [64, 128])
+@parametrize("block", [64, 128, 256])
 def test_what_is_always_kept_counts_once_beside_picks(block):
     with running(block):
         check(4, 1, 1, 70, 70, 1, block, 2, always="sinks(4) | local(20)", always_block=64, dim=64)
@@ -78,7 +80,7 @@ def test_a_call_in_turns_gives_the_same(monkeypatch):
     assert [turns.choices == 60 for turns in made] == [True, False]  # turns of lines; several turns of a line
 
 
-@parametrize("block", [64, 128])
+@parametrize("block", [64, 128, 256])
 def test_a_block_that_all_queries_pick_is_divided_and_right(block):
     first = torch.zeros(1, 1, 1100, 1, dtype=torch.int32, device=DEVICE)
     with running(1):
@@ -108,7 +110,7 @@ def test_queries_that_pick_nothing_get_zeros_and_give_none():
     assert lse[:, :, 10:20].isneginf().all()
 
 
-@parametrize("block", [64, 128])
+@parametrize("block", [64, 128, 256])
 def test_results_and_gradients_repeat_bit_for_bit_in_any_order_of_events(block):
     picks = drawn_picks((1, 1, 40, 2), 1, block, 40, 140)
     one, other = attend(picks, block), attend(picks, block, **({} if DEVICE == "cuda" else {"seed": 9}))
@@ -132,8 +134,8 @@ def refused(block: int = 64, **changed) -> str | None:
 
 
 def test_calls_that_do_not_fit_are_refused_by_name():
-    assert refused() is None and refused(128) is None
-    assert refused(256) == "it runs picks of blocks of 64 or 128 keys; got 256"
+    assert [refused(block) for block in (64, 128, 256, 512)] == [None] * 4
+    assert refused(32) == "it runs picks of blocks of 64, 128, 256, 512 keys; got 32"
     assert refused(head_dim=256, v_head_dim=256) == "it runs head_dim 33 to 128; got 256"
     assert refused(v_head_dim=32) == "it runs v of the head_dim of q and k; got head_dim 32 of v and 64 of q and k"
     assert refused(features=("dropout_p",)) == "it takes no dropout_p beside a selection"

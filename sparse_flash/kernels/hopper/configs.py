@@ -283,7 +283,7 @@ class PickedGradsConfig:
     stages: int
 
 
-# By padded head_dim and keys of a block. H200, 2026-11-23, 65,536 tokens, 32/8 heads of 128, 16 picks, independent: 401 TFLOP/s at
+# By padded head_dim and keys of a step. H200, 2026-11-23, 65,536 tokens, 32/8 heads of 128, 16 picks, independent: 401 TFLOP/s at
 # blocks of 128 (399 with 3 or 4 stages, 369 with one of keys), 251 at 64 (4 to 8 stages; 237 with one of keys).
 PICKED_PARTS = {
     (64, 64): PickedPartsConfig(8, 2),

@@ -23,30 +23,33 @@ NOT_SPECIALIZED += ["q_pieces", "dout_pieces"]
 
 @record
 class Item:
-    """A piece of a list: entries begin .. end - 1, of which those from ``whole`` on keep every key of the block. Empty past the
-    last."""
+    """A piece of a list, with one part of the block's keys: entries begin .. end - 1, of which those from ``whole`` on keep every
+    key of the block. Empty past the last. number: of the piece and part."""
 
     column: gl.tensor
     begin: gl.tensor
     whole: gl.tensor
     end: gl.tensor
     number: gl.tensor
+    part: gl.tensor
 
 
 @record
 class Block:
-    """The key block of an item. line_of_turn: batch * kv_heads + key head, counted from the turn's first. position: of its first
-    key."""
+    """The keys of an item. line_of_turn: batch * kv_heads + key head, counted from the turn's first. position: of the first key.
+    part: which part of the block they are."""
 
     line_of_turn: gl.tensor
     batch: gl.tensor
     kv_head: gl.tensor
     position: gl.tensor
+    part: gl.tensor
 
 
 @record
 class GatheredRows:
-    """Of each row of a tile: its query, its head, whether it exists, and its place among the rows of all entries of a turn."""
+    """Of each row of a tile: its query, its head, whether it exists, and its place among the rows of all entries and parts of a
+    turn."""
 
     query: gl.tensor
     head: gl.tensor
@@ -68,7 +71,8 @@ class Lists:
     kv_heads: gl.tensor
     q_len: gl.tensor
     key_blocks: gl.tensor
-    KEYS: gl.constexpr  # of a block
+    KEYS: gl.constexpr  # of an item
+    PARTS: gl.constexpr  # of a block, each an item of its own
     EVERY: gl.constexpr
     MEMBERS: gl.constexpr
     PICKERS: gl.constexpr
@@ -82,22 +86,24 @@ class Lists:
         """A program's item after ``turn`` others. Every second round goes backwards, as the first of a round are the heaviest."""
         place = gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
         number = place + turn * gl.num_programs(0)
-        exists = number < self.count
-        place = self.items + number * 5
+        exists = number < self.count * self.PARTS
+        place = self.items + number // self.PARTS * 5
+        part = number % self.PARTS
         return Item(
             column=gl.load(place, mask=exists, other=0),
             begin=gl.load(place + 1, mask=exists, other=0),
             whole=gl.load(place + 2, mask=exists, other=0),
             end=gl.load(place + 3, mask=exists, other=0),
-            number=gl.load(place + 4, mask=exists, other=0),
+            number=gl.load(place + 4, mask=exists, other=0) * self.PARTS + part,
+            part=part,
         )
 
     @gluon.jit
     def block_of(self, item):
         line_of_turn = item.column // self.key_blocks
         line = self.line + line_of_turn
-        position = (item.column - line_of_turn * self.key_blocks) * self.KEYS
-        return Block(line_of_turn, line // self.kv_heads, line % self.kv_heads, position)
+        position = ((item.column - line_of_turn * self.key_blocks) * self.PARTS + item.part) * self.KEYS
+        return Block(line_of_turn, line // self.kv_heads, line % self.kv_heads, position, item.part)
 
     @gluon.jit
     def steps(self, begin, end):
@@ -128,7 +134,8 @@ class Lists:
         query = (self.choice + choice) * self.EVERY + token
         exists = exists & (token < self.EVERY) & (query < self.q_len)
         head = (block.kv_head * self.PICKERS + picker) * self.MEMBERS + member
-        place = entry.to(gl.int64) * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
+        place = entry.to(gl.int64) * self.PARTS + block.part
+        place = place * (self.EVERY * self.MEMBERS) + (token * self.MEMBERS + member)
         return GatheredRows(query, head, exists, place)
 
     @gluon.jit

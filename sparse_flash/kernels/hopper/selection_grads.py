@@ -4,7 +4,8 @@ same lists and results.
 Persistent programs: four warps that gather queries and their gradients, and eight that compute, and load keys and values.
 Scores are transposed, with keys along rows: this makes them the left operand of dV without a pass through shared memory.
 
-- Of a block of 128 keys, each warp group holds 64, with their dK and dV; both share every tile of 64 gathered rows. The scores of
+- Larger blocks come in parts of 128 keys, each an item of its own, with a part of dQ of its own.
+- Of 128 keys, each warp group holds 64, with their dK and dV; both share every tile of 64 gathered rows. The scores of
   the next tile are computed during this tile's other products, to keep the tensor cores busy while the exponentials run.
 - Of a block of 64 keys, each warp group holds all, and takes every second tile. While one waits, the other computes. At the end of
   an item the second hands its dK and dV to the first.
@@ -70,7 +71,7 @@ class GradsArguments:
     positions: gl.shared_memory_descriptor  # likewise: of a tile's queries, from the block's first key
     sums: Ring  # one stage, through which the second warp group of a block of 64 keys hands dK, then dV
     DIM: gl.constexpr
-    PARTS: gl.constexpr  # whether dQ is wanted
+    WITH_QUERIES: gl.constexpr  # whether dQ is wanted
 
 
 @gluon.jit
@@ -170,7 +171,7 @@ def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CU
     for step in range(p.lists.steps(begin, end)):
         v = p.v.stage(0, fresh_zero(tiles))
         q, dout = p.q.stage(tiles), p.dout.stage(tiles)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             entry, exists = p.lists.entries_of(begin, end, step, row_layout)
         p.dout.wait(tiles)
         # The rows were copied by threads; products read them as TMA does.
@@ -186,11 +187,11 @@ def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CU
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             p.dscores.index(0).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
         k = p.k.stage(0, fresh_zero(tiles))
-        if p.PARTS:
+        if p.WITH_QUERIES:
             fence_async_shared()
             barrier()
             stored = p.dscores.index(fresh_zero(tiles))
@@ -202,7 +203,7 @@ def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CU
         fence_async_shared()
         started_scores = times_transposed(k, p.q.stage(tiles + 1), zeros, p.DIM)
         p.q.release(tiles)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             dq = warpgroup_mma_wait(1, deps=(started_dq,))
             _store_queries(p, dq, p.lists.rows_of(entry, exists, step, block, row_layout))
         scores = warpgroup_mma_wait(0, deps=(started_scores,))
@@ -212,7 +213,7 @@ def _walk_together(p, state, begin, end, block, tiles, last, zeros, dq_zeros, CU
 
 @gluon.jit
 def _compute_together(p):
-    """The computing warps of blocks of 128 keys: each group of four holds 64."""
+    """The computing warps of items of 128 keys: each group of four holds 64."""
     KEYS: gl.constexpr = p.lists.KEYS
     WARPS: gl.constexpr = gl.num_warps()
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -260,7 +261,7 @@ def _walk_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.
         place = tiles + step
         k, v = p.k.stage(0, fresh_zero(place)), p.v.stage(0, fresh_zero(place))
         q, dout = p.q.stage(place), p.dout.stage(place)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             entry, exists = p.lists.entries_of(begin, end, step, row_layout)
         p.q.wait(place)
         p.dout.wait(place)
@@ -279,10 +280,10 @@ def _walk_apart(p, dk, dv, begin, end, block, tiles, zeros, dq_zeros, GROUP: gl.
         dweights = warpgroup_mma_wait(0, deps=(started,))
         started_dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand_layout), dout, dv, is_async=True)
         dscores = (weights * dweights).to(dtype)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             p.dscores.index(GROUP).store(dscores)
         started_dk = warpgroup_mma(gl.convert_layout(dscores, operand_layout), q, dk, is_async=True)
-        if p.PARTS:
+        if p.WITH_QUERIES:
             fence_async_shared()
             barrier()
             # dQ takes twice the registers here: they hold half its columns at a time.
@@ -394,8 +395,9 @@ def picked_grads_kernel(
     scale,
     score_scale,
     DIM: gl.constexpr,
-    BLOCK: gl.constexpr,
+    KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    WITH_QUERIES: gl.constexpr,
     PARTS: gl.constexpr,
     EVERY: gl.constexpr,
     MEMBERS: gl.constexpr,
@@ -405,24 +407,25 @@ def picked_grads_kernel(
     TOKENS: gl.constexpr,
     TILES: gl.constexpr,
 ):
-    """part_ptr: (entries of a turn, EVERY, MEMBERS, DIM), used if PARTS. dk_ptr, dv_ptr: (pieces of a turn, BLOCK, DIM) float32."""
+    """part_ptr: (entries of a turn, PARTS, EVERY, MEMBERS, DIM), used if WITH_QUERIES. dk_ptr, dv_ptr: (pieces of a turn, PARTS *
+    KEYS, DIM) float32. KEYS: of an item."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
-    GROUPS: gl.constexpr = 128 // BLOCK  # partitions that compute
+    GROUPS: gl.constexpr = 128 // KEYS  # partitions that compute
     THREADS: gl.constexpr = 32 * GATHERING_WARPS
     q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
     dout = ring_beside(q, gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=THREADS)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     log2_sum = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], numbers)
-    k = ring_of(gl.allocate_shared_memory(dtype, [1, BLOCK, DIM], flat), 1, CONSUMERS=GROUPS)
-    v = ring_beside(k, gl.allocate_shared_memory(dtype, [1, BLOCK, DIM], flat), 1)
-    dscores = gl.allocate_shared_memory(dtype, [GROUPS, BLOCK, ROWS], flat)
+    k = ring_of(gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1, CONSUMERS=GROUPS)
+    v = ring_beside(k, gl.allocate_shared_memory(dtype, [1, KEYS, DIM], flat), 1)
+    dscores = gl.allocate_shared_memory(dtype, [GROUPS, KEYS, ROWS], flat)
     positions = gl.allocate_shared_memory(gl.int32, [GROUPS, ROWS], numbers)
     sums = k
     if GROUPS > 1:
         of_sums: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        sums = ring_of(gl.allocate_shared_memory(gl.float32, [1, BLOCK, DIM], of_sums), 1)
+        sums = ring_of(gl.allocate_shared_memory(gl.float32, [1, KEYS, DIM], of_sums), 1)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = GradsArguments(
@@ -446,7 +449,8 @@ def picked_grads_kernel(
             kv_heads=kv_heads,
             q_len=q_len,
             key_blocks=key_blocks,
-            KEYS=BLOCK,
+            KEYS=KEYS,
+            PARTS=PARTS,
             EVERY=EVERY,
             MEMBERS=MEMBERS,
             PICKERS=PICKERS,
@@ -468,7 +472,7 @@ def picked_grads_kernel(
         positions=positions,
         sums=sums,
         DIM=DIM,
-        PARTS=PARTS,
+        WITH_QUERIES=WITH_QUERIES,
     )
     # Registers: as many as can be for the sums, and as few for the addresses, as fit twelve warps.
     if GROUPS == 1:
@@ -477,16 +481,22 @@ def picked_grads_kernel(
         gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
 
 
+def keys_of_item(block: int) -> int:
+    """Of a block of this many keys, a multiple of 64, how many a program takes at a time."""
+    return min(block, 128)
+
+
 def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, turn, scale: float, config=None) -> None:
     """Writes parts, unless None, and sums of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128,
-    v's being the same, and blocks of 64 or 128."""
+    v's being the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v, dout, log2_sum, delta = operands
-    dim = padded_head_dim(q.shape[3])
-    config = config or PICKED_GRADS[dim, sizes.block]
-    block = [1, 1, sizes.block, dim]
+    dim, keys = padded_head_dim(q.shape[3]), keys_of_item(sizes.block)
+    config = config or PICKED_GRADS[dim, keys]
+    block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]
     arguments += [dk_sums, dv_sums, *list_arguments(lists, turn), *row_arguments(q), *row_arguments(dout)]
     arguments += [*sizes.integers(turn), scale, scale * LOG2_E.value]
-    constants = {"DIM": dim, "BLOCK": sizes.block, "STAGES": config.stages, "PARTS": parts is not None, **sizes.constants}
-    grid = min(lists.items.shape[1], multiprocessors(q.device)), 1
-    launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": sizes.block // 16})
+    constants = {"DIM": dim, "KEYS": keys, "STAGES": config.stages, "WITH_QUERIES": parts is not None}
+    constants |= {"PARTS": sizes.block // keys, **sizes.constants}
+    grid = min(lists.items.shape[1] * constants["PARTS"], multiprocessors(q.device)), 1
+    launch(picked_grads_kernel, grid, arguments, constants, {"num_warps": keys // 16})

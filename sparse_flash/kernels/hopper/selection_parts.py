@@ -2,8 +2,11 @@
 results.
 
 Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
-64 gathered rows at a time. The block's keys and values stay in shared memory while its list is walked, and those of the next item
-arrive meanwhile. A block is one step, so there is no running softmax.
+64 gathered rows at a time.
+
+- A block of 64 or 128 keys stays in shared memory while its list is walked, and the next item's arrives meanwhile. It is one step, so
+  there is no running softmax.
+- Larger blocks are walked in steps of 128 keys, by both warp groups together, each with a tile of its own.
 
 Sources: arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block); arXiv:2407.08608, sec. 3 (warp roles).
 """
@@ -48,9 +51,19 @@ class PartsArguments:
     lists: Lists
     score_scale: gl.tensor
     q: Ring  # one stage per tile of gathered rows
-    k: Ring  # one stage per item
+    k: Ring  # one stage per item, or, if blocks take several steps, for each step of two tiles
     v: Ring
     DIM: gl.constexpr
+    KEYS: gl.constexpr  # of a step
+    STEPS: gl.constexpr  # of a block
+
+    @gluon.jit
+    def tiles_of(self, item):
+        """How many tiles an item takes: whole pairs where both warp groups walk the same keys. The last one may have no rows."""
+        tiles = self.lists.steps(item.whole, item.end)
+        if self.STEPS > 1:
+            tiles = (tiles + 1) // 2 * 2
+        return tiles
 
 
 @gluon.jit
@@ -64,7 +77,7 @@ def _gather(p):
         block = p.lists.block_of(item)
         upcoming = p.lists.item(turn + 1)
         entry, exists = p.lists.entries_of(item.whole, item.end, 0, layout)
-        for step in range(p.lists.steps(item.whole, item.end)):
+        for step in range(p.tiles_of(item)):
             p.rows.tell(p.lists.rows_of(entry, exists, step, block, layout))
             # Read a tile ahead, so no copy waits for it.
             entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
@@ -78,26 +91,41 @@ def _gather(p):
 
 @gluon.jit
 def _load(p):
-    """The loading warp: keys and values of each item."""
-    BYTES: gl.constexpr = p.lists.KEYS * p.DIM * 2
+    """The loading warp: keys and values of each item, once or for every two tiles."""
     turn = 0
+    loads = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
         block = p.lists.block_of(item)
         upcoming = p.lists.item(turn + 1)
-        p.k.acquire(turn)
-        p.k.expect(turn, BYTES)
-        p.k.load(turn, p.k_tensor, [block.batch, block.kv_head, block.position, 0])
-        p.v.expect(turn, BYTES)
-        p.v.load(turn, p.v_tensor, [block.batch, block.kv_head, block.position, 0])
+        if p.STEPS == 1:
+            _load_keys(p, loads, block, 0)
+            loads += 1
+        else:
+            for _ in range(p.tiles_of(item) // 2):
+                for step in range(p.STEPS):
+                    _load_keys(p, loads, block, step)
+                    loads += 1
         turn += 1
         item = upcoming
 
 
 @gluon.jit
+def _load_keys(p, n, block, step):
+    BYTES: gl.constexpr = p.KEYS * p.DIM * 2
+    place = [block.batch, block.kv_head, block.position + step * p.KEYS, 0]
+    p.k.acquire(n)
+    p.k.expect(n, BYTES)
+    p.k.load(n, p.k_tensor, place)
+    p.v.expect(n, BYTES)
+    p.v.load(n, p.v_tensor, place)
+
+
+@gluon.jit
 def _compute(p, GROUP: gl.constexpr):
     """A computing warp group: every second tile, whatever its item."""
-    KEYS: gl.constexpr = p.lists.KEYS
+    KEYS: gl.constexpr = p.KEYS
+    STEPS: gl.constexpr = p.STEPS
     WARPS: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p.q.data.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 16])
@@ -109,27 +137,49 @@ def _compute(p, GROUP: gl.constexpr):
     no_sums = gl.zeros([ROWS, p.DIM], gl.float32, layout=sum_layout)
     turn = 0
     tiles = 0
+    loads = 0
     item = p.lists.item(turn)
     while item.begin < item.end:
         block = p.lists.block_of(item)
         upcoming = p.lists.item(turn + 1)
-        steps = p.lists.steps(item.whole, item.end)
-        k, v = p.k.stage(turn), p.v.stage(turn)
-        p.k.wait(turn)
-        p.v.wait(turn)
-        for step in range((tiles + GROUP) % 2, steps, 2):
+        tiles_of_item = p.tiles_of(item)
+        if STEPS == 1:
+            p.k.wait(loads)
+            p.v.wait(loads)
+        for step in range((tiles + GROUP) % 2, tiles_of_item, 2):
             entry, exists = p.lists.entries_of(item.whole, item.end, step, row_layout)
             p.q.wait(tiles + step)
             # The rows were copied by threads; products read them as TMA does.
             fence_async_shared()
-            started = times_transposed(p.q.stage(tiles + step), k, zeros, p.DIM)
-            scores = warpgroup_mma_wait(0, deps=(started,))
-            p.q.release(tiles + step)
-            maximum = gl.maximum(gl.max(scores, 1) * p.score_scale, FLOOR)
-            weights = gl.exp2(scores * p.score_scale - maximum[:, None])
-            total = gl.sum(weights, 1)
-            operand = gl.convert_layout(weights.to(dtype), operand_layout)
-            started = warpgroup_mma(operand, v, no_sums, use_acc=False, is_async=True)
+            maximum = gl.full([ROWS], FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
+            total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, score_layout))
+            for number in gl.static_range(STEPS):
+                load = loads + number
+                if STEPS > 1:
+                    p.k.wait(load)
+                started_scores = times_transposed(p.q.stage(tiles + step), p.k.stage(load), zeros, p.DIM)
+                if number == 0:
+                    scores = warpgroup_mma_wait(0, deps=(started_scores,))
+                    sums = no_sums
+                else:
+                    scores, sums = warpgroup_mma_wait(0, deps=(started_scores, started))
+                    p.k.release(load - 1)
+                if number == STEPS - 1:
+                    p.q.release(tiles + step)
+                highest = gl.maximum(gl.max(scores, 1) * p.score_scale, maximum)
+                weights = gl.exp2(scores * p.score_scale - highest[:, None])
+                if number > 0:
+                    rescale = gl.exp2(maximum - highest)
+                    total *= rescale
+                    sums *= gl.convert_layout(rescale, gl.SliceLayout(1, sum_layout))[:, None]
+                total += gl.sum(weights, 1)
+                maximum = highest
+                operand = gl.convert_layout(weights.to(dtype), operand_layout)
+                if STEPS > 1:
+                    p.v.wait(load)
+                started = warpgroup_mma(operand, p.v.stage(load), sums, use_acc=number > 0, is_async=True)
+            if STEPS > 1:
+                loads += STEPS
             rows = p.lists.rows_of(entry, exists, step, block, row_layout)
             # Rows that keep nothing: every score is -inf.
             keeps_nothing = total == 0.0
@@ -138,10 +188,14 @@ def _compute(p, GROUP: gl.constexpr):
             gl.store(p.lse_ptr + rows.place, gl.convert_layout(lse, row_layout), mask=rows.exists)
             share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sum_layout))
             sums = warpgroup_mma_wait(0, deps=(started,))
+            if STEPS > 1:
+                p.k.release(loads - 1)
             part = gl.convert_layout((sums * share[:, None]).to(dtype), part_layout)
             store_by_rows(p.part_ptr, part, rows.place * p.DIM, rows.exists)
-        tiles += steps
-        p.k.release(turn)
+        tiles += tiles_of_item
+        if STEPS == 1:
+            p.k.release(loads)
+            loads += 1
         turn += 1
         item = upcoming
 
@@ -182,6 +236,7 @@ def picked_parts_kernel(
     score_scale,
     DIM: gl.constexpr,
     BLOCK: gl.constexpr,
+    KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr,
     EVERY: gl.constexpr,
@@ -192,12 +247,12 @@ def picked_parts_kernel(
     TOKENS: gl.constexpr,
     TILES: gl.constexpr,
 ):
-    """part_ptr: (entries of a turn, EVERY, MEMBERS, DIM), and lse_ptr the same without DIM, in base 2."""
+    """part_ptr: (entries of a turn, EVERY, MEMBERS, DIM), and lse_ptr the same without DIM, in base 2. KEYS: of a step."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_tensor.dtype
     q = ring_of(gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], flat), STAGES, FILLS=32 * GATHERING_WARPS)
-    k = ring_of(gl.allocate_shared_memory(dtype, [KEY_STAGES, BLOCK, DIM], flat), KEY_STAGES, CONSUMERS=2)
-    v = ring_beside(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, BLOCK, DIM], flat), KEY_STAGES)
+    k = ring_of(gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES, CONSUMERS=2)
+    v = ring_beside(k, gl.allocate_shared_memory(dtype, [KEY_STAGES, KEYS, DIM], flat), KEY_STAGES)
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = PartsArguments(
@@ -218,6 +273,7 @@ def picked_parts_kernel(
             q_len=q_len,
             key_blocks=key_blocks,
             KEYS=BLOCK,
+            PARTS=1,
             EVERY=EVERY,
             MEMBERS=MEMBERS,
             PICKERS=PICKERS,
@@ -231,6 +287,8 @@ def picked_parts_kernel(
         k=k,
         v=v,
         DIM=DIM,
+        KEYS=KEYS,
+        STEPS=BLOCK // KEYS,
     )
     gl.warp_specialize(
         [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], [200, 80, 24]
@@ -239,14 +297,14 @@ def picked_parts_kernel(
 
 def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float, config=None) -> None:
     """Writes parts and part_lse of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128, v's being
-    the same, and blocks of 64 or 128."""
+    the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v = operands[:3]
-    dim = padded_head_dim(q.shape[3])
-    config = config or PICKED_PARTS[dim, sizes.block]
+    dim, keys = padded_head_dim(q.shape[3]), min(sizes.block, 128)
+    config = config or PICKED_PARTS[dim, keys]
     count = lists.items.shape[1]
-    block = [1, 1, sizes.block, dim]
+    block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), parts, part_lse, *list_arguments(lists, turn)]
     arguments += [*row_arguments(q), *sizes.integers(turn), scale * LOG2_E.value]
-    constants = {"DIM": dim, "BLOCK": sizes.block, "STAGES": config.stages, "KEY_STAGES": config.key_stages}
+    constants = {"DIM": dim, "BLOCK": sizes.block, "KEYS": keys, "STAGES": config.stages, "KEY_STAGES": config.key_stages}
     grid = min(count, multiprocessors(q.device)), 1
     launch(picked_parts_kernel, grid, arguments, constants | sizes.constants, {"num_warps": 4})
