@@ -1,6 +1,7 @@
 """Settings for all tests. Property tests draw new inputs each time; a failure prints the lines that repeat it."""
 
 import os
+from importlib.util import find_spec
 
 # One thread per test process unless asked for more: tests are small, and threads that wait for each other spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,7 @@ import pytest
 import torch
 from counts import Counts
 from hypothesis import settings
+from interpreted import search_once_a_launch
 
 # Triton reads this when kernels are defined: without a GPU it then interprets them on the CPU.
 if not torch.cuda.is_available():
@@ -36,6 +38,14 @@ def unsettled():
     from sparse_flash.api import arguments
 
     arguments._selected.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+            search_once_a_launch(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

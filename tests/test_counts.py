@@ -54,7 +54,7 @@ RECORD = {"versions": counts.versions(), "files": {"tests/test_it.py": {"tests":
 def run(tmp_path):
     """Runs pytest on a folder of tests with this folder's counts and settings: (exit status, what it prints)."""
     (tmp_path / "tests").mkdir()
-    for name in ("counts", "conftest"):
+    for name in ("counts", "conftest", "interpreted"):
         text = (counts.HERE / f"{name}.py").read_text()
         (tmp_path / "tests" / f"{name}.py").write_text(text)
     (tmp_path / "tests" / "oracle.py").write_text("from collections import Counter\n\ncompared = Counter()\n")

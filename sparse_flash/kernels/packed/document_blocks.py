@@ -4,7 +4,8 @@
     2. find_own_spans       where each block starts; the run of each query, and what a query block touches   one program per block
     3. tables_of_spans      both tables, see ``spans.py``                                                    two launches
 
-Tokens behind a document that belong to none lie in its last blocks and in some of their own.
+Tokens behind a document that belong to none lie in its last blocks and in some of their own. Blocks are walked document by document,
+the longest one first: see ``masks.table.groups_of``.
 """
 
 import torch
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ..launch.launch import launch
-from .repack import Q_LEN, Q_START
-from .spans import empty_spans, store_span, tables_of_spans
+from .repack import Q_LEN, Q_START, Group
+from .spans import empty_spans, store_group, store_span, tables_of_spans
 
 _DOCUMENTS_TOGETHER = 512
 
@@ -27,19 +28,16 @@ def find_own_spans_kernel(
     row = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     document, first_token, first_row, end, above = row * 0 - 1, row * 0, row * 0, row * 0, row * 0
+    own_blocks = row * 0
     for begin in range(0, documents, CHUNK):
         other = begin + lane
-        # Tokens before the first document, if there are any, lie in its blocks.
-        start = tl.load(layout + Q_START * (documents + 1) + other, mask=(other > 0) & (other < documents), other=0)
-        start = tl.where(other < documents, start, tokens)
-        stop = tl.load(layout + Q_START * (documents + 1) + other + 1, mask=other + 1 < documents, other=0)
-        stop = tl.where(other + 1 < documents, stop, tokens)
-        blocks = (stop - start + BLOCK - 1) // BLOCK
+        start, stop, blocks = _tokens_and_blocks(layout, other, documents, tokens, BLOCK)
         first = above + tl.cumsum(blocks, 0) - blocks
         mine = (first <= row) & (row < first + blocks)
         document = tl.maximum(document, tl.max(tl.where(mine, other, -1), 0))
         first_token += tl.sum(tl.where(mine, start, 0), 0)
         first_row += tl.sum(tl.where(mine, first, 0), 0)
+        own_blocks += tl.sum(tl.where(mine, blocks, 0), 0)
         end += tl.sum(tl.where(mine, stop, 0), 0)
         above += tl.sum(blocks, 0)
     inside = document >= 0
@@ -48,6 +46,16 @@ def find_own_spans_kernel(
     tl.store(starts + row, begin)
     tl.store(starts + rows, tokens, mask=row == rows - 1)
     tl.store(starts + rows + 1, above, mask=row == rows - 1)
+
+    before = row * 0
+    for others in range(0, documents, CHUNK):
+        other = others + lane
+        _, _, blocks = _tokens_and_blocks(layout, other, documents, tokens, BLOCK)
+        longer = (blocks > own_blocks) | ((blocks == own_blocks) & (other < document))
+        before += tl.sum(tl.where(longer, blocks, 0), 0)
+    # Blocks of no document come last.
+    first_row = tl.where(inside, first_row, above)
+    store_group(spans, row, rows, Group(first_row, tl.where(inside, first_row + own_blocks, rows), before))
 
     token = begin + tl.arange(0, BLOCK)
     exists = token < end
@@ -58,6 +66,18 @@ def find_own_spans_kernel(
     first = tl.load(runs + position, mask=some, other=0)
     stop = tl.minimum(tl.load(runs + lines + position, mask=some, other=0), length)
     store_span(spans, bounds, row, rows, first, stop, first_row * BLOCK + start - first_token, exists, BLOCK)
+
+
+@triton.jit
+def _tokens_and_blocks(layout, document, documents, tokens, BLOCK: tl.constexpr):
+    """(the first token of each document, where its last block ends, how many blocks it has). Tokens before the first document, if
+    there are any, lie in its blocks, and so do those behind a document."""
+    starts = layout + Q_START * (documents + 1) + document
+    start = tl.load(starts, mask=(document > 0) & (document < documents), other=0)
+    start = tl.where(document < documents, start, tokens)
+    stop = tl.load(starts + 1, mask=document + 1 < documents, other=0)
+    stop = tl.where(document + 1 < documents, stop, tokens)
+    return start, stop, (stop - start + BLOCK - 1) // BLOCK
 
 
 def fill_document_blocks(layout, runs, rows: int, tokens: int, entries: int, tiles: int, block: int):

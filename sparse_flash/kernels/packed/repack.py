@@ -220,16 +220,26 @@ def find_rows_kernel(
         tl.store(row_of_token + first_token + place, padded, mask=some)
 
 
+class Group(NamedTuple):
+    """Block rows first .. stop - 1, which are walked together, after ``before`` others."""
+
+    first: Any
+    stop: Any
+    before: Any
+
+
 @triton.jit
-def place_of(totals, row, total, rows, CHUNK: tl.constexpr):
-    """(entries of the block rows above this one, block rows that are heavier, or equally heavy and above it)."""
+def place_of(totals, row, total, rows, group, CHUNK: tl.constexpr):
+    """(entries of the block rows above this one; its place in the order: within its ``Group``, behind block rows that are heavier,
+    or equally heavy and above it)."""
     begin = row * 0
-    rank = row * 0
+    rank = row * 0 + group.before
     for first in range(0, rows, CHUNK):
         other = first + tl.arange(0, CHUNK)
         theirs = tl.load(totals + other, mask=other < rows, other=-1)
         begin += tl.sum(tl.where(other < row, theirs, 0), 0)
-        rank += tl.sum(((theirs > total) | ((theirs == total) & (other < row))).to(tl.int32), 0)
+        ahead = (theirs > total) | ((theirs == total) & (other < row))
+        rank += tl.sum((ahead & (group.first <= other) & (other < group.stop)).to(tl.int32), 0)
     return begin, rank
 
 
@@ -303,7 +313,7 @@ def fill_rows_kernel(
     full_begin = tl.load(records + _BEGIN * rows + row)
     run_begin = tl.load(records + (_BEGIN + 1) * rows + row)
     bit_begin = tl.load(records + (_BEGIN + 2) * rows + row)
-    begin, rank = place_of(records + _TOTAL * rows, row, total, rows, ROWS)
+    begin, rank = place_of(records + _TOTAL * rows, row, total, rows, Group(0, rows, 0), ROWS)
     bits = begin + fulls + runs
     table = NewTable(row_ptr, row_split, row_order, rows)
     store_row(table, row, rank, RowBounds(begin, begin + whole, bits, begin + total))

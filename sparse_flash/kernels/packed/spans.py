@@ -20,6 +20,7 @@ from .repack import (
     Q_LEN,
     Q_START,
     ROWS_TOGETHER,
+    Group,
     NewTable,
     RowBounds,
     empty_table,
@@ -29,14 +30,18 @@ from .repack import (
 )
 
 # Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both HIGH
-# if it fills none; how many it touches, and how many of these it does not fill.
+# if it fills none; how many it touches, and how many of these it does not fill. Of blocks by document also the ``Group`` that is its
+# document.
 _LOW = tl.constexpr(0)
 _FULL_LOW = tl.constexpr(1)
 _FULL_HIGH = tl.constexpr(2)
 _HIGH = tl.constexpr(3)
 _TOUCHED = tl.constexpr(4)
 _PARTIAL = tl.constexpr(5)
-SPAN_FIELDS = 6
+_GROUP_FIRST = tl.constexpr(6)
+_GROUP_STOP = tl.constexpr(7)
+_GROUP_BEFORE = tl.constexpr(8)
+SPAN_FIELDS = 9
 
 _ITEM = tl.constexpr(8)  # fields of a work item: see ``Table.work``
 _TILES_TOGETHER = 16
@@ -89,6 +94,23 @@ def store_span(spans, bounds, row, rows, first, stop, shift, exists, BLOCK: tl.c
     tl.store(spans + _HIGH * rows + row, high)
     tl.store(spans + _TOUCHED * rows + row, high - low)
     tl.store(spans + _PARTIAL * rows + row, (high - low) - (full_high - full_low))
+
+
+@triton.jit
+def store_group(spans, row, rows, group):
+    tl.store(spans + _GROUP_FIRST * rows + row, group.first)
+    tl.store(spans + _GROUP_STOP * rows + row, group.stop)
+    tl.store(spans + _GROUP_BEFORE * rows + row, group.before)
+
+
+@triton.jit
+def _group_of(spans, starts, row, rows):
+    """The ``Group`` of a block by document; all blocks, if they do not start at ``starts``."""
+    group = Group(0, rows, 0)
+    if starts is not None:
+        first, stop = tl.load(spans + _GROUP_FIRST * rows + row), tl.load(spans + _GROUP_STOP * rows + row)
+        group = Group(first, stop, tl.load(spans + _GROUP_BEFORE * rows + row))
+    return group
 
 
 @triton.jit
@@ -147,7 +169,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
     low, full_low, full_high, high = _spans(spans, row, rows)
     touched = high - low
     full = full_high - full_low
-    begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, ROWS)
+    begin, rank = place_of(spans + _TOUCHED * rows, row, touched, rows, _group_of(spans, starts, row, rows), ROWS)
     end = begin + touched
     found = RowBounds(begin, begin + full, end, end)
     store_row(NewTable(row_ptr, row_split, row_order, rows), row, rank, found)
@@ -157,7 +179,7 @@ def _fill_row(spans, bounds, table, new_runs, starts, row, rows, BLOCK: tl.const
         tl.store(col_idx + begin + e, _names(starts, full_low + e, e < full), mask=e < full)
         tl.store(tile_idx + begin + e, e * 0, mask=e < full)
 
-    first_tile, _ = place_of(spans + _PARTIAL * rows, row, 0, rows, ROWS)
+    first_tile, _ = place_of(spans + _PARTIAL * rows, row, 0, rows, Group(0, rows, 0), ROWS)
     token = tl.arange(0, BLOCK)
     first = tl.load(bounds + row * BLOCK + token)[None, :]
     stop = tl.load(bounds + (rows + row) * BLOCK + token)[None, :]
@@ -180,7 +202,7 @@ def _fill_column(spans, counts, table, starts, column, rows, k_rows, BLOCK: tl.c
     """A key block's part of by_key."""
     row_ptr, row_split, row_order, col_idx, tile_idx, work = table
     touched = tl.load(counts + column)
-    begin, rank = place_of(counts, column, touched, k_rows, ROWS)
+    begin, rank = place_of(counts, column, touched, k_rows, _group_of(spans, starts, column, k_rows), ROWS)
     partial = begin + tl.load(counts + k_rows + column)
     end = begin + touched
     found = RowBounds(begin, partial, end, end)
