@@ -31,7 +31,7 @@ BACKEND = make_backend(TARGET)
 MODULES = selection_backward, selection_forward, selection_tables, selection_grads, selection_parts
 # heads, key heads, head_dim, block, every, always
 CASES = [(16, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
-CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
+CASES += [(16, 4, 128, 128, 16, None), (16, 4, 128, 256, 1, None), (16, 4, 128, 64, 1, "sinks(4) | local(128)")]
 OTHERS = [(64, 4, dim, block, 1, None) for dim in (64, 128) for block in (64, 128)]
 OTHERS += [(16, 4, 128, 32, 1, None), (8, 8, 128, 512, 1, None), (8, 2, 256, 128, 1, None)]
 

@@ -465,7 +465,8 @@ def test_rows_of_a_document_are_walked_together_the_longest_document_first_each_
 
 
 @pytest.mark.parametrize(
-    "spec", ["causal", "full", "causal & local(1024)", "butterfly", "bigbird", "causal & random(0.1)", "causal & block_diagonal(512)"]
+    "spec",
+    ["causal", "full", "causal & local(1024)", "butterfly", "bigbird", "causal & random(0.1)", "causal & block_diagonal(512)"],
 )
 def test_rows_are_walked_by_weight_alone_without_documents_of_many_blocks(spec):
     mask = sf.compile_mask(spec, 16384)

@@ -82,7 +82,7 @@ def _gather(p):
             # Read a tile ahead, so no copy waits for it.
             entry, exists = p.lists.entries_of(item.whole, item.end, step + 1, layout)
             p.q.acquire(tiles)
-            p.queries.copy(p.q.stage(tiles), p.rows, block.batch, ROWS)
+            p.queries.copy(p.q.stage(tiles), p.rows, block.batch, ROWS if p.STEPS == 1 else ROWS // 2)
             p.q.commit_copies(tiles)
             tiles += 1
         turn += 1
@@ -290,8 +290,10 @@ def picked_parts_kernel(
         KEYS=KEYS,
         STEPS=BLOCK // KEYS,
     )
+    # Running sums of larger blocks take more, and so the gathering warps hold fewer addresses at once.
+    REGISTERS: gl.constexpr = [200, 80, 24] if BLOCK == KEYS else [224, 40, 24]
     gl.warp_specialize(
-        [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], [200, 80, 24]
+        [(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,)), (_load, (p,))], [4, GATHERING_WARPS, 1], REGISTERS
     )
 
 
