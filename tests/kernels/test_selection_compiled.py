@@ -37,6 +37,8 @@ def test_products_run_on_tensor_cores_and_gathered_rows_are_copied_asynchronousl
     of_products = [k for k in kernels if k["kernel"] in WITH_PRODUCTS]
     assert of_products and all(k["wgmma"] > 0 and k["mma"] == 0 and k["tma"] > 0 for k in of_products), of_products
     gathering = [k for k in of_products if k["kernel"] in ("picked_parts", "picked_grads") and k["num_stages"] > 1]
+    # Of blocks of several steps, the portable forward kernel copies keys ahead.
+    gathering = [k for k in gathering if k["kernel"] != "picked_parts" or k["case"][3] == k["tile_n"]]
     gathering += [k for k in of_products if k["kernel"] in OF_HOPPER]
     assert gathering and all(k["async"] > 0 for k in gathering), gathering
 
