@@ -1,7 +1,7 @@
 """Makes Triton's interpreter faster, which the tests spend most of their time in.
 
-For each launch it replaces what ``triton.language`` has, and searches the language for that again with every call of a jit'd function,
-which takes some 40 % of its time. Within a launch, once is enough.
+For each launch it replaces what ``triton.language`` has, and searches the language for that again with every call of a jit'd
+function, which takes some 40 % of its time. Within a launch, once is enough.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ SPLIT_FIELDS = 4
 _HEAVY_BLOCKS, _HEAVY_RATIO, _HEAVY_SHARE = 64, 4, 1 / 32
 # Groups of rows, such as documents, have this many rows at least, on average: operands of fewer stay in the L2 cache in any order.
 _GROUPED = 8
+# Rows within a quarter of the heaviest are alike, if three quarters of the rows are.
+_ALIKE = 3 / 4
 # Entries of a narrow row, on average at most. Measured with windows of 8 and 64 blocks: docs/performance/kernels.md.
 _NARROW = 16
 _SPLIT_BLOCKS, _SPLIT_RATIO = 32, 2
@@ -44,8 +46,8 @@ class Table(NamedTuple):
 
     row_ptr:   (masks, rows + 1)  row r of mask m has entries row_ptr[m, r] .. row_ptr[m, r + 1]
     row_split: (masks, rows, 2)   its full blocks end and run tiles begin at [..., 0]; run tiles end, bit tiles begin at [..., 1]
-    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end; under documents one document
-                                  after the other, see ``groups_of``
+    row_order: (masks, rows)      the rows, heaviest first, so that no heavy row is left for the end, see ``weights_of``; under
+                                  documents one document after the other, see ``groups_of``
     col_idx:   (entries,)         the block column of each entry, ascending within full, run and bit
     tile_idx:  (entries,)         the index into tile_runs or tile_bits; 0 for full blocks
     work:      (masks, items, 8)  all that a program needs to know of a row, contiguous, in that order: the row, then row_ptr[r],
@@ -56,8 +58,8 @@ class Table(NamedTuple):
     splits:    (masks, splits, 4) the split rows: the row, its first split from 0, how many; then rows of zeros. A row has at least
                                   two splits, so no more than half of the lines are in use.
 
-    ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device has room for splits that it may not
-    use; its splits come first, row by row, then the other rows, heaviest first.
+    ``col_idx`` and ``tile_idx`` may be longer than row_ptr indicates. A table made on a device, unless it is of documents, has its
+    rows by weight alone, and room for splits that it may not use: its splits come first, row by row, then the other rows.
     """
 
     row_ptr: torch.Tensor
@@ -219,7 +221,7 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     np.cumsum(cols, dtype=np.int32, out=cols)
     cols[place], tiles[place] = partial.cols, partial.tiles
     split = np.stack([bits - of_runs, bits], 1)
-    order = np.lexsort((-np.diff(ptr), groups_of(ptr, split, cols)))
+    order = np.lexsort((-weights_of(np.diff(ptr)), groups_of(ptr, split, cols)))
     arrays = ptr[None], split[None], order[None], at_least_two(cols), at_least_two(tiles)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
@@ -292,6 +294,14 @@ def groups_of(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> np.ndarra
     place = np.empty(len(ends), np.int64)
     place[np.argsort(-heaviest, kind="stable")] = np.arange(len(ends))
     return place[group]
+
+
+def weights_of(count: np.ndarray) -> np.ndarray:
+    """What rows, or items, of ``count`` blocks are ordered by, (n,) integers. Where most are about as heavy as the heaviest, these
+    count as equal, and so stay in order of position: neighbours read the same keys, or neighbouring ones."""
+    most = count.max(initial=0)
+    alike = count >= _ALIKE * most
+    return np.where(alike, most, count) if np.count_nonzero(alike) >= _ALIKE * len(count) else count
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -388,7 +398,7 @@ def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.n
     which = np.cumsum(heavy[row]) * heavy[row]
     fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, which]
     items = np.zeros((len(row), WORK_FIELDS), np.int32)
-    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((begin - end, groups_of(ptr, split, cols)[row]))]
+    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((-weights_of(end - begin), groups_of(ptr, split, cols)[row]))]
     first_split = np.cumsum(divisor * heavy) - divisor * heavy
     splits = np.stack([np.arange(len(count)), first_split, divisor, 0 * divisor], -1)[heavy]
     return items, splits.astype(np.int32)

@@ -63,6 +63,14 @@ def test_both_tables_decode_by_the_docstring_to_the_same_pairs(pattern, lengths,
     np.testing.assert_array_equal(assembled(cols, mask, *lengths, by_key=True), expected)
 
 
+def heaviest_first(weights: torch.Tensor) -> bool:
+    """Whether weights descend; those within a quarter of the heaviest count as equal if three quarters of them are."""
+    near = weights >= 0.75 * weights.amax() if len(weights) else weights
+    if 4 * near.sum() >= 3 * len(weights):
+        weights = torch.where(near, weights.amax(), weights)
+    return bool((weights.diff() <= 0).all())
+
+
 @settings(max_examples=80)
 @given(pattern=strategies.expressions, lengths=strategies.lengths, block_size=strategies.block_sizes)
 def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(pattern, lengths, block_size):
@@ -71,7 +79,7 @@ def test_rows_are_walked_heaviest_first_and_columns_ascend_within_each_kind(patt
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in table)
         weight = table.row_ptr[0].diff()
         order = table.row_order[0].long()
-        assert sorted(order.tolist()) == list(range(len(weight))) and (mask.grouped or (weight[order].diff() <= 0).all())
+        assert sorted(order.tolist()) == list(range(len(weight))) and (table.is_grouped() or heaviest_first(weight[order]))
         bounds = torch.cat([table.row_ptr[0, :-1, None], table.row_split[0], table.row_ptr[0, 1:, None]], 1)
         for begin, end in torch.stack([bounds[:, :-1], bounds[:, 1:]], -1).view(-1, 2).tolist():
             assert (table.col_idx[begin:end].diff() > 0).all()
@@ -199,8 +207,10 @@ def test_block_map_that_keeps_all_within_a_pattern_is_the_pattern_compiled(patte
     mask = sf.BlockMask.from_blocks(torch.ones(limit.grid.shape, dtype=torch.bool), size, *lengths, within=limit)
     for ours, theirs in ((mask.by_query, limit.by_query), (mask.by_key, limit.by_key)):
         entries = int(theirs.row_ptr[0, -1])
-        for name in ("row_ptr", "row_split", "row_order"):
+        for name in ("row_ptr", "row_split"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
+        # By weight alone: the host does not see it.
+        assert torch.equal(ours.row_order, torch.argsort(ours.row_ptr.diff(), descending=True, stable=True).int())
         for name in ("col_idx", "tile_idx"):
             assert torch.equal(getattr(ours, name)[:entries], getattr(theirs, name)[:entries])
 
@@ -424,7 +434,7 @@ def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
         assert torch.equal(work[:, 0], table.row_order[number])
         assert torch.equal(work[:, 1], table.row_ptr[number][rows]) and torch.equal(work[:, 4], table.row_ptr[number][rows + 1])
         assert torch.equal(work[:, 2:4], table.row_split[number][rows])
-        assert ((work[:, 4] - work[:, 1]).diff() <= 0).all()
+        assert heaviest_first(work[:, 4] - work[:, 1])
 
 
 @pytest.mark.parametrize(
@@ -434,7 +444,7 @@ def test_work_items_hold_each_row_with_its_bounds_heaviest_first(side, made):
 def test_work_items_cover_every_entry_of_every_row_once_and_the_heaviest_comes_first(spec, side):
     table = getattr(sf.compile_mask(spec, 20000, 20000), side)
     weights = table.work[0, :, 4] - table.work[0, :, 1]
-    assert spec.startswith("documents") or (weights.diff() <= 0).all()
+    assert spec.startswith("documents") or heaviest_first(weights)
     for row in range(table.row_order.shape[1]):
         items = table.work[0][table.work[0, :, 0] == row]
         items = items[items[:, 1].argsort()]
@@ -472,7 +482,17 @@ def test_rows_are_walked_by_weight_alone_without_documents_of_many_blocks(spec):
     mask = sf.compile_mask(spec, 16384)
     assert not mask.grouped
     for table in (mask.by_query, mask.by_key):
-        assert ((table.work[0, :, 4] - table.work[0, :, 1]).diff() <= 0).all()
+        assert heaviest_first(table.work[0, :, 4] - table.work[0, :, 1])
+
+
+@pytest.mark.parametrize("spec", ["causal & (local(1024) | power_of_two)", "causal & strided(64)"])
+@pytest.mark.parametrize("side", ["by_query", "by_key"])
+def test_rows_about_as_heavy_as_the_heaviest_are_walked_by_position_if_most_are(spec, side):
+    table = getattr(sf.compile_mask(spec, 65536), side)
+    count, rows = table.row_ptr[0].diff(), table.work[0, :, 0].long()
+    near = count >= 0.75 * count.max()
+    assert torch.equal(rows[: near.sum()], near.nonzero()[:, 0]) and near.sum() < len(near)
+    assert (count[rows[near.sum() :]].diff() <= 0).all()
 
 
 def test_a_row_much_heavier_than_others_comes_in_parts_that_are_listed():

@@ -4,8 +4,8 @@ results.
 Persistent programs: warps that gather queries, a warp that loads keys and values, and two warp groups that compute, each a tile of
 64 gathered rows at a time.
 
-- A block of 64 or 128 keys stays in shared memory while its list is walked, and the next item's arrives meanwhile. It is one step, so
-  there is no running softmax.
+- A block of 64 or 128 keys stays in shared memory while its list is walked, and the next item's arrives meanwhile. It is one step,
+  so there is no running softmax.
 - Larger blocks are walked in steps of 128 keys, by both warp groups together, each with a tile of its own.
 
 Sources: arXiv:2511.11571 and arXiv:2508.18224 (queries gathered by key block); arXiv:2407.08608, sec. 3 (warp roles).
@@ -153,6 +153,7 @@ def _compute(p, GROUP: gl.constexpr):
             fence_async_shared()
             maximum = gl.full([ROWS], FLOOR, gl.float32, layout=gl.SliceLayout(1, score_layout))
             total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, score_layout))
+            started = no_sums
             for number in gl.static_range(STEPS):
                 load = loads + number
                 if STEPS > 1:
@@ -160,7 +161,7 @@ def _compute(p, GROUP: gl.constexpr):
                 started_scores = times_transposed(p.q.stage(tiles + step), p.k.stage(load), zeros, p.DIM)
                 if number == 0:
                     scores = warpgroup_mma_wait(0, deps=(started_scores,))
-                    sums = no_sums
+                    sums = started
                 else:
                     scores, sums = warpgroup_mma_wait(0, deps=(started_scores, started))
                     p.k.release(load - 1)

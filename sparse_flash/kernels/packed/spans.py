@@ -29,9 +29,9 @@ from .repack import (
     store_row,
 )
 
-# Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both HIGH
-# if it fills none; how many it touches, and how many of these it does not fill. Of blocks by document also the ``Group`` that is its
-# document.
+# Fields of a query block: the key blocks that it touches and fills, LOW .. HIGH - 1 and FULL_LOW .. FULL_HIGH - 1 within, both
+# HIGH if it fills none; how many it touches, and how many of these it does not fill. Of blocks by document also the ``Group`` that
+# is its document.
 _LOW = tl.constexpr(0)
 _FULL_LOW = tl.constexpr(1)
 _FULL_HIGH = tl.constexpr(2)
