@@ -105,7 +105,7 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
     (tmp_path / "tests" / "patterns").mkdir(parents=True)
     (tmp_path / "docs" / "hooks").mkdir(parents=True)
-    tests = ("tests/conftest.py", "tests/counts.py", "tests/strategies.py", "tests/patterns/test_patterns.py")
+    tests = [f"tests/{name}.py" for name in ("conftest", "counts", "interpreted", "strategies", "patterns/test_patterns")]
     for name in (*tests, "docs/hooks/gallery.py"):
         shutil.copy(ROOT / name, tmp_path / name)
 

@@ -45,11 +45,21 @@ class ChoiceConfig:
 #     (128, 64, 8, 1)  1.68  2.57  1.08  1.42  0.23
 # Tiles of 32 in 4 warps and of 64 in 8 took 1.5 to 2.3 times the first row, and none is more than 3 % faster in most columns.
 # "max", 32,768 tokens of 4 heads in blocks of 128: (64, 16, 4, 2) 1.94 (284 TFLOP/s), (64, 32, 4, 2) 2.00, 3 stages 2.08, 1 stage
-# 2.13, 8 warps 2.85. "given" was measured with this config alone: docs/internals/selection.md.
+# 2.13, 8 warps 2.85.
+# "given", H100, 2026-11-26, float32 scores of 65,536 tokens and 8 heads by 512 and by 1,024 blocks, bfloat16 ones by 512, and of
+# 16,384 tokens and 32 heads by 128 (benchmarks/results/h100-2026-11-26-choice): each column that enters costs a pass over the tile.
+#     (64, 64, 4, 1)   2.11  3.19  1.45  0.96
+#     (64, 32, 4, 1)   1.27  1.92  1.09  0.58
+#     (64, 16, 4, 1)   0.97  1.46  0.90  0.45
+#     (64, 8, 4, 1)    0.99  1.58        0.41
+#     (32, 32, 2, 1)   1.19  1.75        0.56
+# It does not help "mean" and "softmax", whose products then have 16 columns (1.61 for 1.42, 12 for 5.9); nor do products of 64
+# columns whose quarters enter in turn (1.51 for 1.32); nor a first pass, for a floor that as many columns as are chosen exceed, so
+# that few enter which leave again: products take longer twice than entering did ("mean" 1.49 for 1.35, "given" level).
 # Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 166 registers
 # and 2 KiB of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
 _CONFIGS = {
-    "given": ChoiceConfig(64, 64, 4, 1),
+    "given": ChoiceConfig(64, 16, 4, 1),
     "mean": ChoiceConfig(64, 64, 4, 1),
     "max": ChoiceConfig(64, 16, 4, 2),
     "softmax": ChoiceConfig(64, 64, 4, 2),
