@@ -183,6 +183,20 @@ def test_kernels_lay_packed_documents_out_by_document(by_kernels, name, table):
     assert np.array_equal(pairs_of(mask.by_document, table, mask.q_len), mask.to_dense().cpu().numpy())
 
 
+@pytest.mark.parametrize("table", ["by_query", "by_key"])
+@pytest.mark.parametrize("pattern", ["causal", "causal & local(300)"])
+def test_blocks_of_a_packed_document_are_walked_together_the_longest_document_first(by_kernels, pattern, table):
+    ends = 0, 100, 500, 1500, 1900, 2600
+    side = Side(torch.tensor(ends, device=DEVICE), ends[-1] + 300, 1000)
+    work = getattr(in_place.mask_in_place(pattern, side, None).by_document, table).work[0].cpu().numpy()
+    work = work[work[:, 0] < work[:, 7]]  # of blocks with tokens
+    # The tokens after the last document lie in its blocks.
+    document = np.searchsorted(ends[:-1], work[:, 0], side="right") - 1
+    changes = np.flatnonzero(np.diff(document)) + 1
+    assert document[np.append(0, changes)].tolist() == [2, 4, 1, 3, 0] and len(changes) == 4
+    assert all((np.diff(of_document[:, 4] - of_document[:, 1]) <= 0).all() for of_document in np.split(work, changes))
+
+
 @given(
     pattern=st.sampled_from(["causal", "full", "causal & local(100)", "local(300)", "prefix(70)"]),
     lengths=st.lists(st.integers(0, 900), min_size=2, max_size=12).filter(any),
