@@ -1005,7 +1005,7 @@ FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
 @parametrize("far", FAR)
 @parametrize("backend", ["torch", "triton", "reference"])
 def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far):
-    q, k, v = (torch.randn(2, HEADS, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def results(**lengths):
         out = sf.attention(q, k, v, "causal", backend=backend, **lengths)
