@@ -295,10 +295,10 @@ def _stacked(masks: list[BlockMask]) -> BlockMask:
             remapped = torch.where(kinds == 1, index[1][number][tile.clamp(max=len(index[1][number]) - 1)], 0)
             in_runs = (entry >= split[0, row, 0]) & (kinds == 0)
             remapped = torch.where(in_runs, index[0][number][tile.clamp(max=len(index[0][number]) - 1)], remapped)
-            parts.append((ptr + base, split + base, table.row_order, table.col_idx[:count], remapped.to(torch.int32)))
+            parts.append((ptr + base, split + base, table.col_idx[:count], remapped.to(torch.int32)))
             base += count
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        joined[3:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[3:]]
+        joined[2:] = [torch.from_numpy(at_least_two(t.numpy())) for t in joined[2:]]
         tables.append(with_work(*joined))
     return replace(
         masks[0],

@@ -220,9 +220,7 @@ def table_of(full: FullBlocks, partial: PartialBlocks) -> Table:
     cols[np.cumsum(lengths) - lengths + before[full.rows]] = full.first - np.append(0, full.stop[:-1] - 1)[: len(lengths)]
     np.cumsum(cols, dtype=np.int32, out=cols)
     cols[place], tiles[place] = partial.cols, partial.tiles
-    split = np.stack([bits - of_runs, bits], 1)
-    order = np.lexsort((-weights_of(np.diff(ptr)), groups_of(ptr, split, cols)))
-    arrays = ptr[None], split[None], order[None], at_least_two(cols), at_least_two(tiles)
+    arrays = ptr[None], np.stack([bits - of_runs, bits], 1)[None], at_least_two(cols), at_least_two(tiles)
     return with_work(*(torch.from_numpy(np.ascontiguousarray(a, np.int32)) for a in arrays))
 
 
@@ -305,7 +303,7 @@ def weights_of(count: np.ndarray) -> np.ndarray:
 
 
 def work_of_whole_rows(order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The work items of unsplit rows. order: (..., rows) int32, the rows, heaviest first. bounds: (..., rows, 4) int32, in that
+    """The work items of unsplit rows. order: (..., rows) int32, the rows in their order. bounds: (..., rows, 4) int32, in that
     order, the start, start of run tiles, start of bit tiles and end of each."""
     return torch.cat([order[..., None], bounds, bounds.new_zeros((*order.shape, WORK_FIELDS - 5))], -1)
 
@@ -365,12 +363,10 @@ def with_splits(
     return work, pad(lines[:, :room], (0, 0, 0, max(0, room - rows - 1)))
 
 
-def with_work(
-    row_ptr: torch.Tensor, row_split: torch.Tensor, row_order: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor
-) -> Table:
-    """The table, on the CPU, with its work items: whole rows, and splits of the heavy ones."""
+def with_work(row_ptr: torch.Tensor, row_split: torch.Tensor, col_idx: torch.Tensor, tile_idx: torch.Tensor) -> Table:
+    """The table, on the CPU, with the order of its rows and its work items: whole rows, and splits of the heavy ones."""
     of_masks = zip(row_ptr.numpy(), row_split.numpy(), strict=True)
-    items, splits = zip(*(_divided(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
+    orders, items, splits = zip(*(_divided(*bounds, col_idx.numpy()) for bounds in of_masks), strict=True)
     work = np.zeros((len(items), max(map(len, items)), WORK_FIELDS), np.int32)
     work[..., 0] = row_ptr.shape[1] - 1
     listed = np.zeros((len(splits), max(2, *map(_count_of_splits, splits)), SPLIT_FIELDS), np.int32)
@@ -378,16 +374,17 @@ def with_work(
         work[mask, : len(rows)], listed[mask, : len(heavy)] = rows, heavy
     if listed.any():
         work[0, 0, 6] = work.shape[1]
-    return Table(row_ptr, row_split, row_order, col_idx, tile_idx, torch.from_numpy(work), torch.from_numpy(listed))
+    order, made = torch.from_numpy(np.stack(orders).astype(np.int32)), (torch.from_numpy(work), torch.from_numpy(listed))
+    return Table(row_ptr, row_split, order, col_idx, tile_idx, *made)
 
 
 def _count_of_splits(splits: np.ndarray) -> int:
     return int(splits[:, 2].sum())
 
 
-def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The work items and the split rows of one mask: see ``Table``."""
-    count = np.diff(ptr).astype(np.int64)
+def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The order of the rows, the work items and the split rows of one mask: see ``Table``."""
+    count, group = np.diff(ptr).astype(np.int64), groups_of(ptr, split, cols)
     mean = count.sum() / max(1, np.count_nonzero(count))
     heavy = count > max(_HEAVY_BLOCKS, _HEAVY_RATIO * mean, _HEAVY_SHARE * count.sum())
     divisor = np.where(heavy, -(-count // max(_SPLIT_BLOCKS, int(_SPLIT_RATIO * mean))), 1)
@@ -398,10 +395,10 @@ def _divided(ptr: np.ndarray, split: np.ndarray, cols: np.ndarray) -> tuple[np.n
     which = np.cumsum(heavy[row]) * heavy[row]
     fields = [row, begin, *(np.clip(split[row, k], begin, end) for k in (0, 1)), end, which]
     items = np.zeros((len(row), WORK_FIELDS), np.int32)
-    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((-weights_of(end - begin), groups_of(ptr, split, cols)[row]))]
+    items[:, : len(fields)] = np.stack(fields, -1)[np.lexsort((-weights_of(end - begin), group[row]))]
     first_split = np.cumsum(divisor * heavy) - divisor * heavy
     splits = np.stack([np.arange(len(count)), first_split, divisor, 0 * divisor], -1)[heavy]
-    return items, splits.astype(np.int32)
+    return np.lexsort((-weights_of(count), group)), items, splits.astype(np.int32)
 
 
 def at_least_two(tiles: np.ndarray) -> np.ndarray:

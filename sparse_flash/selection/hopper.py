@@ -50,9 +50,10 @@ def backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), which repeat bit for bit."""
-    from ..kernels.hopper.selection_grads import keys_of_item, picked_grads
+    from ..kernels.hopper.gathered import keys_at_a_time
+    from ..kernels.hopper.selection_grads import picked_grads
 
-    keys = keys_of_item(selection.block_size)
+    keys = keys_at_a_time(selection.block_size)
     return portable.backward(dout, dlse, q, k, v, out, lse, selection, scale, picked_grads, keys)
 
 

@@ -224,6 +224,11 @@ def store_by_rows(base, values, places, exists):
     gl.store(pointers, values, mask=exists[:, None] & (column >= 0)[None, :], cache_modifier=".cs")
 
 
+def keys_at_a_time(block: int) -> int:
+    """Of a block of this many keys, 64 or a multiple of 128, how many are in shared memory together."""
+    return min(block, 128)
+
+
 def list_arguments(lists, turn) -> tuple:
     """entries, items, item and item_count of a kernel. lists: ``selection.tables.ColumnLists``."""
     count = lists.items.shape[1]

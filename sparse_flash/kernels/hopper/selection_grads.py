@@ -30,6 +30,7 @@ from .gathered import (
     KnownRows,
     Lists,
     RowTensor,
+    keys_at_a_time,
     known_rows,
     list_arguments,
     row_arguments,
@@ -481,16 +482,11 @@ def picked_grads_kernel(
         gl.warp_specialize([(_compute_first, (p,)), (_compute_second, (p,)), (_gather, (p,))], [4, GATHERING_WARPS], [232, 40])
 
 
-def keys_of_item(block: int) -> int:
-    """Of a block of this many keys, a multiple of 64, how many a program takes at a time."""
-    return min(block, 128)
-
-
 def picked_grads(operands, lists, parts, dk_sums, dv_sums, sizes, turn, scale: float, config=None) -> None:
     """Writes parts, unless None, and sums of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128,
     v's being the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v, dout, log2_sum, delta = operands
-    dim, keys = padded_head_dim(q.shape[3]), keys_of_item(sizes.block)
+    dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     config = config or PICKED_GRADS[dim, keys]
     block = [1, 1, keys, dim]
     arguments = [q, described(k, block), described(v, block), dout, log2_sum, delta, q if parts is None else parts]

@@ -28,6 +28,7 @@ from .gathered import (
     KnownRows,
     Lists,
     RowTensor,
+    keys_at_a_time,
     known_rows,
     list_arguments,
     row_arguments,
@@ -302,7 +303,7 @@ def picked_parts(operands, lists, parts, part_lse, sizes, turn, scale: float, co
     """Writes parts and part_lse of one turn. Arguments as for the portable kernel, of 16-bit types, head_dim up to 128, v's being
     the same, and blocks of 64 keys or a multiple of 128."""
     q, k, v = operands[:3]
-    dim, keys = padded_head_dim(q.shape[3]), min(sizes.block, 128)
+    dim, keys = padded_head_dim(q.shape[3]), keys_at_a_time(sizes.block)
     config = config or PICKED_PARTS[dim, keys]
     count = lists.items.shape[1]
     block = [1, 1, keys, dim]

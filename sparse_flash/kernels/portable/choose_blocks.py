@@ -56,8 +56,8 @@ class ChoiceConfig:
 # It does not help "mean" and "softmax", whose products then have 16 columns (1.61 for 1.42, 12 for 5.9); nor do products of 64
 # columns whose quarters enter in turn (1.51 for 1.32); nor a first pass, for a floor that as many columns as are chosen exceed, so
 # that few enter which leave again: products take longer twice than entering did ("mean" 1.49 for 1.35, "given" level).
-# Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 166 registers
-# and 2 KiB of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
+# Compiled for sm_90 (triton 3.9; 16 slots, head_dim 128, four heads that share a choice), in the order of the table: 64 registers
+# and 16 bytes of shared memory, 155 and 64 KiB, 138 and 48 KiB; none spills.
 _CONFIGS = {
     "given": ChoiceConfig(64, 16, 4, 1),
     "mean": ChoiceConfig(64, 64, 4, 1),
