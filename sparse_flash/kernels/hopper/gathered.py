@@ -194,6 +194,19 @@ def known_rows():
     return KnownRows(queries, gl.allocate_shared_memory(gl.int32, [ROWS], layout))
 
 
+@gluon.jit
+def load_keys(p, n, block, position, KEYS: gl.constexpr):
+    """Starts the copy of KEYS keys of a block's head, from ``position`` on, and of their values, once the stage of n is released.
+    p: has k_tensor, v_tensor, the rings k and v, and DIM."""
+    BYTES: gl.constexpr = KEYS * p.DIM * 2
+    place = [block.batch, block.kv_head, position, 0]
+    p.k.acquire(n)
+    p.k.expect(n, BYTES)
+    p.k.load(n, p.k_tensor, place)
+    p.v.expect(n, BYTES)
+    p.v.load(n, p.v_tensor, place)
+
+
 @triton.constexpr_function
 def copying_layout(dim, warps):
     """Of the threads that copy a tile: each 16 bytes of a row, side by side."""

@@ -33,6 +33,7 @@ from .gathered import (
     keys_at_a_time,
     known_rows,
     list_arguments,
+    load_keys,
     row_arguments,
     store_by_rows,
     storing_layout,
@@ -113,14 +114,9 @@ def _gather_list(p, begin, end, block, tiles):
 @gluon.jit
 def _load_keys(p, turn, item):
     """Starts the copy of an item's keys and values, once all warps have done with those of the item before."""
-    BYTES: gl.constexpr = p.lists.KEYS * p.DIM * 2
     if item.begin < item.end:
         block = p.lists.block_of(item)
-        p.k.acquire(turn)
-        p.k.expect(turn, BYTES)
-        p.k.load(turn, p.k_tensor, [block.batch, block.kv_head, block.position, 0])
-        p.v.expect(turn, BYTES)
-        p.v.load(turn, p.v_tensor, [block.batch, block.kv_head, block.position, 0])
+        load_keys(p, turn, block, block.position, p.lists.KEYS)
 
 
 @gluon.jit

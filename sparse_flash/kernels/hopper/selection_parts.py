@@ -31,6 +31,7 @@ from .gathered import (
     keys_at_a_time,
     known_rows,
     list_arguments,
+    load_keys,
     row_arguments,
     store_by_rows,
     storing_layout,
@@ -100,26 +101,15 @@ def _load(p):
         block = p.lists.block_of(item)
         upcoming = p.lists.item(turn + 1)
         if p.STEPS == 1:
-            _load_keys(p, loads, block, 0)
+            load_keys(p, loads, block, block.position, p.KEYS)
             loads += 1
         else:
             for _ in range(p.tiles_of(item) // 2):
                 for step in range(p.STEPS):
-                    _load_keys(p, loads, block, step)
+                    load_keys(p, loads, block, block.position + step * p.KEYS, p.KEYS)
                     loads += 1
         turn += 1
         item = upcoming
-
-
-@gluon.jit
-def _load_keys(p, n, block, step):
-    BYTES: gl.constexpr = p.KEYS * p.DIM * 2
-    place = [block.batch, block.kv_head, block.position + step * p.KEYS, 0]
-    p.k.acquire(n)
-    p.k.expect(n, BYTES)
-    p.k.load(n, p.k_tensor, place)
-    p.v.expect(n, BYTES)
-    p.v.load(n, p.v_tensor, place)
 
 
 @gluon.jit
