@@ -6,7 +6,9 @@
 One GPU's time is that of the whole sequence on every rank by itself. Times are medians; that of the slowest rank counts. Tables
 show the share of linear scaling: one GPU's time / ranks / the time. ``floor_ms``: the larger of one GPU's time / ranks and the
 fewest bytes that a strategy of ours moves / the rate of the link, measured in the same run by an all-to-all of as many contiguous
-bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. Rank 0 writes context.json after each way.
+bytes. Errors are relative L2 distances from one GPU, the worst of out, dq, dk and dv. ``exchange_ms``: what a strategy of ours
+exchanges in a forward pass, packing included, and nothing else. Calls of over 2 s are warmed up at a short length, and made once.
+Rank 0 writes context.json after each way.
 
 The process group and its time-out are the command's own: a rank that fails in a way alone ends the run after 150 s.
 """
@@ -19,7 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,8 +34,9 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sparse_flash as sf
+from sparse_flash.parallel.costs import FLOP_RATE
 
-from .baselines.context import PATIENCE, WAYS, Sequence, Way, barrier, failed_alone, of_all_ranks
+from .baselines.context import PATIENCE, WAYS, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
 from .measure.throughput import failure_text, peak_bytes
 from .results import environment
@@ -42,6 +45,7 @@ HEADS = ((8, 8), (32, 8))
 TOKENS = (131_072, 524_288)
 _LEAST, _MOST = 3, 20  # runs of a figure
 _LONG = 2.0  # seconds of a run that is not repeated
+_SHORT = 16_384  # tokens that warm up for it
 PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pass travel: gradients return
 
 
@@ -85,13 +89,19 @@ def sequence_of(case: ContextCase, device: torch.device, dtype: torch.dtype, ran
     return Sequence(pattern, mask, q, k, v, ranks)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median, of the slowest rank. Ranks begin each run together, and make as many."""
-    taken: list[float] = []
+def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, warm: bool = False) -> float:
+    """The median, of the slowest rank. Ranks begin each run together, and make as many. warm: nothing is left to compile."""
+
+    def once() -> float:
+        return max(of_all_ranks(_timed(call, device)))
+
     for _ in range(2):  # the first compiles; both warm up
-        _timed(call, device)
+        first = once()
+        if warm and first > 1e3 * _LONG:
+            return first
+    taken: list[float] = []
     while len(taken) < _LEAST or (sum(taken) < 1e3 * seconds and len(taken) < _MOST):
-        taken.append(max(of_all_ranks(_timed(call, device))))
+        taken.append(once())
         if taken[0] > 1e3 * _LONG:
             break
     return median(taken)
@@ -114,7 +124,7 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def passes(
-    leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float
+    leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor], device: torch.device, seconds: float, warm: bool = False
 ) -> dict[str, float]:
     """{"forward_ms", "both_ms"}"""
 
@@ -126,7 +136,7 @@ def passes(
         out = attend()
         torch.autograd.grad(out, leaves, out.detach())
 
-    return {"forward_ms": milliseconds(forward, device, seconds), "both_ms": milliseconds(both, device, seconds)}
+    return {name: milliseconds(call, device, seconds, warm) for name, call in (("forward_ms", forward), ("both_ms", both))}
 
 
 def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -135,9 +145,11 @@ def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]
     return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
 
-def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float) -> dict:
-    """{"forward_ms", "both_ms", "error", "received_bytes", "extra_bytes"}. exact: one GPU's results, or None where they are not
-    compared."""
+def measured(
+    way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float, warm: bool = False
+) -> dict:
+    """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes"}. exact: one GPU's results, or None where
+    they are not compared."""
     device = sequence.q.device
     with way.divided(sequence, mesh) as divided:
         found: dict = {"received_bytes": divided.received}
@@ -145,13 +157,22 @@ def measured(way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mes
             own = results(divided.leaves, divided.attend)
             found["error"] = max(of_all_ranks(max(map(_distance, map(divided.whole, own), exact))))
             del own
-        found |= passes(divided.leaves, divided.attend, device, seconds)
+
+        def timed() -> None:
+            found.update(passes(divided.leaves, divided.attend, device, seconds, warm))
+
         if device.type == "cuda":
-            found["extra_bytes"] = max(of_all_ranks(peak_bytes(lambda: results(divided.leaves, divided.attend), device)))
+            found["extra_bytes"] = max(of_all_ranks(peak_bytes(timed, device)))
+        else:
+            timed()
+        if divided.exchange is not None:
+            found["exchange_ms"] = milliseconds(divided.exchange, device, seconds)
     return found
 
 
-def tried(name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort) -> dict:
+def tried(
+    name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
+) -> dict:
     """What ``measured`` returns, or {"refused", "skipped" or "failed": why}, the same on every rank. Raises RuntimeError where some
     ranks failed and some did not."""
     if effort.is_over():
@@ -159,7 +180,7 @@ def tried(name: str, sequence: Sequence, exact: list[torch.Tensor] | None, mesh:
     if reason := WAYS[name].refuses(sequence):
         return {"refused": reason}
     try:
-        found = measured(WAYS[name], sequence, exact, mesh, effort.seconds)
+        found = measured(WAYS[name], sequence, exact, mesh, effort.seconds, warm)
     except Exception as error:
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
@@ -182,19 +203,37 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
     return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
 
 
+def warmed(case: ContextCase, names: list[str], mesh: DeviceMesh) -> bool:
+    """Whether all calls of a case that takes long on one GPU were made at a short length."""
+    pairs = float(sf.compile_mask(case.mask, case.tokens, progress=False).density) * case.tokens**2
+    on_one = 14 * pairs * case.heads * case.head_dim / FLOP_RATE  # forward and backward: 4 and 10 for a pair
+    if mesh.device_type != "cuda" or on_one < _LONG:
+        return False
+    known = masks(_SHORT)
+    short = replace(case, mask=known[case.label].to_spec() if case.label in known else case.mask, tokens=_SHORT)
+    # A plan may choose another strategy for the short sequence, so all of ours are made.
+    every = [*names, *(name for name, way in WAYS.items() if isinstance(way, Planned) and name not in names)]
+    try:
+        run(short, every, mesh, Effort(0.0, compare=False))
+    except ValueError:
+        return False  # the mask is of the long sequence alone
+    return True
+
+
 def run(
     case: ContextCase, names: list[str], mesh: DeviceMesh, effort: Effort, seen: Callable[[dict], None] = lambda found: None
 ) -> dict:
     """A case as plain data: {"case", "ranks", "one": of one GPU, "fewest_bytes", "link_ms", "floor_ms", "ways": {name: result}}.
     Every rank returns the same. seen: gets it after each way, as far as it is."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
+    warm = warmed(case, names, mesh)
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
 
     def attend() -> torch.Tensor:
         return sf.attention(q, k, v, sequence.mask)  # type: ignore[return-value]  # no return_lse
 
-    one = passes(leaves, attend, device, effort.seconds)
+    one = passes(leaves, attend, device, effort.seconds, warm)
     exact = results(leaves, attend) if effort.compare else None
     fewest = min(sequence.received.values())
     link = link_ms(fewest, device, ranks, effort.seconds) if fewest else 0.0
@@ -202,7 +241,7 @@ def run(
     found: dict = {"case": asdict(case), "ranks": ranks, "one": one}
     found |= {"fewest_bytes": fewest, "link_ms": link, "floor_ms": floor, "ways": {}}
     for name in names:
-        found["ways"][name] = tried(name, sequence, exact, mesh, effort)
+        found["ways"][name] = tried(name, sequence, exact, mesh, effort, warm)
         seen(found)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -210,15 +249,16 @@ def run(
 
 
 def cells(found: dict, name: str) -> list[str]:
-    """Of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both; MiB that a rank
-    gets, and holds besides; the error."""
+    """Of a way: milliseconds, the share of linear scaling, the floor's share of the time, each forward / both; milliseconds of the
+    exchange alone; MiB that a rank gets, and holds besides; the error."""
     result = found["ways"][name]
     if "both_ms" not in result:
-        return [next(iter(result)), *[""] * 5]
+        return [next(iter(result)), *[""] * 6]
     linear, floor = ([of[n] / result[n] for n in PASSES] for of in (found["one"], found["floor_ms"]))
     pairs = [[result[n] for n in PASSES], [share / found["ranks"] for share in linear], floor]
     sizes = (result.get(key) for key in ("received_bytes", "extra_bytes"))
     texts = [" / ".join(f"{number:.2f}" for number in pair) for pair in pairs]
+    texts.append(f"{result['exchange_ms']:.2f}" if "exchange_ms" in result else "")
     return [*texts, *("" if size is None else f"{size / 2**20:,.0f}" for size in sizes), f"{result.get('error', float('nan')):.0e}"]
 
 
@@ -256,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.empty(0, device=mesh.device_type).device
     data: dict = {"format": 1, "environment": environment(device), "ranks": mesh.size(), "cases": []}
     shown = Table(title=f"of linear scaling over {mesh.size()}, and of the floor: forward / forward and backward")
-    for heading in ("case", "way", "ms", "of linear", "of the floor", "received, MiB", "extra, MiB", "error"):
+    for heading in ("case", "way", "ms", "of linear", "of the floor", "exchange, ms", "received, MiB", "extra, MiB", "error"):
         shown.add_column(heading)
 
     def write(found: dict) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -61,12 +61,13 @@ class Sequence:
 class Divided(NamedTuple):
     """leaves: q, k and v of the rank's tokens. attend: one forward pass, out of the rank's tokens. whole: what all ranks have of a
     tensor of such tokens, in the order of the sequence; a collective call. received: bytes that the slowest rank gets in a forward
-    pass; None: not known."""
+    pass; None: not known. exchange: what a forward pass exchanges and nothing else; None: it is not told apart."""
 
     leaves: Leaves
     attend: Callable[[], torch.Tensor]
     whole: Callable[[torch.Tensor], torch.Tensor]
     received: float | None
+    exchange: Callable[[], None] | None = None
 
 
 class Way:
@@ -102,7 +103,8 @@ class Planned(Way):
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
         received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
-        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received)
+        exchange = partial(plan.exchange, q, k, v) if plan.strategy in ("blocks", "heads") else None
+        yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
 
 
 class _Pieces(Way):

@@ -229,6 +229,9 @@ def cost(
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    warm: Annotated[int, typer.Option(min=0, help="Steps between the first, which compiles, and the timed ones.")] = 2,
+    sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
+    context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
     profile: Annotated[bool, typer.Option("--profile", help="Also print the kernels of a step.")] = False,
     out: Annotated[Path | None, typer.Option(help="A JSON file for the numbers.")] = None,
     device: Device = "auto",
@@ -236,35 +239,42 @@ def cost(
     """Time training steps on random tokens, by mask and length: what would a run cost here?"""
     from . import cost as costs_of
 
-    with user_errors(), parallel.world(device) as world:
-        base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled)
-        if out:
+    with user_errors(), parallel.world(device, context) as world:
+        if sharding not in ("ddp", "fsdp"):
+            raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
+        base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled, context=context)
+        if out and world.is_first:
             out.parent.mkdir(parents=True, exist_ok=True)  # an error here costs no measurement
         lengths, costs = length or [65_536], []
         # All are checked before one is measured.
         every = [
-            costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens)
+            costs_of.at(replace(base, masks=every_nth_dense(one, dense_every)), tokens, most_micro_tokens, world.replicas)
             for one in mask or ["sdpa", SPARSE]
             for tokens in lengths
         ]
-        for settings in [checked(one) for one in every]:
+        for settings in [checked(one, world.size) for one in every]:
             name = f"{', '.join(settings.masks)} at {settings.length:,}"
             try:
-                costs.append(costs_of.measure(settings, world, steps))
+                costs.append(costs_of.measure(settings, world, steps, sharding, warm))
             except torch.OutOfMemoryError as error:
+                if world.size > 1:
+                    raise  # the other ranks wait for this one
                 console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
                 costs_of.free()
+                continue
+            kernels = costs_of.profiled(settings, world, parallel=sharding) if profile else ""
+            if not world.is_first:
                 continue
             found = costs[-1]
             used = f", MFU {found.mfu:.1%}" if found.mfu else ""
             said = f"{found.seconds:.3f} s a step, {found.tokens_per_second:,.0f} tokens/s{used}"
-            memory_of = "" if found.gib is None else f", {found.gib:.1f} GiB (estimated {found.estimated:.1f})"
+            memory_of = "" if found.gib is None else f", {found.gib:.1f} GiB a GPU (estimated {found.estimated:.1f})"
             rest = f"{memory_of}; the first step took {found.first:.1f} s"
             console.print(f"{name}: {said}{rest}", markup=False, soft_wrap=True)
             if out:
                 costs_of.save(costs, out, world, settings)
             if profile:
-                print(costs_of.profiled(settings, world))
+                print(kernels)
 
 
 @app.command()

@@ -17,14 +17,15 @@ import sparse_flash as sf
 
 from . import data, memory
 from .parallel import World
-from .settings import Settings, checked
+from .settings import Parallel, Settings, checked
 from .train import Run
 
 
 @dataclass(frozen=True)
 class Cost:
     """Of one step, the median of several. seconds: forward, backward and optimizer. first: of the first step, which compiles.
-    gib: the peak of a GPU's allocated memory, None on a CPU; estimated: what was said before. mfu: see ``memory.step_flop``."""
+    gib: the peak of a GPU's allocated memory, None on a CPU; estimated: what was said before. mfu: see ``memory.step_flop``.
+    ranks, parallel, context: as of a run."""
 
     mask: str
     length: int
@@ -37,31 +38,35 @@ class Cost:
     micro_tokens: int
     recompute: str
     compiled: bool
+    ranks: int
+    parallel: Parallel
+    context: int
 
 
-def measure(settings: Settings, world: World, steps: int = 5) -> Cost:
-    """Raises ValueError where the settings cannot work, torch.OutOfMemoryError where memory is short after all."""
-    settings = checked(settings)
-    estimated = sum(memory.needed(settings, world, "ddp").values())
+def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel = "ddp", warm: int = 2) -> Cost:
+    """warm: steps between the first and those that are timed. Every rank of the world makes the call. Raises ValueError where the
+    settings cannot work, torch.OutOfMemoryError where memory is short after all."""
+    settings = checked(settings, world.size)
+    estimated = sum(memory.needed(settings, world, parallel).values())
     with tempfile.TemporaryDirectory() as folder:
-        run = _run(settings, world, Path(folder))
+        run = _run(settings, world, Path(folder), parallel)
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        first, *rows = [run.step() for _ in range(1 + 2 + steps)]
-        seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[2:])
-        mfu = None if run.peak is None else run.flop[run.length] / seconds / run.peak
+        first, *rows = [run.step() for _ in range(1 + warm + steps)]
+        seconds = statistics.median(settings.step_tokens / row["tokens_per_second"] for row in rows[warm:])
+        mfu = None if run.peak is None else run.flop[run.length] / seconds / (run.peak * world.size)
         gib = rows[-1]["memory_gib"]
         del run
     free()
-    about = settings.micro_tokens, settings.recompute, settings.compiled
+    about = settings.micro_tokens, settings.recompute, settings.compiled, world.size, parallel, settings.context
     speed = settings.step_tokens / seconds
     return Cost(", ".join(settings.masks), settings.length, seconds, first["seconds"], speed, mfu, gib, estimated, *about)
 
 
-def profiled(settings: Settings, world: World, kernels: int = 25) -> str:
+def profiled(settings: Settings, world: World, kernels: int = 25, parallel: Parallel = "ddp") -> str:
     """The kernels of one step, by the GPU's time."""
     with tempfile.TemporaryDirectory() as folder:
-        run = _run(checked(settings), world, Path(folder))
+        run = _run(checked(settings, world.size), world, Path(folder), parallel)
         for _ in range(3):
             run.step()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
@@ -71,12 +76,12 @@ def profiled(settings: Settings, world: World, kernels: int = 25) -> str:
     return seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=kernels, max_name_column_width=90)
 
 
-def _run(settings: Settings, world: World, folder: Path) -> Run:
-    """A run on random tokens of twenty steps."""
+def _run(settings: Settings, world: World, folder: Path, parallel: Parallel) -> Run:
+    """A run on random tokens of twenty steps, the same on every rank."""
     tokens = np.random.default_rng(0).integers(0, settings.shape.vocabulary, 20 * max(settings.chunk, settings.step_tokens) + 1)
     np.save(folder / "tokens.npy", tokens.astype(data.dtype_of(settings.shape.vocabulary)))
     data.import_tokens(folder / "data", folder / "tokens.npy", settings.shape.vocabulary)
-    return Run(settings, folder, folder / "data", world)
+    return Run(settings, folder, folder / "data", world, parallel)
 
 
 def free() -> None:
@@ -88,14 +93,14 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def at(settings: Settings, length: int, most_micro_tokens: int) -> Settings:
-    """The settings at a length, a step having the same tokens, as many at a time as divide it. Raises ValueError where these are
-    not whole sequences."""
-    sequences, rest = divmod(settings.step_tokens, length)
+def at(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 1) -> Settings:
+    """The settings at a length, a step having the same tokens, as many at a time as divide it. replicas: that share a step. Raises
+    ValueError where these do not have whole sequences each, of one number."""
+    sequences, rest = divmod(settings.step_tokens, length * replicas)
     if rest or not sequences:
+        those = f"whole sequences of {length:,}" + f" for each of {replicas} replicas" * (replicas > 1)
         raise ValueError(
-            f"--step-tokens must be whole sequences of {length:,}; got {settings.step_tokens:,}; pass --step-tokens "
-            f"{max(1, sequences) * length}"
+            f"--step-tokens must be {those}; got {settings.step_tokens:,}; pass --step-tokens {max(1, sequences) * length * replicas}"
         )
     most = max(1, min(sequences, most_micro_tokens // length))
     together = next(count for count in range(most, 0, -1) if sequences % count == 0)

@@ -232,6 +232,11 @@ def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
 all_to_all.register_autograd(_returned, setup_context=_keep_handle)
 
 
+def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
+    """What a forward pass fetches, and no more."""
+    _fetch(k, v, empty_blocks(k, v, route.received, route.block_size), route).arrived()
+
+
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
     """The blocks of others, at the start of the buffer."""
     fetched = buffer[: route.received]

@@ -35,7 +35,7 @@ from ..variant.variant import Variant, checked_variant
 from .agreement import check_agreement
 from .calls import walked_of
 from .costs import LINK_RATE, Node
-from .exchange import attention_of_blocks, seed_of_first_rank
+from .exchange import attention_of_blocks, exchange_blocks, seed_of_first_rank
 from .explanation import ContextExplanation, Strategy, explained
 from .heads import own_tokens_of_all_heads, some_heads_of_all_tokens
 from .meshes import device_of, group_of, ranks_of_node_of
@@ -330,6 +330,26 @@ class ContextPlan(TokenShards):
         options = self._route.block_size, self.keep_fetched, scale, deterministic, backend
         out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
+
+    @torch.no_grad()
+    def exchange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Exchanges what a forward pass of ``attention`` does, and computes nothing: to time that part alone. q, k, v: as for
+        ``attention``, v with q's head_dim.
+
+        A collective call, under strategies "blocks" and "heads"; the others raise ValueError.
+        """
+        if self.ranks == 1:
+            return
+        self._check(q, k, v)
+        if self.strategy == "blocks":
+            assert self._route is not None
+            exchange_blocks(k, v, self._route)
+        elif self.strategy == "heads":
+            assert self._peers is not None
+            q, *_ = some_heads_of_all_tokens([q, k, v], self._sharing, self._peers)
+            own_tokens_of_all_heads(q, self._sharing, self._peers)  # as out would return
+        else:
+            raise ValueError(f"exchange tells nothing apart under strategy {self.strategy!r}; it is for 'blocks' and 'heads'")
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)

@@ -25,8 +25,10 @@ def test_each_strategy_gives_what_one_rank_gives_beside_its_floor(pools, mask):
     assert ran["heads"]["received_bytes"] == 256 * (2 * 4 + 2 * 2) / 2 * 16 * 4
     for name in ("forward_ms", "both_ms"):
         assert first["floor_ms"][name] >= first["one"][name] / 2 and min(result[name] for result in ran.values()) > 0
-    time, linear, floor, received, *_ = context.cells(first, "heads")
-    assert first["link_ms"] > 0 and time.count("/") == linear.count("/") == floor.count("/") == 1 and received == "0"
+    assert all(ran[name]["exchange_ms"] > 0 for name in ("blocks, two calls", "blocks, one call", "heads"))
+    time, linear, floor, exchange, received, *_ = context.cells(first, "heads")
+    assert time.count("/") == linear.count("/") == floor.count("/") == 1 and float(exchange) > 0
+    assert first["link_ms"] > 0 and received == "0"
 
 
 @pytest.mark.parametrize(
