@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context --out runs/context
     torchrun --nproc-per-node 4 -m sparse_flash.benchmarks.context --tokens 524288 --mask "causal & documents" --way heads
+    python -m sparse_flash.benchmarks.context --draw two/context.json four/context.json --out docs/images
 
 One GPU's time is that of the whole sequence on every rank by itself. Times are medians; that of the slowest rank counts. Tables
 show the share of linear scaling: one GPU's time / ranks / the time. ``floor_ms``: the larger of one GPU's time / ranks and the
@@ -39,6 +40,7 @@ from sparse_flash.parallel.costs import FLOP_RATE
 from .baselines.context import PATIENCE, WAYS, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
 from .measure.throughput import failure_text, peak_bytes
+from .report.plots import draw_context
 from .results import environment
 
 HEADS = ((8, 8), (32, 8))
@@ -46,6 +48,7 @@ TOKENS = (131_072, 524_288)
 _LEAST, _MOST = 3, 20  # runs of a figure
 _LONG = 2.0  # seconds of a run that is not repeated
 _SHORT = 16_384  # tokens that warm up for it
+_PAGE = 4096  # bytes
 PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pass travel: gradients return
 
 
@@ -198,7 +201,8 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -> float:
     """Of an all-to-all in which every rank gets so many bytes from others, as contiguous tensors."""
-    each = max(1, int(received) // (ranks - 1))
+    # In whole pages: NCCL takes twice as long for a third of 1 GiB as for a few bytes less.
+    each = max(1, int(received) // (ranks - 1) // _PAGE) * _PAGE
     mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
     return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
 
@@ -270,6 +274,13 @@ def joined(kind: str) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
+def _cases_of(path: Path, parser: argparse.ArgumentParser) -> list[dict]:
+    try:
+        return json.loads(path.read_text())["cases"]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--draw takes files that this command wrote; {path}: {error!r}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m sparse_flash.benchmarks.context")
     parser.add_argument("--out", type=Path, default=Path("runs/context"), help="folder (default %(default)s)")
@@ -282,7 +293,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
     options = parser.parse_args(arguments)
+    if options.draw:
+        print(*draw_context([case for path in options.draw for case in _cases_of(path, parser)], options.out).values(), sep="\n")
+        return 0
     if not dist.is_torchelastic_launched():
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
     if int(os.environ["WORLD_SIZE"]) < 2:

@@ -134,6 +134,7 @@ def compiled_for_hopper(
     switches=NO_SWITCHES,
     dim_v: int | None = None,
     own_starts: bool = False,
+    together: bool = False,
 ):
     """dim, dim_v: columns in use; dim_v: of v, dim by default."""
     widths = padded_head_dim(dim), padded_head_dim(dim_v or dim)
@@ -152,7 +153,8 @@ def compiled_for_hopper(
         constants |= {"USED": dim, "DIM_V": widths[1], "USED_V": dim_v or dim}
         halves = 2
     else:
-        constants |= {"USED": dim} if kernel is hopper_backward.attention_backward_kernel else {}
+        if kernel is hopper_backward.attention_backward_kernel:
+            constants |= {"USED": dim, "TOGETHER": together}
         constants |= {"PIECES": constants.get("PIECES", pieces), "OWN_STARTS": own_starts}
     constants |= {"KEYS": config.keys, "SPLIT": split, "TABLE_BLOCK": block, "SPARSE": sparse, "DROPOUT": dropout, **switches}
     sums = "i32" if fixed else "fp32"
@@ -274,6 +276,10 @@ def of_the_tests():
             details = hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD[dim], dim, sparse, 128
             for added, fixed in ((False, False), (True, False), (False, True)):
                 yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, False, added, fixed)
+            if sparse and dim == 128:
+                yield partial(
+                    report, "hopper_backward_of_heads_together", dim, sparse, compiled_for_hopper, *details, together=True
+                )
             # Splits of heavy columns; a last tile with fewer keys.
             more = {"split": True} if sparse else {"ragged": True}
             yield partial(report, "hopper_backward", dim, sparse, compiled_for_hopper, *details, **more)
@@ -397,6 +403,15 @@ def of_the_record():
             ("hopper_backward", hopper_backward.attention_backward_kernel, hopper_configs.BACKWARD),
         ):
             yield partial(report, f"{name}_of_fp16", dim, True, compiled_for_hopper, kernel, table[dim], dim, True, dtype="fp16")
+    for dim, width, table, block in (
+        (64, 64, hopper_configs.BACKWARD, 128),
+        (96, 128, hopper_configs.BACKWARD, 128),
+        (64, 64, hopper_configs.BACKWARD_OF_64, 64),
+        (128, 128, hopper_configs.BACKWARD_OF_64, 64),
+    ):
+        details = hopper_backward.attention_backward_kernel, table[width], dim, True, block
+        name = "hopper_backward_of_heads_together" + "_of_64" * (block == 64)
+        yield partial(report, name, dim, True, compiled_for_hopper, *details, together=True)
     yield partial(
         report,
         "decode",

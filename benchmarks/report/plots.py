@@ -88,6 +88,47 @@ def _context_scaling(data: dict, theme: Theme):
     return figure
 
 
+def draw_context(cases: list[dict], folder: str | Path) -> dict[str, Path]:
+    """Writes the plot of the cases of ``context``, of any numbers of ranks; returns {theme: path}."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return {theme.name: _save(_context(cases, theme), Path(folder), "context", theme) for theme in THEMES}
+
+
+def _context(cases: list[dict], theme: Theme):
+    """The share of linear scaling against the number of ranks, for each kind of heads: of the length that most cases have, and of
+    the way that a plan chose."""
+    lengths = [case["case"]["tokens"] for case in cases]
+    tokens = max(set(lengths), key=lambda length: (lengths.count(length), length))
+    shown = [case for case in cases if case["case"]["tokens"] == tokens and "both_ms" in case["ways"].get("auto", {})]
+    kinds = sorted({(case["case"]["heads"], case["case"]["kv_heads"]) for case in shown}, reverse=True)
+    labels = list(dict.fromkeys(case["case"]["label"] for case in shown))
+    counts = [1, *sorted({case["ranks"] for case in shown})]
+    figure, axes = _figure(10, 4.4, len(kinds), theme, sharey=True)
+    handles = []
+    for (heads, kv_heads), ax in zip(kinds, np.atleast_1d(axes), strict=True):
+        ax.axhline(1.0, color=theme.faint, linewidth=0.8, linestyle=":")
+        for number, label in enumerate(labels):
+            of_ranks = {
+                case["ranks"]: case
+                for case in shown
+                if (case["case"]["label"], case["case"]["heads"], case["case"]["kv_heads"]) == (label, heads, kv_heads)
+            }
+            style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+            for name, line in (("both_ms", "-"), ("forward_ms", "--")):
+                points = [case["one"][name] / (ranks * case["ways"]["auto"][name]) for ranks, case in sorted(of_ranks.items())]
+                drawn = ax.plot([1, *sorted(of_ranks)], [1.0, *points], linestyle=line, label=label, **style)
+                if ax is np.atleast_1d(axes)[0] and line == "-":
+                    handles += drawn
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(counts, [str(count) for count in counts])
+        ax.minorticks_off()
+        ax.set_ylim(0, 1.1)
+        title = f"{heads} query and {kv_heads} key heads, {tokens:,} tokens"
+        _label(ax, theme, title, "GPUs; solid: forward and backward, dashed: forward", "of linear scaling")
+    _legend(figure, theme, handles, 3)
+    return figure
+
+
 def _save(figure, folder: Path, name: str, theme: Theme) -> Path:
     path = folder / (f"{name}.png" if theme.name == "light" else f"{name}-{theme.name}.png")
     figure.savefig(path, facecolor=theme.paper)

@@ -99,9 +99,8 @@ def at(settings: Settings, length: int, most_micro_tokens: int, replicas: int = 
     sequences, rest = divmod(settings.step_tokens, length * replicas)
     if rest or not sequences:
         those = f"whole sequences of {length:,}" + f" for each of {replicas} replicas" * (replicas > 1)
-        raise ValueError(
-            f"--step-tokens must be {those}; got {settings.step_tokens:,}; pass --step-tokens {max(1, sequences) * length * replicas}"
-        )
+        instead = max(1, sequences) * length * replicas
+        raise ValueError(f"--step-tokens must be {those}; got {settings.step_tokens:,}; pass --step-tokens {instead}")
     most = max(1, min(sequences, most_micro_tokens // length))
     together = next(count for count in range(most, 0, -1) if sequences % count == 0)
     return replace(settings, length=length, micro_tokens=together * length, chunk=-(-settings.chunk // length) * length)

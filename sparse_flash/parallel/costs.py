@@ -79,6 +79,11 @@ def seconds(blocks: float, received: float, sizes: SequenceSizes, link_rate: flo
     return blocks * sizes.block_size**2 * 4 * HEAD_DIM / FLOP_RATE + received / link_rate
 
 
+def copied(size: float) -> float:
+    """Seconds in which so many bytes are read and written."""
+    return 2 * size / _MEMORY_RATE
+
+
 class CallTimes(NamedTuple):
     """Seconds of a pass in which blocks travel. one: the exchange, and one call on all columns. two: a call on the rank's own
     columns, behind which the exchange hides, and one on the columns of others."""
@@ -116,9 +121,8 @@ def call_times(
     travel = seconds(0, received * sizes.block_bytes, sizes, link_rate)
     # For one call the rank's own blocks, in a forward pass while others travel, and those of others are copied into one tensor, and
     # their gradients from one: read and written. For two calls, only the gradients of blocks of others are.
-    copied_own = 2 * own * sizes.block_bytes / _MEMORY_RATE if received else 0.0
-    sent_back = 2 * received * sizes.block_bytes / _MEMORY_RATE
-    copied = copied_own + sent_back
+    copied_own = copied(own * sizes.block_bytes) if received else 0.0
+    sent_back = copied(received * sizes.block_bytes)
     gathers = gathers_rows(visiting, own)
     walked = visiting if gathers else own
     row = sizes.heads * sizes.block_size * HEAD_DIM  # elements
@@ -130,7 +134,7 @@ def call_times(
     forward = CallTimes(on_all + max(travel, copied_own) + sent_back, _both(on_near, travel) + on_far + joined)
     near_back, far_back = _BACKWARD * on_near, _BACKWARD * on_far
     backward = CallTimes(
-        _BACKWARD * on_all + travel + 2 * copied,
+        _BACKWARD * on_all + travel + 2 * (copied_own + sent_back),
         _FAR_BACKWARD * far_back + _both(near_back, travel) + sent_back + added,
     )
     return forward, backward

@@ -11,7 +11,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..tools.figures import size_text
 from .assignment import Assignment, Owners, Visits, candidates, chunk_blocks, exchanged
-from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, Node, SequenceSizes, seconds, slowest
+from .costs import ALONE, ELEMENT_BYTES, HEAD_DIM, LSE_BYTES, CallTimes, Node, SequenceSizes, copied, seconds, slowest
 
 Strategy = Literal["blocks", "queries", "heads", "nodes"]
 STRATEGIES: tuple[Strategy, ...] = "blocks", "queries", "heads", "nodes"
@@ -228,23 +228,23 @@ class _Estimates:
         return self.sizes.block_size * ((mine.sum() - mine) * token + parts)
 
     def of_heads(self, mask: BlockMask) -> StrategyCosts:
-        received = self._of_exchanged_heads(self.ranks)
+        received = self._exchanged_by_heads * (self.ranks - 1) / self.ranks
         work = _work_by_head(mask, self.sizes.heads).reshape(self.ranks, -1).sum(1)
-        return self._even(work, work.max(), received, self.own)
+        return self._even(work, work.max(), received, self.own, copied(self._exchanged_by_heads))
 
     def of_nodes(self, owners: Owners, visits: Visits) -> StrategyCosts:
         """Where heads have masks of their own, with the mean of them on each rank."""
         ranks = self.node.ranks
         _, costs = visits_of_nodes(owners, visits, self.sizes, self.ranks, self.link_rate, self.node)
-        within = self._of_exchanged_heads(ranks)
+        within = self._exchanged_by_heads * (ranks - 1) / ranks
         received = np.repeat(costs.received, ranks) + within
-        return StrategyCosts(
-            np.repeat(costs.work, ranks), costs.waited, received, costs.held, costs.seconds + within / self.node.link_rate
-        )
+        took = costs.seconds + within / self.node.link_rate + copied(self._exchanged_by_heads)
+        return StrategyCosts(np.repeat(costs.work, ranks), costs.waited, received, costs.held, took)
 
-    def _of_exchanged_heads(self, ranks: int) -> float:
-        """Bytes that each of so many ranks gets: q, k and v in some heads, and out back."""
-        return self.own * (1 + self.sizes.heads / self.sizes.kv_heads) * (ranks - 1) / ranks
+    @property
+    def _exchanged_by_heads(self) -> float:
+        """Bytes of a rank's q, k and v, and of out, which come back: what it copies to send them. It keeps its own heads' share."""
+        return self.own * (1 + self.sizes.heads / self.sizes.kv_heads)
 
     def of_a_ring(self, option: Assignment) -> StrategyCosts:
         rank, step = np.indices((self.ranks, self.ranks))
@@ -255,10 +255,10 @@ class _Estimates:
         work = option.load * self.sizes.heads
         return self._even(work, work.max(), (self.ranks - 1) * self.own, self.ranks * self.own)
 
-    def _even(self, work: np.ndarray, waited: float, received: float, held: float) -> StrategyCosts:
-        """Where all ranks get as much."""
+    def _even(self, work: np.ndarray, waited: float, received: float, held: float, more: float = 0.0) -> StrategyCosts:
+        """Where all ranks get as much. more: seconds."""
         every = np.full(self.ranks, float(received))
-        return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate))
+        return StrategyCosts(work, waited, every, held, seconds(waited, received, self.sizes, self.link_rate) + more)
 
 
 def _work_by_head(mask: BlockMask, heads: int) -> np.ndarray:

@@ -9,9 +9,13 @@ from .exchange import all_to_all
 
 def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: torch.Tensor) -> list[torch.Tensor]:
     """(batch, heads of a rank, tokens of all ranks, size) of each of them, (batch, heads, tokens, size): one exchange."""
-    # (ranks, tokens, batch, heads of a rank x size) each, so that all tokens of what arrives follow each other.
-    sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(3) for t in tensors]
-    every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
+    # (ranks, tokens, batch, heads of a rank, size) each, so that all tokens of what arrives follow each other.
+    sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for t in tensors]
+    if len({t.shape[4] for t in sent}) == 1:  # their rows are joined in one copy
+        every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
+        return [t.permute(1, 2, 0, 3) for t in every]
+    flat = [t.flatten(3) for t in sent]
+    every = all_to_all(torch.cat(flat, 3), handle).flatten(0, 1).split([t.shape[3] for t in flat], 2)
     return [t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, tensors, strict=True)]
 
 

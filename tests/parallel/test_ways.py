@@ -59,6 +59,11 @@ def test_what_fails_everywhere_is_a_result_and_what_fails_on_one_rank_ends_the_r
     assert all("failed on ranks [1] alone" in said for said in pools(2).run(ways_on_ranks.failing, [1]))
 
 
+@pytest.mark.parametrize("warm, longest, calls", [(True, 0.0, 1), (False, 0.0, 3), (True, 60.0, 5)])
+def test_a_long_call_is_made_once_where_nothing_is_left_to_compile(pools, warm, longest, calls):
+    assert pools(2).run(ways_on_ranks.calls_timed, warm, longest) == [calls, calls]
+
+
 def test_no_way_begins_when_the_time_is_up(pools):
     for found in pools(2).run(ways_on_ranks.run, "causal", ["auto", "heads"], seconds=-1.0):
         assert found["ways"] == {name: {"skipped": "the time was up"} for name in ("auto", "heads")}
@@ -74,5 +79,8 @@ def test_torchrun_writes_the_cases_and_a_table(tmp_path):
     assert "causal & documents, 384 tokens, 4/2 heads" in done.stdout
     (case,) = json.loads((tmp_path / "context.json").read_text())["cases"]
     assert case["ranks"] == 2 and "& documents(" in case["case"]["mask"] and case["ways"]["auto"]["error"] < 1e-5
+    drawn = [sys.executable, "-m", context.__name__, "--draw", str(tmp_path / "context.json"), "--out", str(tmp_path / "plots")]
+    assert subprocess.run(drawn, capture_output=True, text=True, timeout=100).returncode == 0
+    assert all((tmp_path / "plots" / f"context{theme}.png").stat().st_size > 5000 for theme in ("", "-dark"))
     alone = subprocess.run([sys.executable, "-m", context.__name__], capture_output=True, text=True, timeout=100)
     assert alone.returncode == 2 and "start it by torchrun" in alone.stderr

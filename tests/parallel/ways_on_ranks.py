@@ -23,6 +23,14 @@ def run(mask: str, names: list[str], seconds: float = 60.0) -> dict:
         return context.run(case(mask), names, on_ranks.mesh(), context.Effort(seconds=0.0, until=time.monotonic() + seconds))
 
 
+def calls_timed(warm: bool, longest: float) -> int:
+    """How often a call is made to time it, where calls of over ``longest`` seconds are long."""
+    made = []
+    with mock.patch.object(context, "_LONG", longest):
+        context.milliseconds(lambda: made.append(None), CPU, 0.0, warm)
+    return len(made)
+
+
 def failing(ranks: list[int]) -> dict | str:
     """What comes of a way that fails on some ranks."""
 

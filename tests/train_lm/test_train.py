@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from examples.train_lm import checkpoint, data, memory
 from examples.train_lm.cli import app
+from examples.train_lm.cost import at
 from examples.train_lm.data import Tokens
 from examples.train_lm.evaluate import by_position, loaded, losses
 from examples.train_lm.export import export
@@ -499,8 +500,8 @@ def test_files_of_other_programs_are_no_costs(tmp_path):
     assert done.exit_code == 2 and "other.json is no file that cost --out wrote: KeyError: 'costs'" in done.output
 
 
-def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
-    command = [
+def launched(ranks: int, *arguments: object, command: str = "train", expected: int = 0) -> str:
+    run = [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -509,9 +510,9 @@ def launched(ranks: int, *arguments: object, expected: int = 0) -> str:
         "--master-port",
         str(20_000 + os.getpid() % 9000),
     ]
-    command += ["-m", "examples.train_lm", "train", *map(str, arguments)]
+    run += ["-m", "examples.train_lm", command, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout
 
@@ -554,3 +555,41 @@ def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens
     launched(2, *given, "--out", tmp_path / "one")
     again = list(csv.DictReader((tmp_path / "one" / "steps.csv").open()))
     assert [float(row["loss"]) for row in again] == pytest.approx([float(row["loss"]) for row in rows[0]], rel=1e-4)
+
+
+@pytest.mark.ranks
+def test_costs_are_of_all_ranks_and_of_sequences_that_they_share(tmp_path):
+    given = [
+        "--preset",
+        "tiny",
+        "--no-compile",
+        "--device",
+        "cpu",
+        "--mask",
+        "causal",
+        "--length",
+        "256",
+        "--step-tokens",
+        "256",
+        "--steps",
+        "1",
+        "--warm",
+        "0",
+    ]
+    out = tmp_path / "costs.json"
+    said = launched(2, *given, "--parallel", "fsdp", "--context", 2, "--out", out, command="cost")
+    (found,) = json.loads(out.read_text())["costs"]
+    assert said.count("tokens/s") == 1
+    assert {name: found[name] for name in ("ranks", "parallel", "context", "micro_tokens")} == {
+        "ranks": 2,
+        "parallel": "fsdp",
+        "context": 2,
+        "micro_tokens": 256,
+    }
+
+
+def test_replicas_share_a_step_in_whole_sequences():
+    settings = replace(SETTINGS, step_tokens=1024)
+    assert at(settings, 128, 4096, replicas=2).micro_tokens == 512
+    with pytest.raises(ValueError, match="whole sequences of 128 for each of 3 replicas; got 1,024; pass --step-tokens 768"):
+        at(settings, 128, 4096, replicas=3)

@@ -1,8 +1,8 @@
 """The backward pass for Hopper: what runs in which order, and on which memory.
 
 First ``prepare_kernel``; then the kernel of the head dimensions, in ``narrow_backward``, ``wide_backward`` or ``paired_backward``,
-which adds dQ to fp32 sums; then ``finish_kernel``. Where query heads share keys, dK and dV are summed likewise. Where heavy columns
-are split, ``combine_columns_kernel`` sums their splits.
+which adds dQ to fp32 sums; then ``finish_kernel``. Where query heads share keys, dK and dV are summed likewise, or one tile is of
+all these heads: see ``_walks_together``. Where heavy columns are split, ``combine_columns_kernel`` sums their splits.
 
 Tiles are added to dQ in order of arrival, and a floating-point sum depends on its order. For bitwise repeatable gradients, tiles
 are added as integers, in units of a power of two per query: see ``bound_kernel``.
@@ -31,6 +31,7 @@ from .variant import PLAIN, HopperVariant, hopper_variant
 from .wide_backward import wide_backward_kernel
 
 ROWS = 64  # tokens per program of bound_kernel and prepare_kernel
+_SHORT_COLUMN = 3072  # queries in a column's blocks, on average
 
 
 def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None, deterministic=False, config=None):
@@ -43,7 +44,7 @@ def attention_backward(dout, dlse, q, k, v, out, lse, mask, scale, variant=None,
     of_variant = hopper_variant(variant)
     by_document = blocks_by_document(q, v, mask, of_variant is PLAIN)
     walked = mask if by_document is None else by_document
-    room = _room(q, k, v, walked, deterministic)
+    room = _room(q, k, v, walked, deterministic, of_variant)
     dlse = None if dlse is None else dlse.contiguous()
     tensors = _tensors(dout, dlse, q, k, v, out, lse, variant, of_variant, deterministic, room)
     key = _key(dout, dlse, q, k, v, out, scale, of_variant, deterministic, config)
@@ -64,7 +65,7 @@ class BackwardOfParts:
 
     def of_keys(self, k, v, mask, into=None):
         """dk and dv like k and v. into: two such tensors that receive them, or None."""
-        (dout, dlse, out, lse), room = self.results, _room(self.q, k, v, mask, False)
+        (dout, dlse, out, lse), room = self.results, _room(self.q, k, v, mask, False, PLAIN)
         gradients = self.dq, *(into or (torch.empty_like(k), torch.empty_like(v)))
         tensors = _tensors(dout, dlse, self.q, k, v, out, lse, None, PLAIN, False, room, gradients, self.workspace)
         config = _config(self.q, v, mask, PLAIN)
@@ -88,7 +89,7 @@ def sum_alike(q, v, masks) -> bool:
     """Whether calls with these masks (None: dense) lay the sums of dQ out in one way."""
     layouts = set()
     for mask in masks:
-        room, config = _room(q, v, v, mask, False), _config(q, v, mask, PLAIN)
+        room, config = _room(q, v, v, mask, False, PLAIN), _config(q, v, mask, PLAIN)
         layouts.add((room.padded_q, config.queries, config.pieces, config.partitions, *config.options.items()))
     return len(layouts) == 1 and not any(mask is not None and mask.starts is not None for mask in masks)
 
@@ -168,7 +169,7 @@ class _Room(NamedTuple):
     """Sums in fp32, or integers of that size. padded_q, padded_kv: tokens, in whole blocks: no block extends into the next head's
     rows. dq_sums: element count. rows: of lse, delta and, if sums are integers, units. kv_sums: of dK and dV, if several tiles
     contribute to one; otherwise 0. added: whether they are those of all tiles, as query heads share them, or of ``splits`` tiles of
-    splits per head."""
+    splits per head. together: whether a tile is of all query heads that share a key head."""
 
     padded_q: int
     padded_kv: int
@@ -177,9 +178,10 @@ class _Room(NamedTuple):
     kv_sums: int
     added: bool
     splits: int
+    together: bool
 
 
-def _room(q, k, v, mask, deterministic: bool) -> _Room:
+def _room(q, k, v, mask, deterministic: bool, of_variant: HopperVariant) -> _Room:
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     dim, dim_v = padded_head_dim(head_dim), padded_head_dim(v.shape[3])
@@ -191,11 +193,38 @@ def _room(q, k, v, mask, deterministic: bool) -> _Room:
     lines = batch * heads * padded_q
     # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
     # are then added like other tiles.
-    added = heads > kv_heads
+    together = not deterministic and _walks_together(q, k, mask, of_variant)
+    added = heads > kv_heads and not together
     split = mask is not None and mask.by_key.is_split and not deterministic
     splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
     kv_lines = batch * (heads if deterministic else kv_heads) * (padded_kv if added else splits * keys)
-    return _Room(padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, kv_lines * (dim + dim_v), added, splits)
+    return _Room(
+        padded_q, padded_kv, lines * dim, (3 if deterministic else 2) * lines, kv_lines * (dim + dim_v), added, splits, together
+    )
+
+
+def _walks_together(q, k, mask, of_variant: HopperVariant) -> bool:
+    """Whether a tile is of all query heads that share a key head, and not of one, with dK and dV added to sums in fp32 that another
+    kernel rounds. Where columns are short: 42 to 58 % less time with one or two blocks, 4 to 14 % with 9 to 16, level with 33. Long
+    ones lose 7 to 24 %, as fewer programs walk one head's queries at a time (docs/performance/kernels.md)."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads == kv_heads or padded_head_dim(q.shape[3]) > 128 or of_variant is not PLAIN:
+        return False
+    if mask is None or mask.starts is not None or mask.by_key.is_split:
+        return False
+    masks, columns = mask.by_key.row_order.shape
+    lines, blocks = k.shape[0] * kv_heads, mask.by_key.col_idx.numel()
+    if masks > 1 or mask.mask_index.shape[1] > 1:
+        return False
+    return _short_columns(lines, columns, blocks, mask.block_size, multiprocessors(q.device))
+
+
+def _short_columns(lines: int, columns: int, blocks: int, block_size: int, programs: int) -> bool:
+    """Whether columns are short, and programs stay busy until the last has finished although a heavy column is as many times
+    heavier as heads share it: an unsplit one has at most 64 blocks, four times the mean, or a thirty-second of all. lines: of key
+    heads. blocks: room for as many, in a table made on the device."""
+    balanced = lines * columns >= 8 * programs and lines * blocks >= 64 * programs and 36 * lines >= programs
+    return balanced and blocks * block_size <= _SHORT_COLUMN * columns
 
 
 def _launch(recording, tensors, room: _Room, mask, scale, has_dlse: bool, deterministic: bool, of_variant, config) -> None:
@@ -328,7 +357,8 @@ class BackwardLaunches(NamedTuple):
         block_size = mask.block_size if mask else config.keys
         work = (mask.whole_columns if self.deterministic else mask.by_key.work) if mask else tensors.lse
         items = work.shape[1] if mask else triton.cdiv(kv_len, config.keys)
-        tiles = items * (block_size // config.keys) * batch * heads
+        lines = batch * (kv_heads if room.together else heads)
+        tiles = items * (block_size // config.keys) * lines
         index, _, _, _, row_idx, tile_idx, tile_runs, tile_bits, *strides = table_arguments(mask, mask and mask.by_key, tensors.lse)
         row_lse, row_delta, row_unit = self.rows[0], self.rows[1], self.rows[2 if self.deterministic else 0]
         paired, wide = self.kernel is paired_backward_kernel, self.kernel is wide_backward_kernel
@@ -353,6 +383,7 @@ class BackwardLaunches(NamedTuple):
             grads += [None, None] if self.starts is None else [tensors.dk, tensors.dv]
             grads += [described(kv_rows, [config.keys * dim // 512, 256], FLOAT_LAYOUT)]
             constants |= {"USED": used_columns(head_dim), "PIECES": config.pieces, "OWN_STARTS": self.starts is not None}
+            constants["TOGETHER"] = room.together
         arguments = [
             described(q, tile_of_q),
             described(k, tile_of_k),
@@ -377,7 +408,7 @@ class BackwardLaunches(NamedTuple):
             room.splits,
             items,
             tiles,
-            heads_in_queue(2 * (dim + dim_v), q_len, mask, batch * heads, by_key=True),
+            heads_in_queue(2 * (dim + dim_v), q_len, mask, lines, by_key=True),
             tensors.queue,
             self.factors[0],
             self.scale * LOG2_E.value,

@@ -159,6 +159,28 @@ def first_line(p, tile):
 
 
 @gluon.jit
+def _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line):
+    """Loads what a query head's walk takes, and beside the tile's first step its values. line: of the head's rows. Returns the step
+    after it too."""
+    position = tile.position
+    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+    # A column that keeps nothing takes one empty step.
+    for _ in range(gl.maximum(tile.end - tile.begin, 1)):
+        # The table is read one step ahead, so no load waits for it.
+        entry = p.scheduler.next_step(tile, entry)
+        upcoming = p.scheduler.position(tile, entry, tile.end)
+        cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
+        if step == first:
+            if p.k.STAGES == 1:
+                cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
+            cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
+        cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
+        position = upcoming
+        step += 1
+    return cuts, step
+
+
+@gluon.jit
 def load_tiles(p):
     """The loading warp: each tile's keys and values, and each step's queries and their gradients, in order of use."""
     step = 0
@@ -172,23 +194,14 @@ def load_tiles(p):
         kv_head = head // p.heads.group
         if AHEAD:
             cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
-        first = step
-        position = tile.position
-        line = first_line(p, tile)
-        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
-        # A column that keeps nothing takes one empty step.
-        for _ in range(gl.maximum(tile.end - tile.begin, 1)):
-            # The table is read one step ahead, so no load waits for it.
-            entry = p.scheduler.next_step(tile, entry)
-            upcoming = p.scheduler.position(tile, entry, tile.end)
-            cuts = _load_queries(p, tile, cuts, step, batch, head, line, position)
-            if step == first:
-                if not AHEAD:
-                    cuts = _load_keys(p, tile, cuts, p.k, turn, p.inputs.k, batch, kv_head, tile.first, p.ACROSS)
-                cuts = _load_keys(p, tile, cuts, p.v, turn, p.inputs.v, batch, kv_head, tile.first)
-            cuts = _load_dout(p, tile, cuts, step, batch, head, line, position)
-            position = upcoming
-            step += 1
+        line, first = first_line(p, tile), step
+        if p.scheduler.TOGETHER:
+            for _ in range(p.heads.group):
+                cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
+                head += 1
+                line += p.grads.padded_q_len
+        else:
+            cuts, step = _load_walk(p, tile, cuts, step, first, turn, batch, head, kv_head, line)
         turn += 1
         tile = p.scheduler.tile(turn)
     if AHEAD:

@@ -56,7 +56,7 @@ class Gradients:
     padded_kv_len: gl.tensor
     kv_lines: gl.tensor
     splits: gl.tensor  # tiles of splits per head
-    ADDED: gl.constexpr  # whether query heads share dK and dV
+    ADDED: gl.constexpr  # whether several tiles add to one dK and dV, as those of query heads that share keys
     SPLIT: gl.constexpr  # whether columns may be split; not with ADDED, which adds up splits too
     FIXED: gl.constexpr  # whether gradients are independent of the order in which tiles are added
 
@@ -98,8 +98,6 @@ class BackwardArguments:
 def _send(p):
     """The sending warp: adds tiles of dQ to global memory, and at the end of a tile stores its dK and dV, or adds them. It also
     releases the values, as the computing warps would have to wait for each other to do so."""
-    ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
-    ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
     grads = p.grads
     step = 0
     sent = 0
@@ -107,29 +105,44 @@ def _send(p):
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         line = first_line(p, tile)
-        entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
         steps = gl.maximum(tile.end - tile.begin, 1)
-        last = step + steps - 1
-        for _ in range(steps):
-            position = p.scheduler.position(tile, entry, tile.end)
-            rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
-            for piece in gl.static_range(p.PIECES):
-                p.dq.wait(sent)
-                if piece == p.PIECES - 1:
-                    # The warps that hand over dQ have finished all products with the values.
-                    p.v.release(turn, pred=step == last)
-                async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
-                store_wait(0)
-                p.dq.release(sent)
-                sent += 1
-            entry = p.scheduler.next_step(tile, entry)
-            step += 1
+        if p.scheduler.TOGETHER:
+            last = step + p.heads.group * steps - 1
+            for _ in range(p.heads.group):
+                step, sent = _send_queries(p, tile, turn, line, step, step + steps, last, sent)
+                line += grads.padded_q_len
+        else:
+            step, sent = _send_queries(p, tile, turn, line, step, step + steps, step + steps - 1, sent)
         sent = _send_keys(p, tile, turn, sent)
         p.k.release(turn)
         if p.k.STAGES == 1:
             p.scheduler.slots.release(turn)
         turn += 1
         tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _send_queries(p, tile, turn, line, step, stop, last, sent):
+    """Adds dQ of a query head's walk. line: of the head's rows. last: the tile's last step."""
+    ROWS: gl.constexpr = p.QUERIES * p.COLUMNS // 256
+    ALL_PIECES: gl.constexpr = p.DIM // p.COLUMNS
+    grads = p.grads
+    entry = p.scheduler.first_step(tile.first, tile.begin, tile.runs, tile.end)
+    for _ in range(stop - step):
+        position = p.scheduler.position(tile, entry, tile.end)
+        rows = view(p.dq.data, grads.dq_rows.dtype, [ROWS, 256], grads.dq_rows.layout)
+        for piece in gl.static_range(p.PIECES):
+            p.dq.wait(sent)
+            if piece == p.PIECES - 1:
+                # The warps that hand over dQ have finished all products with the values.
+                p.v.release(turn, pred=step == last)
+            async_add(grads.dq_rows, [((line + position) // p.QUERIES * ALL_PIECES + piece) * ROWS, 0], rows)
+            store_wait(0)
+            p.dq.release(sent)
+            sent += 1
+        entry = p.scheduler.next_step(tile, entry)
+        step += 1
+    return step, sent
 
 
 @gluon.jit
@@ -357,31 +370,38 @@ def _compute(p):
     tile = p.scheduler.tile(turn)
     while tile.first >= 0:
         first = step
-        last = step + gl.maximum(tile.end - tile.begin, 1) - 1
+        steps = gl.maximum(tile.end - tile.begin, 1)
         if p.k.STAGES == 1:
             scores = _first_scores(p, turn, step, zeros)
         state = (zero_sums(p.KEYS, p.DIM, p.USED), zero_sums(p.KEYS, p.DIM, p.USED), scores)
-        stream = p.dropout.stream(tile.line)
-        place = p.scoring.place(p.heads, tile.line)
         p.v.wait(turn)
-        if p.table.SPARSE:
-            # A column that keeps nothing takes one empty step.
-            exists = tile.end > tile.begin
-            stop = gl.where(exists, tile.bits, tile.runs + 1)
-            state, step = _walk(
-                p, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS
-            )
-            state, step = _walk(
-                p, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS
-            )
-        state, step = _walk(
-            p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL
-        )
+        if p.scheduler.TOGETHER:
+            last = step + p.heads.group * steps - 1
+            for member in range(p.heads.group):
+                state, step = _walk_head(p, tile, state, step, first, last, turn, tile.line + member, zeros, dq_zeros)
+        else:
+            state, step = _walk_head(p, tile, state, step, first, step + steps - 1, turn, tile.line, zeros, dq_zeros)
         dk, dv, scores = state
         _commit_queries(p, _sent_before(p, step, turn) - 1, True)
         _hand_over(p, tile, turn, step, dk, dv)
         turn += 1
         tile = p.scheduler.tile(turn)
+
+
+@gluon.jit
+def _walk_head(p, tile, state, step, first, last, turn, line, zeros, dq_zeros):
+    """The walk of one query head, ``line``."""
+    stream = p.dropout.stream(line)
+    place = p.scoring.place(p.heads, line)
+    if p.table.SPARSE:
+        # A column that keeps nothing takes one empty step.
+        exists = tile.end > tile.begin
+        stop = gl.where(exists, tile.bits, tile.runs + 1)
+        state, step = _walk(p, tile, state, step, first, last, turn, tile.runs, stop, exists, stream, place, zeros, dq_zeros, RUNS)
+        state, step = _walk(
+            p, tile, state, step, first, last, turn, tile.bits, tile.end, True, stream, place, zeros, dq_zeros, BITS
+        )
+    return _walk(p, tile, state, step, first, last, turn, tile.begin, tile.runs, True, stream, place, zeros, dq_zeros, FULL)
 
 
 @gluon.jit
@@ -512,6 +532,7 @@ def attention_backward_kernel(
     USED: gl.constexpr,
     PIECES: gl.constexpr,
     OWN_STARTS: gl.constexpr,
+    TOGETHER: gl.constexpr,
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -550,9 +571,10 @@ def attention_backward_kernel(
     arrived = k.full
     if lengths.ANY:
         arrived = own_barrier()
-    scheduler = new_scheduler(
-        k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES, BY_KEY=True, SPLIT=SPLIT
-    )
+    # fmt: off
+    scheduler = new_scheduler(k, table, heads_of, heads_together, items, tiles, queue, q_len, lengths, KEYS, STEP=QUERIES,
+                              BY_KEY=True, SPLIT=SPLIT, TOGETHER=TOGETHER)
+    # fmt: on
     # Makes the initialized barriers visible to TMA, which signals them.
     fence_async_shared()
     p = BackwardArguments(

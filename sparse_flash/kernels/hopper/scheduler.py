@@ -76,7 +76,7 @@ class TileInfo:
     """A tile, as described to the other warps. Steps are counted from the table's start."""
 
     first: gl.tensor  # query (forward) or key (backward); -1 after the last tile
-    line: gl.tensor  # query head, numbered across the batch
+    line: gl.tensor  # query head, numbered across the batch; the first of a tile's with TOGETHER
     begin: gl.tensor  # start of its full steps
     runs: gl.tensor  # start of its run steps
     bits: gl.tensor  # start of its bit steps
@@ -118,6 +118,7 @@ class Scheduler:
     BY_KEY: gl.constexpr
     DOWN: gl.constexpr  # whether partial blocks are walked from the last
     SPLIT: gl.constexpr  # whether rows may be split
+    TOGETHER: gl.constexpr  # whether a tile is of all query heads that share a key head, walked one after the other
 
     @gluon.jit
     def tile(self, turn):
@@ -254,6 +255,8 @@ class Scheduler:
         rest = number - group * slots * self.heads_together
         together = gl.minimum(self.heads_together, tiles // slots - group * self.heads_together)
         slot, line = rest // together, group * self.heads_together + rest % together
+        if self.TOGETHER:
+            line *= self.heads.group  # the first of them
         split = slot * 0
         stop, to_place = slot, slot
         if table.SPARSE:
@@ -304,6 +307,7 @@ def new_scheduler(
     BY_KEY: gl.constexpr,
     SPLIT: gl.constexpr,
     CONSUMERS: gl.constexpr = 1,
+    TOGETHER: gl.constexpr = False,
 ):
     """released_with: the ring of the tiles' queries (forward) or keys (backward). CONSUMERS: how many release a slot, if that ring
     has one stage."""
@@ -317,7 +321,10 @@ def new_scheduler(
         slots = ring_of(data, 2, FIELDS, CONSUMERS)
     # Of tiles taller than a block, some rows keep nothing of the last.
     DOWN: gl.constexpr = not BY_KEY and TILE <= table.BLOCK
-    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT)
+    # fmt: off
+    return Scheduler(slots, table, heads, heads_together, items, tiles, queue, length, lengths, TILE, STEP, BY_KEY, DOWN, SPLIT,
+                     TOGETHER)
+    # fmt: on
 
 
 @gluon.jit
