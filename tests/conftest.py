@@ -13,7 +13,7 @@ import pytest
 import torch
 from counts import Counts
 from hypothesis import settings
-from interpreted import search_once_a_launch
+from interpreted import hasten
 
 # Triton reads this when kernels are defined: without a GPU it then interprets them on the CPU.
 if not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def unsettled():
 def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-            search_once_a_launch(patch)
+            hasten(patch)
         yield
 
 

@@ -559,23 +559,8 @@ def test_two_ranks_take_the_steps_of_one_and_any_number_goes_on(sharding, tokens
 
 @pytest.mark.ranks
 def test_costs_are_of_all_ranks_and_of_sequences_that_they_share(tmp_path):
-    given = [
-        "--preset",
-        "tiny",
-        "--no-compile",
-        "--device",
-        "cpu",
-        "--mask",
-        "causal",
-        "--length",
-        "256",
-        "--step-tokens",
-        "256",
-        "--steps",
-        "1",
-        "--warm",
-        "0",
-    ]
+    given = ["--preset", "tiny", "--no-compile", "--device", "cpu", "--mask", "causal", "--length", 256, "--step-tokens", 256]
+    given += ["--steps", 1, "--warm", 0]
     out = tmp_path / "costs.json"
     said = launched(2, *given, "--parallel", "fsdp", "--context", 2, "--out", out, command="cost")
     (found,) = json.loads(out.read_text())["costs"]
