@@ -191,9 +191,9 @@ def _room(q, k, v, mask, deterministic: bool, of_variant: HopperVariant) -> _Roo
     if mask and mask.starts is not None:
         padded_q = padded_kv = (len(mask.starts) - 1) * block_size
     lines = batch * heads * padded_q
-    # If query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other. Splits of columns
-    # are then added like other tiles.
     together = not deterministic and _walks_together(q, k, mask, of_variant)
+    # If tiles of several query heads share dK and dV, these are also summed in fp32: in order of arrival, or one after the other.
+    # Splits of columns are then added like other tiles.
     added = heads > kv_heads and not together
     split = mask is not None and mask.by_key.is_split and not deterministic
     splits = mask.by_key.splits.shape[1] * (block_size // keys) if split else 0
