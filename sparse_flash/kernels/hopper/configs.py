@@ -206,6 +206,7 @@ FOOTPRINT = {
     ("backward_of_documents", 64): Footprint(201420, 160),
     ("forward_of_documents", 128): Footprint(200964, 0),
     ("backward_of_documents", 128): Footprint(232140, 48),
+    ("backward_of_heads_together", 128): Footprint(231340, 48),
     # Two of these share a multiprocessor's 227 KiB.
     ("forward_of_short", 64): Footprint(49580, 0),
     ("forward_of_short", 128): Footprint(98740, 0),
