@@ -207,10 +207,10 @@ def link_ms(received: float, device: torch.device, ranks: int, seconds: float) -
     return milliseconds(partial(dist.all_to_all_single, torch.empty_like(mine), mine), device, seconds)
 
 
-def warmed(case: ContextCase, names: list[str], mesh: DeviceMesh) -> bool:
+def warmed(case: ContextCase, density: float, names: list[str], mesh: DeviceMesh) -> bool:
     """Whether all calls of a case that takes long on one GPU were made at a short length."""
-    pairs = float(sf.compile_mask(case.mask, case.tokens, progress=False).density) * case.tokens**2
-    on_one = 14 * pairs * case.heads * case.head_dim / FLOP_RATE  # forward and backward: 4 and 10 for a pair
+    pairs = density * case.tokens**2 * case.heads
+    on_one = 14 * pairs * case.head_dim / FLOP_RATE  # forward and backward: 4 and 10 for a pair
     if mesh.device_type != "cuda" or on_one < _LONG:
         return False
     known = masks(_SHORT)
@@ -230,8 +230,8 @@ def run(
     """A case as plain data: {"case", "ranks", "one": of one GPU, "fewest_bytes", "link_ms", "floor_ms", "ways": {name: result}}.
     Every rank returns the same. seen: gets it after each way, as far as it is."""
     device, ranks = torch.empty(0, device=mesh.device_type).device, mesh.size()
-    warm = warmed(case, names, mesh)
     sequence = sequence_of(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32, ranks)
+    warm = warmed(case, float(sequence.mask.density), names, mesh)
     leaves = q, k, v = tuple(t.detach().requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
 
     def attend() -> torch.Tensor:
@@ -296,7 +296,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
     options = parser.parse_args(arguments)
     if options.draw:
-        print(*draw_context([case for path in options.draw for case in _cases_of(path, parser)], options.out).values(), sep="\n")
+        measured_before = [case for path in options.draw for case in _cases_of(path, parser)]
+        if not any("both_ms" in case["ways"].get("auto", {}) for case in measured_before):
+            parser.error("--draw plots what plans chose by themselves, and no case has it; measure with --way auto")
+        print(*draw_context(measured_before, options.out).values(), sep="\n")
         return 0
     if not dist.is_torchelastic_launched():
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")

@@ -20,6 +20,7 @@ from sparse_flash.masks.block_mask import BlockMask
 from sparse_flash.masks.pattern import And, Pattern
 from sparse_flash.parallel.costs import ELEMENT_BYTES, HEAD_DIM, LINK_RATE, SequenceSizes
 from sparse_flash.parallel.explanation import STRATEGIES, explained
+from sparse_flash.parallel.plan import exchange_alone
 
 from .flash import Asked, FlashAttention4
 from .flex import mask_function
@@ -103,7 +104,7 @@ class Planned(Way):
         # fmt: on
         q, k, v = (plan.shard(t, 2).requires_grad_() for t in (sequence.q, sequence.k, sequence.v))
         received = sequence.bytes_of(plan.explain().costs[plan.strategy].received.max())
-        exchange = partial(plan.exchange, q, k, v) if plan.strategy in ("blocks", "heads") else None
+        exchange = partial(exchange_alone, plan, q, k, v) if plan.strategy in ("blocks", "heads") else None
         yield Divided((q, k, v), lambda: plan.attention(q, k, v), lambda t: plan.unshard(t, 2), received, exchange)
 
 

@@ -97,15 +97,16 @@ def draw_context(cases: list[dict], folder: str | Path) -> dict[str, Path]:
 def _context(cases: list[dict], theme: Theme):
     """The share of linear scaling against the number of ranks, for each kind of heads: of the length that most cases have, and of
     the way that a plan chose."""
+    cases = [case for case in cases if "both_ms" in case["ways"].get("auto", {})]
     lengths = [case["case"]["tokens"] for case in cases]
     tokens = max(set(lengths), key=lambda length: (lengths.count(length), length))
-    shown = [case for case in cases if case["case"]["tokens"] == tokens and "both_ms" in case["ways"].get("auto", {})]
+    shown = [case for case in cases if case["case"]["tokens"] == tokens]
     kinds = sorted({(case["case"]["heads"], case["case"]["kv_heads"]) for case in shown}, reverse=True)
     labels = list(dict.fromkeys(case["case"]["label"] for case in shown))
     counts = [1, *sorted({case["ranks"] for case in shown})]
     figure, axes = _figure(10, 4.4, len(kinds), theme, sharey=True)
     handles = []
-    for (heads, kv_heads), ax in zip(kinds, np.atleast_1d(axes), strict=True):
+    for (heads, kv_heads), ax in zip(kinds, axes, strict=True):
         ax.axhline(1.0, color=theme.faint, linewidth=0.8, linestyle=":")
         for number, label in enumerate(labels):
             of_ranks = {
@@ -117,7 +118,7 @@ def _context(cases: list[dict], theme: Theme):
             for name, line in (("both_ms", "-"), ("forward_ms", "--")):
                 points = [case["one"][name] / (ranks * case["ways"]["auto"][name]) for ranks, case in sorted(of_ranks.items())]
                 drawn = ax.plot([1, *sorted(of_ranks)], [1.0, *points], linestyle=line, label=label, **style)
-                if ax is np.atleast_1d(axes)[0] and line == "-":
+                if ax is axes[0] and line == "-":
                     handles += drawn
         ax.set_xscale("log", base=2)
         ax.set_xticks(counts, [str(count) for count in counts])

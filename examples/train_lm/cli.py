@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from . import checkpoint, data, memory, parallel, report
 from .evaluate import by_position, loaded, losses
 from .report import console
-from .settings import PRESETS, Settings, checked, every_nth_dense
+from .settings import PRESETS, Parallel, Settings, checked, every_nth_dense
 from .settings import preset as preset_of
 from .train import NotFinite, Run
 
@@ -42,6 +42,12 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError, NotFinite) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def _parallel(name: str) -> Parallel:
+    if name not in ("ddp", "fsdp"):
+        raise ValueError(f"--parallel must be ddp or fsdp; got {name!r}")
+    return name  # type: ignore[return-value]
 
 
 @app.command()
@@ -99,8 +105,7 @@ def train(
 ) -> None:
     """Train a decoder, dense or sparse, on one GPU or, under torchrun, on several."""
     with user_errors(), parallel.world(device, context) as world:
-        if sharding not in ("ddp", "fsdp"):
-            raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
+        kind = _parallel(sharding)
         shape = preset_of(preset)
         shape = replace(shape, vocabulary=vocabulary or shape.vocabulary)
         masks = tuple(mask or [SPARSE])
@@ -132,7 +137,7 @@ def train(
             seed=seed,
         )
         settings = checked(settings, world.size)
-        said = memory.check(settings, world, sharding)
+        said = memory.check(settings, world, kind)
         with world.first_goes_first():
             if tokens is not None:
                 if not (folder / "manifest.json").exists():
@@ -140,7 +145,7 @@ def train(
             else:
                 quiet = not world.is_first
                 data.prepare(folder, shape.vocabulary, text, most_bytes, quiet, packages, held_out)
-        run = Run(settings, out, folder, world, sharding, fresh, start and checkpoint.of_run(start))
+        run = Run(settings, out, folder, world, kind, fresh, start and checkpoint.of_run(start))
         if world.is_first:
             out.mkdir(parents=True, exist_ok=True)
             _introduce(run, said)
@@ -240,8 +245,7 @@ def cost(
     from . import cost as costs_of
 
     with user_errors(), parallel.world(device, context) as world:
-        if sharding not in ("ddp", "fsdp"):
-            raise ValueError(f"--parallel must be ddp or fsdp; got {sharding!r}")
+        kind = _parallel(sharding)
         base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled, context=context)
         if out and world.is_first:
             out.parent.mkdir(parents=True, exist_ok=True)  # an error here costs no measurement
@@ -255,14 +259,14 @@ def cost(
         for settings in [checked(one, world.size) for one in every]:
             name = f"{', '.join(settings.masks)} at {settings.length:,}"
             try:
-                costs.append(costs_of.measure(settings, world, steps, sharding, warm))
+                costs.append(costs_of.measure(settings, world, steps, kind, warm))
             except torch.OutOfMemoryError as error:
                 if world.size > 1:
                     raise  # the other ranks wait for this one
                 console.print(f"{name}: out of memory: {str(error).splitlines()[0]}", markup=False)
                 costs_of.free()
                 continue
-            kernels = costs_of.profiled(settings, world, parallel=sharding) if profile else ""
+            kernels = costs_of.profiled(settings, world, parallel=kind) if profile else ""
             if not world.is_first:
                 continue
             found = costs[-1]

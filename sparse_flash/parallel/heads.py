@@ -11,12 +11,14 @@ def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: to
     """(batch, heads of a rank, tokens of all ranks, size) of each of them, (batch, heads, tokens, size): one exchange."""
     # (ranks, tokens, batch, heads of a rank, size) each, so that all tokens of what arrives follow each other.
     sent = [t.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for t in tensors]
-    if len({t.shape[4] for t in sent}) == 1:  # their rows are joined in one copy
-        every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
-        return [t.permute(1, 2, 0, 3) for t in every]
-    flat = [t.flatten(3) for t in sent]
-    every = all_to_all(torch.cat(flat, 3), handle).flatten(0, 1).split([t.shape[3] for t in flat], 2)
-    return [t.unflatten(2, (-1, of.shape[3])).permute(1, 2, 0, 3) for t, of in zip(every, tensors, strict=True)]
+    # Heads of one size are joined as they are, in one copy; others are flattened for it, which is a copy of its own.
+    alike = len({t.shape[3] for t in tensors}) == 1
+    if not alike:
+        sent = [t.flatten(3) for t in sent]
+    every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
+    if not alike:
+        every = [t.unflatten(2, (-1, of.shape[3])) for t, of in zip(every, tensors, strict=True)]
+    return [t.permute(1, 2, 0, 3) for t in every]
 
 
 def own_tokens_of_all_heads(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:

@@ -331,26 +331,6 @@ class ContextPlan(TokenShards):
         out, lse = attention_of_blocks(q, k, v, self._columns, self._route_handle, *options, dropout)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks, None)
 
-    @torch.no_grad()
-    def exchange(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Exchanges what a forward pass of ``attention`` does, and computes nothing: to time that part alone. q, k, v: as for
-        ``attention``, v with q's head_dim.
-
-        A collective call, under strategies "blocks" and "heads"; the others raise ValueError.
-        """
-        if self.ranks == 1:
-            return
-        self._check(q, k, v)
-        if self.strategy == "blocks":
-            assert self._route is not None
-            exchange_blocks(k, v, self._route)
-        elif self.strategy == "heads":
-            assert self._peers is not None
-            q, *_ = some_heads_of_all_tokens([q, k, v], self._sharing, self._peers)
-            own_tokens_of_all_heads(q, self._sharing, self._peers)  # as out would return
-        else:
-            raise ValueError(f"exchange tells nothing apart under strategy {self.strategy!r}; it is for 'blocks' and 'heads'")
-
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_tensors(q, k, v)
         for name, tensor in (("q", q), ("k", k)):
@@ -386,6 +366,21 @@ class ContextPlan(TokenShards):
         owners = self._owners if ranks == self.ranks else None
         rate, near = self._rates
         return explained(self.mask, self._sizes, ranks, rate, self._knows_heads, owners, Node(of_node, near))
+
+
+@torch.no_grad()
+def exchange_alone(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Exchanges what a forward pass of ``plan.attention`` does, and computes nothing: to time that part. v: with q's head_dim.
+
+    A collective call, under strategies "blocks" and "heads"; the others raise ValueError.
+    """
+    if plan._peers is not None and plan.strategy == "heads":
+        q, *_ = some_heads_of_all_tokens([q, k, v], plan._sharing, plan._peers)
+        own_tokens_of_all_heads(q, plan._sharing, plan._peers)  # as out would return
+    elif plan._route is not None and plan.strategy == "blocks":
+        exchange_blocks(k, v, plan._route)
+    elif plan.ranks > 1:
+        raise ValueError(f"strategy {plan.strategy!r} exchanges between its calls; 'blocks' and 'heads' can be told apart")
 
 
 class ContextPlans(TokenShards, Sequence[ContextPlan]):

@@ -84,3 +84,14 @@ def test_torchrun_writes_the_cases_and_a_table(tmp_path):
     assert all((tmp_path / "plots" / f"context{theme}.png").stat().st_size > 5000 for theme in ("", "-dark"))
     alone = subprocess.run([sys.executable, "-m", context.__name__], capture_output=True, text=True, timeout=100)
     assert alone.returncode == 2 and "start it by torchrun" in alone.stderr
+
+
+def test_results_without_what_a_plan_chose_are_no_plot(tmp_path, capsys):
+    for text, said in (
+        ('{"cases": [{"ways": {"heads": {}}}]}', "measure with --way auto"),
+        ("{}", "files that this command wrote"),
+    ):
+        (tmp_path / "context.json").write_text(text)
+        with pytest.raises(SystemExit):
+            context.main(["--draw", str(tmp_path / "context.json"), "--out", str(tmp_path)])
+        assert said in capsys.readouterr().err
