@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sparse_flash as sf
 from sparse_flash.parallel.costs import FLOP_RATE
+from sparse_flash.parallel.peer_memory import held_bytes
 
 from .baselines.context import PATIENCE, WAYS, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
@@ -318,6 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
         shown.add_column(heading)
 
     def write(found: dict) -> None:
+        data["shared_bytes"] = held_bytes(mesh.get_group())  # 0 where the group moves messages itself
         if dist.get_rank() == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "context.json").write_text(json.dumps({**data, "cases": [*data["cases"], found]}, indent=1) + "\n")

@@ -219,10 +219,17 @@ class Assignment(Owners):
         return own[self.needs[target, own]] if source != target else own[:0]
 
     @cached_property
+    def traffic(self) -> np.ndarray:
+        """(ranks, ranks) int64: how many blocks rank i sends rank j."""
+        target, block = np.nonzero(self.needs)
+        pairs = np.bincount(self.owner_of_block[block] * self.ranks + target, minlength=self.ranks**2).reshape(self.ranks, -1)
+        np.fill_diagonal(pairs, 0)
+        return pairs
+
+    @property
     def received(self) -> np.ndarray:
         """(ranks,) int64: how many blocks each rank gets from others."""
-        own = self.needs[self.owner_of_block, np.arange(len(self.owner_of_block))]
-        return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
+        return self.traffic.sum(0)
 
 
 def chunk_blocks(blocks: int, block_size: int, ranks: int) -> int:

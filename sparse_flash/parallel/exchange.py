@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,21 @@ from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
-from .transfer import Arriving, by_head, empty_blocks, gathered, halves, of_blocks, pack, started, unpacked, with_room
+from .traffic import Traffic
+from .transfer import (
+    Arriving,
+    block_shape,
+    by_head,
+    empty_blocks,
+    gathered,
+    halves,
+    message,
+    of_blocks,
+    pack,
+    started,
+    unpacked,
+    with_room,
+)
 
 
 def attention_of_blocks(
@@ -67,7 +82,7 @@ def _attention_of_blocks(
     run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
     buffer = empty_blocks(k, v, len(columns), block_size)
     # Ranks start their exchanges in one order, whatever each of them computes in between.
-    queries = sent_queries(q, shared, route.group) if shared else None
+    queries = sent_queries(q, shared, route) if shared else None
     arriving = _fetch(k, v, buffer, route)
     every = None
     if isinstance(calls, TwoCalls):
@@ -75,7 +90,7 @@ def _attention_of_blocks(
         out, lse = run.forward(q, k, v, calls.near)
     elif route.received:
         every = with_room(k, v, route.received, block_size)
-    parts = attended_queries(queries, k, v, run, shared, route.group) if shared and queries else None
+    parts = attended_queries(queries, k, v, run, shared, route) if shared and queries else None
     fetched = arriving.arrived()
     if isinstance(calls, OneCall):
         out, lse = run.forward(q, *gathered(k, v, fetched, every), calls.mask)
@@ -133,17 +148,18 @@ def _backward(
     calls, shared = route.backward, route.shared
     run = PartialAttention(_scale_of(q, scale), deterministic, backend, _dropout(seed, lines, dropout_p))
     results = RowResults(dout, dlse, out, lse)
-    sent = sent_results(q, results, shared, route.group) if shared else None
+    sent = sent_results(q, results, shared, route) if shared else None
     fetching = None
     if not keep_fetched:
         buffer = empty_blocks(k, v, route.received, block_size)
         fetching = _fetch(k, v, buffer, route)
-    fetched, gradients = buffer[: route.received], empty_blocks(k, v, route.received, block_size)
+    fetched = buffer[: route.received]
     if isinstance(calls, OneCall):
         if fetching:
             fetching.arrived()
         dq, dk, dv = run.backward(q, *gathered(k, v, fetched), results, calls.mask)
         own = k.shape[2]
+        gradients = _gradients_to_send(k, v, route)
         pack(dk[:, :, own:], dv[:, :, own:], gradients)
         returning = _give_back(gradients, route)
         dk, dv = (torch.empty_like(t).copy_(d[:, :, :own]) for t, d in ((k, dk), (v, dv)))
@@ -154,6 +170,8 @@ def _backward(
             fetching.begun()
             near = of.near(k, v)
             fetching.arrived()
+        # A message is asked for when the one before has arrived, as that may be where this one is written.
+        gradients = _gradients_to_send(k, v, route)
         of.far(fetched, gradients)
         returning = _give_back(gradients, route)
         if near is None:
@@ -161,7 +179,7 @@ def _backward(
         dk, dv = near or of.near(k, v)
         dq = of.queries()
     if shared and sent:
-        parts, *of_own = differentiated_queries(sent, q.shape[3], k, v, run, shared, route.group)
+        parts, *of_own = differentiated_queries(sent, q.shape[3], k, v, run, shared, route)
         for gradient, more in zip((dk, dv), of_own, strict=True):
             gradient.add_(more)
         write_query_gradients(dq, parts, shared)
@@ -208,25 +226,33 @@ def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("sparse_flash::all_to_all", mutates_args=())
-def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Part i of rank j becomes part j of rank i. parts: (ranks, ...), of one shape on all ranks. Its own gradient."""
-    parts = parts.contiguous()
-    theirs = torch.empty_like(parts)
-    dist.all_to_all_single(theirs, parts, group=Peers.behind(handle).group)
-    return theirs
+def all_to_all(parts: list[torch.Tensor], handle: torch.Tensor) -> torch.Tensor:
+    """Part i of rank j becomes part j of rank i. parts: (ranks, tokens, batch, heads, ...) each, joined along their heads, of the
+    same shapes on all ranks. Its own gradient."""
+    peers, ranks = Peers.behind(handle), len(parts[0])
+    traffic = Traffic(np.ones((ranks, ranks), np.int64), dist.get_rank(peers.group))
+    shape = _joined_shape(parts)
+    mine = torch.cat(parts, 3, out=message(parts[0], traffic, *shape[1:], peers=peers))
+    return started(mine.new_empty(shape), mine, traffic, peers).arrived()
+
+
+def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...]:
+    return *parts[0].shape[:3], sum(part.shape[3] for part in parts), *parts[0].shape[4:]
 
 
 @all_to_all.register_fake
-def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return parts.new_empty(parts.shape)
+def _(parts: list[torch.Tensor], handle: torch.Tensor) -> torch.Tensor:
+    return parts[0].new_empty(_joined_shape(parts))
 
 
-def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _keep_handle(ctx: Any, inputs: tuple[list[torch.Tensor], torch.Tensor], output: torch.Tensor) -> None:
+    parts, handle = inputs
+    ctx.sizes = [part.shape[3] for part in parts]
+    ctx.save_for_backward(handle)
 
 
-def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return all_to_all(gradient, *ctx.saved_tensors), None
+def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[list[torch.Tensor], None]:
+    return list(all_to_all([gradient], *ctx.saved_tensors).split(ctx.sizes, 3)), None
 
 
 all_to_all.register_autograd(_returned, setup_context=_keep_handle)
@@ -239,18 +265,19 @@ def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
     """The blocks of others, at the start of the buffer."""
-    fetched = buffer[: route.received]
-    if route.silent:
-        return Arriving(fetched)
-    packed = buffer.new_empty(len(route.send), *buffer.shape[1:])
+    packed = message(buffer, route.traffic, *buffer.shape[1:], peers=route)
     pack(k, v, packed, route.send)
-    return started(fetched, packed, route.receives, route.sends, route.group)
+    return started(buffer[: route.received], packed, route.traffic, route)
+
+
+def _gradients_to_send(k: torch.Tensor, v: torch.Tensor, route: Route) -> torch.Tensor:
+    """For those of fetched blocks."""
+    return message(k, route.traffic.returned, *block_shape(k, v, route.block_size), peers=route)
 
 
 def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:
     """Sends the gradients of fetched blocks to their owners. Those of the blocks sent arrive, in the order of ``send``."""
-    mine = gradients.new_empty(len(route.send), *gradients.shape[1:])
-    return Arriving(mine) if route.silent else started(mine, gradients, route.sends, route.receives, route.group)
+    return started(gradients.new_empty(len(route.send), *gradients.shape[1:]), gradients, route.traffic.returned, route)
 
 
 def _add_returned(dk: torch.Tensor, dv: torch.Tensor, theirs: torch.Tensor, route: Route) -> None:

@@ -21,6 +21,8 @@ from ..masks.build import part_of
 from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, gathers_rows, slowest
+from .peer_memory import PeerMemory, peer_memory
+from .traffic import Traffic
 
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
@@ -28,9 +30,15 @@ _numbers = count()
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
+    """What an operator looks up by its handle: the ranks that it exchanges tensors with. memory: that they share, or None."""
 
     group: dist.ProcessGroup
+    memory: PeerMemory | None
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
+        """A collective call when a group is asked for first."""
+        return Peers(group, peer_memory(group, device))
 
     def handle(self) -> torch.Tensor:
         """A new one. This does not own it in turn, so both are freed at once, without a garbage collector."""
@@ -100,12 +108,12 @@ class TwoCalls:
 class SharedRows:
     """Rows whose queries travel to all ranks, as they visit most columns.
 
-    rows: (blocks,) int64, the rank's own of them, among its blocks. counts: how many each rank has. mask: rows: those of all ranks,
-    rank after rank; columns: the rank's own blocks.
+    rows: (blocks,) int64, the rank's own of them, among its blocks. traffic: of their blocks, which each rank sends to all, itself
+    included. mask: rows: those of all ranks, rank after rank; columns: the rank's own blocks.
     """
 
     rows: torch.Tensor
-    counts: list[int]
+    traffic: Traffic
     mask: PartMask
     block_size: int
 
@@ -115,7 +123,9 @@ class SharedRows:
         of_rank = [np.flatnonzero((blocks >= 0) & shared[blocks]) for blocks in assignment.blocks]
         every = np.concatenate([blocks[rows] for blocks, rows in zip(assignment.blocks, of_rank, strict=True)])
         own = PartMask.of(mask, every, assignment.blocks[rank])
-        return cls(torch.from_numpy(of_rank[rank]), [len(rows) for rows in of_rank], own, mask.block_size)
+        counts = np.array([len(rows) for rows in of_rank])
+        traffic = Traffic(np.repeat(counts[:, None], assignment.ranks, 1), rank)
+        return cls(torch.from_numpy(of_rank[rank]), traffic, own, mask.block_size)
 
     def to(self, device: torch.device) -> SharedRows:
         return replace(self, rows=self.rows.to(device), mask=self.mask.to(device))
@@ -132,8 +142,8 @@ class Overlap(NamedTuple):
 class BlockExchange:
     """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
 
-    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. sends, receives: how many go to each rank
-    and come from each. silent: no rank sends anything.
+    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. traffic: how many go from each rank to
+    each.
     answered: (blocks,) int64, those of its blocks that go out at all. answers: (first, places), int64: the gradients of
     ``answered[i]`` are those of the sent blocks places[first[i]] to places[first[i + 1] - 1], in the order of ranks. None if no
     block goes to two ranks: then they are those of block ``send[i]``.
@@ -144,16 +154,14 @@ class BlockExchange:
     forward: OneCall | TwoCalls
     backward: OneCall | TwoCalls
     send: torch.Tensor
-    sends: list[int]
-    receives: list[int]
-    silent: bool
+    traffic: Traffic
     answered: torch.Tensor
     answers: tuple[torch.Tensor, torch.Tensor] | None
     shared: SharedRows | None
 
     @property
     def received(self) -> int:
-        return sum(self.receives)
+        return self.traffic.received
 
     @property
     def overlap(self) -> Overlap:
@@ -193,9 +201,7 @@ class BlockExchange:
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
             send=torch.from_numpy(send),
-            sends=[len(blocks) for blocks in sent],
-            receives=[len(blocks) for blocks in received],
-            silent=not assignment.received.any(),
+            traffic=Traffic(assignment.traffic, rank),
             answered=torch.from_numpy(answered if several else send),
             answers=(torch.from_numpy(answers[0]), torch.from_numpy(answers[1])) if several else None,
             shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
@@ -214,7 +220,7 @@ class Route(BlockExchange, Peers):
         answers = exchange.answers and tuple(t.to(device) for t in exchange.answers)
         shared = exchange.shared and exchange.shared.to(device)
         moved |= {"forward": forward, "backward": backward, "shared": shared, "answers": answers}
-        return cls(group=group, **{**vars(exchange), **moved})
+        return cls(group=group, memory=peer_memory(group, device), **{**vars(exchange), **moved})
 
 
 def _two_calls(mask: BlockMask, rows: np.ndarray, own: np.ndarray, fetched: np.ndarray) -> TwoCalls:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..backends import triton as portable
 from ..compat.pytorch import idle
+from .routes import Peers
+from .traffic import Traffic
 
 _START = 20_000  # cycles, some 11 us, in which an exchange's kernel starts
+
+
+class Work(Protocol):
+    def wait(self) -> object:
+        """The current stream waits for it."""
 
 
 class Arriving(NamedTuple):
@@ -18,7 +25,7 @@ class Arriving(NamedTuple):
 
     theirs: torch.Tensor
     mine: torch.Tensor | None = None
-    work: dist.Work | None = None
+    work: Work | None = None
 
     def begun(self) -> None:
         """From here on kernels that take all multiprocessors run beside the exchange. Its kernel starts on another stream, some us
@@ -34,14 +41,33 @@ class Arriving(NamedTuple):
         return self.theirs
 
 
-def started(theirs: torch.Tensor, mine: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Arriving:
-    """Sends ``mine`` and fills ``theirs``; both contiguous, block after block."""
-    return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, receives, sends, group=group, async_op=True))
+def message(like: torch.Tensor, traffic: Traffic, *piece: int, peers: Peers) -> torch.Tensor:
+    """(sent pieces, *piece), contiguous and of the dtype of ``like``, for what ``started`` sends next. A collective call."""
+    shape = traffic.sent, *piece
+    if peers.memory is None or not traffic.longest:
+        return like.new_empty(shape)
+    longest = traffic.longest * torch.Size(piece).numel() * like.element_size()
+    return peers.memory.message(longest, *shape, dtype=like.dtype)
+
+
+def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, peers: Peers) -> Arriving:
+    """Sends ``mine``, a ``message``, and fills ``theirs``; both contiguous, piece after piece."""
+    if not traffic.longest:
+        return Arriving(theirs)
+    if peers.memory is not None:
+        return Arriving(theirs, mine, peers.memory.exchange(theirs, traffic))
+    group = peers.group
+    return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True))
 
 
 def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
     """(count, block, batch, kv_heads, head_dim + v_head_dim): a block is one piece, with its keys and its values."""
-    return k.new_empty(count, block_size, *k.shape[:2], k.shape[3] + v.shape[3])
+    return k.new_empty(count, *block_shape(k, v, block_size))
+
+
+def block_shape(k: torch.Tensor, v: torch.Tensor, block_size: int) -> tuple[int, ...]:
+    """Of a piece of ``empty_blocks``."""
+    return block_size, *k.shape[:2], k.shape[3] + v.shape[3]
 
 
 def halves(packed: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

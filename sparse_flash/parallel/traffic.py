@@ -1,0 +1,52 @@
+"""How many pieces ranks send each other in an exchange. Numbers on the host only, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """One exchange: each rank sends a message with the pieces for rank 0 first, and gets those of rank 0 first.
+
+    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this one.
+    """
+
+    pieces: np.ndarray
+    rank: int
+
+    @cached_property
+    def sends(self) -> list[int]:
+        """How many go to each rank."""
+        return self.pieces[self.rank].tolist()
+
+    @cached_property
+    def receives(self) -> list[int]:
+        """How many come from each rank."""
+        return self.pieces[:, self.rank].tolist()
+
+    @cached_property
+    def sent(self) -> int:
+        return sum(self.sends)
+
+    @cached_property
+    def received(self) -> int:
+        return sum(self.receives)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """Where in the message of each rank the pieces for this one begin."""
+        return self.pieces[:, : self.rank].sum(1).tolist()
+
+    @cached_property
+    def longest(self) -> int:
+        """The pieces of the longest message of all ranks; 0 if no rank sends anything."""
+        return int(self.pieces.sum(1).max())
+
+    @cached_property
+    def returned(self) -> Traffic:
+        """The exchange in which every piece goes back, in the order in which it came."""
+        return Traffic(self.pieces.T, self.rank)

@@ -1,0 +1,117 @@
+"""Exchanges through memory that all ranks read. On CPUs files take the place of the GPUs' memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pool import DEVICE
+
+from sparse_flash.parallel import peer_memory
+from sparse_flash.parallel.peer_memory import PeerMemory
+from sparse_flash.parallel.routes import Peers
+from sparse_flash.parallel.traffic import Traffic
+from sparse_flash.parallel.transfer import message, started
+
+
+class Files:
+    """What a handle of symmetric memory does: bytes of each rank, which all of them read."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, folder: Path):
+        self._size, self._group, self._folder = size, group, folder
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        return torch.from_file(str(self._folder / str(rank)), shared=True, size=self._size, dtype=torch.uint8)
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, first: int) -> torch.Tensor:
+        begin = first * dtype.itemsize
+        return self.of_rank(rank)[begin : begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def barrier(self, channel: int, milliseconds: int) -> None:
+        assert channel == 0 and milliseconds > 0
+        dist.barrier(self._group)
+
+
+class MemoryOfFiles(PeerMemory):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group = group
+        super().__init__(group, device)
+
+    def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
+        self._kept = tempfile.TemporaryDirectory()
+        names = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(names, self._kept.name, group=self._group)
+        files = Files(size, self._group, Path(names[0]))
+        mine = files.of_rank(dist.get_rank(self._group))
+        dist.barrier(self._group)
+        return mine, files
+
+
+@contextmanager
+def sharing():
+    """Within, groups have memory. Yields a list of the traffic of what was copied."""
+    copied, groups = [], dict(peer_memory._known)
+    exchange = PeerMemory.exchange
+
+    def seen(self: PeerMemory, theirs: torch.Tensor, traffic: Traffic):
+        copied.append(traffic)
+        return exchange(self, theirs, traffic)
+
+    on_cpu = patch.object(peer_memory, "_made", MemoryOfFiles)
+    peer_memory._known.clear()
+    with patch.object(PeerMemory, "exchange", seen), on_cpu if DEVICE == "cpu" else patch.dict(os.environ):
+        yield copied
+    peer_memory._known.clear()
+    peer_memory._known.update(groups)
+
+
+def run(function: Callable[..., Any], *arguments: object, **options: object) -> tuple[Any, int]:
+    """(what it returns, how many exchanges were copies)"""
+    with sharing() as copied:
+        found = function(*arguments, **options)
+    return found, len(copied)
+
+
+def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
+    """Whether random numbers of pieces of random sizes arrive as a process group moves them, and the bytes held after each."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = np.random.default_rng(seed)
+    device, equal, held = torch.empty(0, device=DEVICE).device, True, []
+    with sharing():
+        with_memory = Peers.of_group(dist.group.WORLD, device)
+        without = Peers(dist.group.WORLD, None)
+        for number in range(rounds):
+            pieces = generator.integers(0, 5, (ranks, ranks)) * generator.integers(0, 2, (ranks, ranks))
+            shape = [int(size) for size in generator.integers(1, 120, 3)]
+            dtype = [torch.float32, torch.bfloat16][number % 2]
+            traffic = Traffic(pieces, rank)
+            of_rank = torch.Generator().manual_seed(100 * seed + number * ranks + rank)
+            sent = torch.randn(traffic.sent, *shape, generator=of_rank, device="cpu")
+            arrived = []
+            for peers in (with_memory, without):
+                theirs = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
+                mine = message(theirs, traffic, *shape, peers=peers).copy_(sent)
+                arrived.append(started(theirs, mine, traffic, peers).arrived())
+            equal &= torch.equal(*arrived)
+            held.append(peer_memory.held_bytes(dist.group.WORLD))
+    return equal, held
+
+
+def switched_off() -> bool:
+    """Whether a group has no memory, asked for anew."""
+    groups = dict(peer_memory._known)
+    peer_memory._known.clear()
+    # On one rank alone, as ranks must agree.
+    with patch.dict(os.environ, {peer_memory.SWITCH: "0"} if dist.get_rank() == 1 else {}):
+        found = peer_memory.peer_memory(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
+    peer_memory._known.clear()
+    peer_memory._known.update(groups)
+    return found is None
