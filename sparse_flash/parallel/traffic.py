@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,20 @@ class Traffic:
     def begins(self) -> list[int]:
         """Where in the message of each rank the pieces for this one begin."""
         return self.pieces[:, : self.rank].sum(1).tolist()
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The ranks that this one gets pieces from, one after the other, itself left out. In a turn no two get theirs from one
+        rank: two at a time took 5.6 ms for half a GiB from each of two H100, where one takes 2.9."""
+        left = np.where(np.eye(len(self.pieces), dtype=bool), 0, self.pieces)
+        order = []
+        while left.any():
+            # Ranks that have most left to send or to get are in every turn, so there are no more turns than they need.
+            todo = left.sum(1)[:, None] + left.sum(0)
+            sources, targets = linear_sum_assignment(np.where(left > 0, todo, 0), maximize=True)
+            order += sources[(targets == self.rank) & (left[sources, targets] > 0)].tolist()
+            left[sources, targets] = 0
+        return order
 
     @cached_property
     def longest(self) -> int:

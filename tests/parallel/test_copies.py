@@ -24,6 +24,31 @@ def test_what_is_returned_goes_where_it_came_from(rank):
     assert back.sends == traffic.receives and back.receives == traffic.sends and back.longest == PIECES.sum(0).max()
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [[0, 5, 5, 0], [5, 0, 0, 5], [5, 0, 0, 5], [0, 5, 5, 0]],  # a butterfly's
+        [[0, 8, 8, 0], [0, 0, 8, 8], [0, 0, 0, 8], [0, 0, 0, 0]],  # of powers of two, causal
+        (np.ones((8, 8), int) - np.eye(8, dtype=int)).tolist(),
+        [[7] * 5] * 5,
+    ],
+)
+def test_no_two_ranks_get_pieces_from_one_at_a_time_where_that_can_be(pieces):
+    ranks = len(pieces)
+    orders = [Traffic(np.array(pieces), rank).order for rank in range(ranks)]
+    for rank, order in enumerate(orders):
+        assert sorted(order) == [source for source in range(ranks) if source != rank and pieces[source][rank]]
+    # All pieces are as long, so turns are. A rank whose next source is with another waits.
+    busy = set()
+    for order in orders:
+        turn = -1
+        for source in order:
+            turn = next(later for later in range(turn + 1, 99) if (source, later) not in busy)
+            busy.add((source, turn))
+    most = max(*map(len, orders), *(sum(source in order for order in orders) for source in range(ranks)))
+    assert 1 + max(turn for _, turn in busy) == most
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pieces_of_any_size_arrive_as_a_process_group_moves_them_and_memory_only_grows(pools, ranks):
