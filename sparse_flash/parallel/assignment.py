@@ -24,6 +24,7 @@ _LOOK_BACK, _LEAST_PROGRESS = 32, 0.98
 # Rows that visit a larger share of all columns are shared, so that their queries travel and not the keys, if they are few: their
 # queries and results are then at most half of the bytes of all keys and values.
 _HEAVY, _FEW = 0.5, 0.25
+_FEW_RANKS = 16  # as many as may share the memory of one host
 _ENTRIES_TOGETHER = 1 << 22  # of a table, read at a time
 
 
@@ -213,10 +214,20 @@ class Assignment(Owners):
         needs[np.repeat(self.owner, np.diff(self.visits.ptr)), self.visits.cols] = True
         return needs
 
-    def sent(self, source: int, target: int) -> np.ndarray:
-        """The blocks that one rank sends another, ascending: those that it owns and the other visits."""
+    def outgoing(self, source: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the blocks that a rank owns and others visit; (ranks, blocks) bool, which get each). Where ranks are few, blocks that go
+        to the same ones are together, so that those of one rank are in few runs."""
         own = self.blocks[source][self.blocks[source] >= 0]
-        return own[self.needs[target, own]] if source != target else own[:0]
+        wanted = self.needs[:, own]
+        wanted[source] = False
+        order = np.lexsort(wanted) if self.ranks <= _FEW_RANKS else np.arange(len(own))
+        order = order[wanted[:, order].any(0)]
+        return own[order], wanted[:, order]
+
+    def sent(self, source: int, target: int) -> np.ndarray:
+        """The blocks that one rank sends another: those that it owns and the other visits."""
+        blocks, wanted = self.outgoing(source)
+        return blocks[wanted[target]]
 
     @cached_property
     def traffic(self) -> np.ndarray:

@@ -27,6 +27,7 @@ from .transfer import (
     empty_blocks,
     gathered,
     halves,
+    memory_for,
     message,
     of_blocks,
     pack,
@@ -265,8 +266,9 @@ def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
 
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
     """The blocks of others, at the start of the buffer."""
-    packed = message(buffer, route.traffic, *buffer.shape[1:], peers=route)
-    pack(k, v, packed, route.send)
+    piece = buffer.shape[1:]
+    packed = message(buffer, route.traffic, *piece, peers=route)
+    pack(k, v, packed, route.send_once if memory_for(route.traffic, piece, buffer, route) else route.send)
     return started(buffer[: route.received], packed, route.traffic, route)
 
 

@@ -61,7 +61,8 @@ class PeerMemory:
         return symmetric_memory.shared_bytes(size, self._device, self._name)
 
     def message(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """(*shape) for what this rank sends next. longest: bytes of the longest message of all ranks, the same on all."""
+        """(*shape), uninitialized, for what this rank sends next. longest: bytes of the longest message of all ranks, the same on
+        all."""
         # What was sent last is read no more once all ranks are here.
         self._meet()
         self._module.current_stream().wait_stream(self._stream)
@@ -79,9 +80,11 @@ class PeerMemory:
         shape, piece = theirs.shape[1:], theirs[:1].numel()
 
         def copy(source: int) -> None:
-            count, begin = traffic.receives[source], sum(traffic.receives[:source])
-            sent = self._peers.get_buffer(source, (count, *shape), theirs.dtype, traffic.begins[source] * piece)
-            theirs[begin : begin + count].copy_(sent)
+            place = sum(traffic.receives[:source])
+            for first, count in traffic.shared.runs[source]:
+                sent = self._peers.get_buffer(source, (count, *shape), theirs.dtype, first * piece)
+                theirs[place : place + count].copy_(sent)
+                place += count
 
         own = bool(traffic.receives[traffic.rank])
         if own:  # beside the others, as no link is needed

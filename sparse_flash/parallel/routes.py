@@ -22,7 +22,7 @@ from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, gathers_rows, slowest
 from .peer_memory import PeerMemory, peer_memory
-from .traffic import Traffic
+from .traffic import SharedMessages, Traffic
 
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
@@ -142,8 +142,8 @@ class Overlap(NamedTuple):
 class BlockExchange:
     """Which blocks of keys and values a rank gets and sends, and how it attends; on one device.
 
-    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. traffic: how many go from each rank to
-    each.
+    send: (sent blocks,) int64, which of the rank's blocks go out, those for rank 0 first. send_once: the blocks of a message that
+    all ranks read. traffic: how many go from each rank to each.
     answered: (blocks,) int64, those of its blocks that go out at all. answers: (first, places), int64: the gradients of
     ``answered[i]`` are those of the sent blocks places[first[i]] to places[first[i + 1] - 1], in the order of ranks. None if no
     block goes to two ranks: then they are those of block ``send[i]``.
@@ -154,6 +154,7 @@ class BlockExchange:
     forward: OneCall | TwoCalls
     backward: OneCall | TwoCalls
     send: torch.Tensor
+    send_once: torch.Tensor
     traffic: Traffic
     answered: torch.Tensor
     answers: tuple[torch.Tensor, torch.Tensor] | None
@@ -173,10 +174,10 @@ class BlockExchange:
     ) -> BlockExchange:
         """On the CPU, as the mask. overlap: None takes, for each pass, what is estimated to be faster with as many calls on every
         rank."""
-        ranks = assignment.ranks
-        sent = [assignment.sent(rank, target) for target in range(ranks)]
-        received = [assignment.sent(source, rank) for source in range(ranks)]
-        own, fetched = assignment.blocks[rank], np.concatenate(received)
+        outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]
+        sent, wanted = outgoing[rank]
+        once = SharedMessages.of([of_rank for _, of_rank in outgoing], rank)
+        own, fetched = assignment.blocks[rank], np.concatenate([blocks[of_rank[rank]] for blocks, of_rank in outgoing])
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
         if overlap is None:
@@ -192,7 +193,7 @@ class BlockExchange:
             calls[True] = _two_calls(mask, rows, own, fetched)
         place = np.full(mask.grid.kv_blocks, -1)
         place[own[own >= 0]] = np.flatnonzero(own >= 0)
-        send = place[np.concatenate(sent)]
+        send = place[np.concatenate([sent[of_rank] for of_rank in wanted])]
         answered, counts = np.unique(send, return_counts=True)
         several = len(answered) < len(send)
         answers = np.append(0, counts.cumsum()), np.argsort(send, kind="stable")
@@ -201,7 +202,8 @@ class BlockExchange:
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
             send=torch.from_numpy(send),
-            traffic=Traffic(assignment.traffic, rank),
+            send_once=torch.from_numpy(send if once is None else place[sent]),
+            traffic=Traffic(assignment.traffic, rank, once),
             answered=torch.from_numpy(answered if several else send),
             answers=(torch.from_numpy(answers[0]), torch.from_numpy(answers[1])) if several else None,
             shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),
@@ -216,7 +218,7 @@ class Route(BlockExchange, Peers):
     def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:
         forward = exchange.forward.to(device)
         backward = forward if exchange.backward is exchange.forward else exchange.backward.to(device)
-        moved = {name: getattr(exchange, name).to(device) for name in ("send", "answered")}
+        moved = {name: getattr(exchange, name).to(device) for name in ("send", "send_once", "answered")}
         answers = exchange.answers and tuple(t.to(device) for t in exchange.answers)
         shared = exchange.shared and exchange.shared.to(device)
         moved |= {"forward": forward, "backward": backward, "shared": shared, "answers": answers}

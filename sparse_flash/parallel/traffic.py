@@ -4,20 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+
+_MOST_RUNS = 64  # that a rank copies in an exchange; the host takes some 8 us for each
+
+
+class SharedMessages(NamedTuple):
+    """Messages that all ranks read, in which each piece lies once, whoever gets it.
+
+    pieces: of each rank's message. runs: for each rank, (the first piece, how many) of what this one gets, in the order in which it
+    arrives.
+    """
+
+    pieces: list[int]
+    runs: list[list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, wanted: list[np.ndarray], rank: int) -> SharedMessages | None:
+        """wanted: of each rank's message, (ranks, pieces) bool, which rank gets which. None where that is in so many runs for some
+        rank that copying each by itself takes longer than writing pieces several times."""
+        begin = [np.diff(of_rank, prepend=False, axis=1) & of_rank for of_rank in wanted]
+        if sum(of_rank.sum(1) for of_rank in begin).max() > _MOST_RUNS:
+            return None
+        runs = []
+        for of_rank, first in zip(wanted, begin, strict=True):
+            ends = np.flatnonzero(np.diff(of_rank[rank], append=False) & of_rank[rank]) + 1
+            runs.append([(int(a), int(b - a)) for a, b in zip(np.flatnonzero(first[rank]), ends, strict=True)])
+        return cls([of_rank.shape[1] for of_rank in wanted], runs)
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
     """One exchange: each rank sends a message with the pieces for rank 0 first, and gets those of rank 0 first.
 
-    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this one.
+    pieces: (ranks, ranks) int64: pieces[i, j] go from rank i to rank j. rank: this one. once: the messages that take the place of
+    these where all ranks read them; None where they are the same.
     """
 
     pieces: np.ndarray
     rank: int
+    once: SharedMessages | None = None
 
     @cached_property
     def sends(self) -> list[int]:
@@ -38,9 +67,13 @@ class Traffic:
         return sum(self.receives)
 
     @cached_property
-    def begins(self) -> list[int]:
-        """Where in the message of each rank the pieces for this one begin."""
-        return self.pieces[:, : self.rank].sum(1).tolist()
+    def shared(self) -> SharedMessages:
+        """The messages where all ranks read them."""
+        if self.once is not None:
+            return self.once
+        begins, counts = self.pieces[:, : self.rank].sum(1), self.pieces[:, self.rank]
+        runs = [[(int(begin), int(count))] if count else [] for begin, count in zip(begins, counts, strict=True)]
+        return SharedMessages(self.pieces.sum(1).tolist(), runs)
 
     @cached_property
     def order(self) -> list[int]:

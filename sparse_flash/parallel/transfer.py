@@ -45,30 +45,31 @@ class Arriving(NamedTuple):
 
 def message(like: torch.Tensor, traffic: Traffic, *piece: int, peers: Peers) -> torch.Tensor:
     """(sent pieces, *piece), contiguous and of the dtype of ``like``, for what ``started`` sends next. A collective call."""
-    shape, memory = (traffic.sent, *piece), _memory_for(traffic, piece, like, peers)
+    memory = memory_for(traffic, piece, like, peers)
     if memory is None:
-        return like.new_empty(shape)
-    return memory.message(_longest(traffic, piece, like), *shape, dtype=like.dtype)
+        return like.new_empty(traffic.sent, *piece)
+    pieces = traffic.shared.pieces
+    return memory.message(max(pieces) * _bytes(piece, like), pieces[traffic.rank], *piece, dtype=like.dtype)
 
 
 def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, peers: Peers) -> Arriving:
     """Sends ``mine``, a ``message``, and fills ``theirs``; both contiguous, piece after piece."""
     if not traffic.longest:
         return Arriving(theirs)
-    memory, group = _memory_for(traffic, theirs.shape[1:], theirs, peers), peers.group
+    memory, group = memory_for(traffic, theirs.shape[1:], theirs, peers), peers.group
     if memory is not None:
         return Arriving(theirs, mine, memory.exchange(theirs, traffic))
     return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True))
 
 
-def _memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, peers: Peers) -> PeerMemory | None:
-    """Where messages lie; None: anywhere, as the group moves them. The same on all ranks."""
-    return peers.memory if _longest(traffic, piece, like) >= peer_memory.LEAST else None
+def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, peers: Peers) -> PeerMemory | None:
+    """Where messages of such pieces lie, as ``traffic.shared`` says; None: anywhere, as the group moves them. All ranks have one or
+    none."""
+    return peers.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST else None
 
 
-def _longest(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor) -> int:
-    """Bytes of the longest message of all ranks."""
-    return traffic.longest * torch.Size(piece).numel() * like.element_size()
+def _bytes(piece: tuple[int, ...], like: torch.Tensor) -> int:
+    return torch.Size(piece).numel() * like.element_size()
 
 
 def empty_blocks(k: torch.Tensor, v: torch.Tensor, count: int, block_size: int) -> torch.Tensor:

@@ -1,11 +1,16 @@
 """Messages copied through memory that all ranks read, against those that a process group moves."""
 
+from itertools import pairwise
+
 import copies_on_ranks
 import numpy as np
 import on_ranks
 import pytest
+from on_ranks import CASES
 
-from sparse_flash.parallel.traffic import Traffic
+from sparse_flash.parallel.costs import LINK_RATE
+from sparse_flash.parallel.planning import PlanOptions, planned
+from sparse_flash.parallel.traffic import SharedMessages, Traffic
 
 PIECES = np.array([[0, 2, 1], [3, 0, 0], [4, 5, 0]])
 
@@ -15,13 +20,51 @@ def test_pieces_lie_in_messages_in_the_order_of_ranks(rank):
     traffic = Traffic(PIECES, rank)
     assert traffic.sends == PIECES[rank].tolist() and traffic.receives == PIECES[:, rank].tolist()
     assert (traffic.sent, traffic.received, traffic.longest) == (PIECES[rank].sum(), PIECES[:, rank].sum(), 9)
-    assert traffic.begins == [PIECES[source, :rank].sum() for source in range(3)]
+    begins = [int(PIECES[source, :rank].sum()) for source in range(3)]
+    assert traffic.shared.pieces == PIECES.sum(1).tolist()
+    assert traffic.shared.runs == [[(begins[i], int(PIECES[i, rank]))] if PIECES[i, rank] else [] for i in range(3)]
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_what_is_returned_goes_where_it_came_from(rank):
     traffic, back = Traffic(PIECES, rank), Traffic(PIECES, rank).returned
     assert back.sends == traffic.receives and back.receives == traffic.sends and back.longest == PIECES.sum(0).max()
+
+
+def shared(ranks: int, sizes: list[int], seed: int) -> tuple[list[np.ndarray], list[SharedMessages | None]]:
+    generator = np.random.default_rng(seed)
+    wanted = [np.repeat(generator.random((ranks, size)) < 0.5, 3, 1) for size in sizes]
+    for source, of_rank in enumerate(wanted):
+        of_rank[source] = False
+    return wanted, [SharedMessages.of(wanted, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_of_messages_with_each_piece_once_are_what_a_rank_gets_in_order(seed):
+    wanted, found = shared(3, [7, 0, 12], seed)
+    for rank, messages in enumerate(found):
+        assert messages is not None and messages.pieces == [21, 0, 36]
+        for of_rank, runs in zip(wanted, messages.runs, strict=True):
+            got = [piece for first, count in runs for piece in range(first, first + count)]
+            assert got == np.flatnonzero(of_rank[rank]).tolist()
+            assert all(before[0] + before[1] < after[0] for before, after in pairwise(runs))
+
+
+def test_pieces_in_very_many_runs_are_written_for_each_rank():
+    _, found = shared(3, [10, 400, 10], 0)
+    assert found == [None] * 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_writes_each_block_once_and_others_get_few_runs(name):
+    mask, ranks = on_ranks.whole_of(name), 4
+    options = PlanOptions(None, None, mask.block_size, "blocks", LINK_RATE, None, True)
+    for rank in range(ranks):
+        exchange = planned([mask], [1], rank, ranks, options).parts[0]
+        messages = exchange.traffic.shared
+        assert len(exchange.send_once) == messages.pieces[rank] <= len(exchange.send)
+        assert np.array_equal(np.unique(exchange.send), np.sort(exchange.send_once))
+        assert max(map(len, messages.runs)) <= 2 ** (ranks - 2)  # of eight sets, four have a rank, two and two beside each other
 
 
 @pytest.mark.parametrize(
