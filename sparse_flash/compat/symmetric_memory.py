@@ -25,7 +25,12 @@ def shared_bytes(size: int, device: torch.device, group: str) -> tuple[torch.Ten
     A collective call: ``size`` is the same on all ranks. Freed with the tensor and the handle, which waits for the device;
     PyTorch's caching allocator knows nothing of it. Raises RuntimeError where GPUs cannot share memory.
     """
-    memory = private("distributed._symmetric_memory:_SymmetricMemory").empty_strided_p2p((size,), (1,), torch.uint8, device)
+    empty = private("distributed._symmetric_memory:_SymmetricMemory").empty_strided_p2p
+    try:
+        memory = empty((size,), (1,), torch.uint8, device)
+    except RuntimeError:
+        torch.cuda.empty_cache()  # what PyTorch's allocator has, and nobody uses
+        memory = empty((size,), (1,), torch.uint8, device)
     return memory, private("distributed._symmetric_memory:rendezvous")(memory, group)
 
 

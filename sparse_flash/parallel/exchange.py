@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,7 +18,6 @@ from ..variant.variant import Variant
 from .calls import PartialAttention, RowResults, add, join
 from .queries import attended_queries, differentiated_queries, join_parts, sent_queries, sent_results, write_query_gradients
 from .routes import OneCall, Peers, Route, TwoCalls
-from .traffic import Traffic
 from .transfer import (
     Arriving,
     block_shape,
@@ -227,33 +225,25 @@ def _(seed: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("sparse_flash::all_to_all", mutates_args=())
-def all_to_all(parts: list[torch.Tensor], handle: torch.Tensor) -> torch.Tensor:
-    """Part i of rank j becomes part j of rank i. parts: (ranks, tokens, batch, heads, ...) each, joined along their heads, of the
-    same shapes on all ranks. Its own gradient."""
-    peers, ranks = Peers.behind(handle), len(parts[0])
-    traffic = Traffic(np.ones((ranks, ranks), np.int64), dist.get_rank(peers.group))
-    shape = _joined_shape(parts)
-    mine = torch.cat(parts, 3, out=message(parts[0], traffic, *shape[1:], peers=peers))
-    return started(mine.new_empty(shape), mine, traffic, peers).arrived()
-
-
-def _joined_shape(parts: list[torch.Tensor]) -> tuple[int, ...]:
-    return *parts[0].shape[:3], sum(part.shape[3] for part in parts), *parts[0].shape[4:]
+def all_to_all(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """Part i of rank j becomes part j of rank i. parts: (ranks, ...), of one shape on all ranks. Its own gradient."""
+    parts = parts.contiguous()
+    theirs = torch.empty_like(parts)
+    dist.all_to_all_single(theirs, parts, group=Peers.behind(handle).group)
+    return theirs
 
 
 @all_to_all.register_fake
-def _(parts: list[torch.Tensor], handle: torch.Tensor) -> torch.Tensor:
-    return parts[0].new_empty(_joined_shape(parts))
+def _(parts: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return parts.new_empty(parts.shape)
 
 
-def _keep_handle(ctx: Any, inputs: tuple[list[torch.Tensor], torch.Tensor], output: torch.Tensor) -> None:
-    parts, handle = inputs
-    ctx.sizes = [part.shape[3] for part in parts]
-    ctx.save_for_backward(handle)
+def _keep_handle(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
 
 
-def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[list[torch.Tensor], None]:
-    return list(all_to_all([gradient], *ctx.saved_tensors).split(ctx.sizes, 3)), None
+def _returned(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return all_to_all(gradient, *ctx.saved_tensors), None
 
 
 all_to_all.register_autograd(_returned, setup_context=_keep_handle)
@@ -267,14 +257,14 @@ def exchange_blocks(k: torch.Tensor, v: torch.Tensor, route: Route) -> None:
 def _fetch(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, route: Route) -> Arriving:
     """The blocks of others, at the start of the buffer."""
     piece = buffer.shape[1:]
-    packed = message(buffer, route.traffic, *piece, peers=route)
+    packed = message(buffer, route.traffic, *piece, route=route)
     pack(k, v, packed, route.send_once if memory_for(route.traffic, piece, buffer, route) else route.send)
     return started(buffer[: route.received], packed, route.traffic, route)
 
 
 def _gradients_to_send(k: torch.Tensor, v: torch.Tensor, route: Route) -> torch.Tensor:
     """For those of fetched blocks."""
-    return message(k, route.traffic.returned, *block_shape(k, v, route.block_size), peers=route)
+    return message(k, route.traffic.returned, *block_shape(k, v, route.block_size), route=route)
 
 
 def _give_back(gradients: torch.Tensor, route: Route) -> Arriving:

@@ -15,7 +15,7 @@ def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: to
     alike = len({t.shape[3] for t in tensors}) == 1
     if not alike:
         sent = [t.flatten(3) for t in sent]
-    every = all_to_all(sent, handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
+    every = all_to_all(torch.cat(sent, 3), handle).flatten(0, 1).split([t.shape[3] for t in sent], 2)
     if not alike:
         every = [t.unflatten(2, (-1, of.shape[3])) for t, of in zip(every, tensors, strict=True)]
     return [t.permute(1, 2, 0, 3) for t in every]
@@ -24,4 +24,4 @@ def some_heads_of_all_tokens(tensors: list[torch.Tensor], ranks: int, handle: to
 def own_tokens_of_all_heads(x: torch.Tensor, ranks: int, handle: torch.Tensor) -> torch.Tensor:
     """(batch, heads, tokens, size) of x, (batch, heads of a rank, tokens of all ranks, size)."""
     parts = x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
-    return all_to_all([parts], handle).flatten(0, 1).transpose(0, 1)
+    return all_to_all(parts, handle).flatten(0, 1).transpose(0, 1)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from statistics import median
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .meshes import device_of, group_of
-from .routes import Peers
-from .traffic import Traffic
-from .transfer import message, started
 
 _WARM, _RUNS = 2, 5
 
@@ -46,16 +42,15 @@ def _rate(size: int, group: dist.ProcessGroup, device: torch.device) -> float:
     if ranks == 1:
         return float("inf")
     each = max(1, size // ranks)
-    peers, traffic = Peers.of_group(group, device), Traffic(np.ones((ranks, ranks), np.int64), dist.get_rank(group))
-    theirs = torch.empty(ranks, each, dtype=torch.uint8, device=device)
-    late, taken = torch.zeros(1, device=device), []
+    mine = torch.zeros(ranks * each, dtype=torch.uint8, device=device)
+    theirs = torch.empty_like(mine)
+    taken = []
     for _ in range(_WARM + _RUNS):
-        mine = message(theirs, traffic, each, peers=peers).zero_()
         # Ranks that come late would count as slow links.
-        dist.all_reduce(late, group=group)
+        dist.all_reduce(mine[:1], group=group)
         _wait(device)
         begin = time.perf_counter()
-        started(theirs, mine, traffic, peers).arrived()
+        dist.all_to_all_single(theirs, mine, group=group)
         _wait(device)
         taken.append(time.perf_counter() - begin)
     return (ranks - 1) * each / median(taken[_WARM:])

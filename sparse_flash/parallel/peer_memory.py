@@ -20,8 +20,9 @@ from .traffic import Traffic
 
 SWITCH = "SPARSE_FLASH_COPY_ENGINES"  # an environment variable; 0: NCCL moves everything
 # A shorter message is left to the process group. An exchange by copies takes 0.1 ms more of the host's time than an operation of
-# NCCL, which slows the attention beside it by some 0.5 ms a GiB more (four H100).
-LEAST = 1 << 27  # bytes
+# NCCL, which slows the attention beside it by some 0.5 ms a GiB more. Of four H100 that received 192 to 256 MiB for 131,072 tokens,
+# neither way was the faster one in all cases.
+LEAST = 1 << 28  # bytes
 _TRIED = 1 << 21  # bytes
 _SHARE = 8  # Memory grows to a multiple of the largest power of two in it, divided by this.
 
@@ -49,13 +50,14 @@ class PeerMemory:
         self._name, self._device, self._module = group.group_name, device, torch.get_device_module(device)
         self._milliseconds = int(symmetric_memory.patience_of(group, device).total_seconds() * 1000)
         # Urgent, so that its barriers come before kernels of other streams that wait for a multiprocessor.
-        self._stream, self._own = self._module.Stream(priority=-1), self._module.Stream()
+        self._stream = self._module.Stream(priority=-1)
+        self._memory: torch.Tensor | None
         self._memory, self._peers = self._allocated(_TRIED)
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        return self._memory.numel()
+        return 0 if self._memory is None else self._memory.numel()
 
     def _allocated(self, size: int) -> tuple[torch.Tensor, Any]:
         return symmetric_memory.shared_bytes(size, self._device, self._name)
@@ -63,12 +65,13 @@ class PeerMemory:
     def message(self, longest: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """(*shape), uninitialized, for what this rank sends next. longest: bytes of the longest message of all ranks, the same on
         all."""
-        # What was sent last is read no more once all ranks are here.
-        self._meet()
-        self._module.current_stream().wait_stream(self._stream)
-        if longest > self.size:
+        if self._memory is not None:
+            # What was sent last is read no more once all ranks are here.
+            self._meet()
+            self._module.current_stream().wait_stream(self._stream)
+        if self._memory is None or longest > self.size:
             # Freed first, as there may be no room for both.
-            del self._memory, self._peers
+            self._memory = self._peers = None
             unit = max(_TRIED, 1 << longest.bit_length() - 1 >> _SHARE.bit_length() - 1)
             self._memory, self._peers = self._allocated(-(-longest // unit) * unit)
         elements = torch.Size(shape).numel()
@@ -86,16 +89,9 @@ class PeerMemory:
                 theirs[place : place + count].copy_(sent)
                 place += count
 
-        own = bool(traffic.receives[traffic.rank])
-        if own:  # beside the others, as no link is needed
-            self._own.wait_stream(self._module.current_stream())
-            with self._module.stream(self._own):
-                copy(traffic.rank)
         with self._module.stream(self._stream):
-            for source in traffic.order:
+            for source in (*traffic.order, traffic.rank):
                 copy(source)
-            if own:
-                self._stream.wait_stream(self._own)
             done = self._module.Event()
             done.record()
         return Copies(done)

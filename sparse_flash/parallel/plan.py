@@ -196,10 +196,10 @@ class ContextPlan(TokenShards):
         # With those that exchange tokens for heads: how many, and the handle of their group.
         self._sharing, self._peers = 1, None
         if self.strategy == "heads" and self.ranks > 1:
-            self._sharing, self._peers = self.ranks, Peers.of_group(self.group, self.device).handle()
+            self._sharing, self._peers = self.ranks, Peers(self.group).handle()
         elif self.strategy == "nodes":
-            self._sharing, self._peers = self._ranks_of_node, Peers.of_group(mesh.get_group(1), self.device).handle()
-        self._everyone = Peers(self.group, None).handle()  # for numbers, which need no memory
+            self._sharing, self._peers = self._ranks_of_node, Peers(mesh.get_group(1)).handle()
+        self._everyone = Peers(self.group).handle()
         self.overlap = self._route.overlap if self._route else Overlap(False, False)
         # The compiler reads its length alone; it takes lengths below two for constants.
         self._columns = torch.zeros(max(2, self._route.received if self._route else 0), dtype=torch.int8, device=self.device)

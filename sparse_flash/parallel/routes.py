@@ -30,15 +30,9 @@ _numbers = count()
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """What an operator looks up by its handle: the ranks that it exchanges tensors with. memory: that they share, or None."""
+    """What an operator looks up by its handle: the ranks that it exchanges tensors with."""
 
     group: dist.ProcessGroup
-    memory: PeerMemory | None
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
-        """A collective call when a group is asked for first."""
-        return Peers(group, peer_memory(group, device))
 
     def handle(self) -> torch.Tensor:
         """A new one. This does not own it in turn, so both are freed at once, without a garbage collector."""
@@ -212,7 +206,10 @@ class BlockExchange:
 
 @dataclass(frozen=True, eq=False)
 class Route(BlockExchange, Peers):
-    """A rank's exchange of blocks, on its device, and the ranks that it is with."""
+    """A rank's exchange of blocks, on its device, and the ranks that it is with. memory: where all of them read messages; or
+    None."""
+
+    memory: PeerMemory | None
 
     @classmethod
     def on(cls, exchange: BlockExchange, group: dist.ProcessGroup, device: torch.device) -> Self:

@@ -11,7 +11,7 @@ from ..backends import triton as portable
 from ..compat.pytorch import idle
 from . import peer_memory
 from .peer_memory import PeerMemory
-from .routes import Peers
+from .routes import Route
 from .traffic import Traffic
 
 _START = 20_000  # cycles, some 11 us, in which an exchange's kernel starts
@@ -43,29 +43,29 @@ class Arriving(NamedTuple):
         return self.theirs
 
 
-def message(like: torch.Tensor, traffic: Traffic, *piece: int, peers: Peers) -> torch.Tensor:
+def message(like: torch.Tensor, traffic: Traffic, *piece: int, route: Route) -> torch.Tensor:
     """(sent pieces, *piece), contiguous and of the dtype of ``like``, for what ``started`` sends next. A collective call."""
-    memory = memory_for(traffic, piece, like, peers)
+    memory = memory_for(traffic, piece, like, route)
     if memory is None:
         return like.new_empty(traffic.sent, *piece)
     pieces = traffic.shared.pieces
     return memory.message(max(pieces) * _bytes(piece, like), pieces[traffic.rank], *piece, dtype=like.dtype)
 
 
-def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, peers: Peers) -> Arriving:
+def started(theirs: torch.Tensor, mine: torch.Tensor, traffic: Traffic, route: Route) -> Arriving:
     """Sends ``mine``, a ``message``, and fills ``theirs``; both contiguous, piece after piece."""
     if not traffic.longest:
         return Arriving(theirs)
-    memory, group = memory_for(traffic, theirs.shape[1:], theirs, peers), peers.group
+    memory, group = memory_for(traffic, theirs.shape[1:], theirs, route), route.group
     if memory is not None:
         return Arriving(theirs, mine, memory.exchange(theirs, traffic))
     return Arriving(theirs, mine, dist.all_to_all_single(theirs, mine, traffic.receives, traffic.sends, group=group, async_op=True))
 
 
-def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, peers: Peers) -> PeerMemory | None:
+def memory_for(traffic: Traffic, piece: tuple[int, ...], like: torch.Tensor, route: Route) -> PeerMemory | None:
     """Where messages of such pieces lie, as ``traffic.shared`` says; None: anywhere, as the group moves them. All ranks have one or
     none."""
-    return peers.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST else None
+    return route.memory if traffic.longest * _bytes(piece, like) >= peer_memory.LEAST else None
 
 
 def _bytes(piece: tuple[int, ...], like: torch.Tensor) -> int:

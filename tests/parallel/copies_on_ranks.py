@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,6 @@ from pool import DEVICE
 
 from sparse_flash.parallel import peer_memory
 from sparse_flash.parallel.peer_memory import PeerMemory
-from sparse_flash.parallel.routes import Peers
 from sparse_flash.parallel.traffic import Traffic
 from sparse_flash.parallel.transfer import message, started
 
@@ -87,8 +87,8 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
     generator = np.random.default_rng(seed)
     device, equal, held = torch.empty(0, device=DEVICE).device, True, []
     with sharing():
-        with_memory = Peers.of_group(dist.group.WORLD, device)
-        without = Peers(dist.group.WORLD, None)
+        memory = peer_memory.peer_memory(dist.group.WORLD, device)
+        with_memory, without = (SimpleNamespace(group=dist.group.WORLD, memory=one) for one in (memory, None))
         for number in range(rounds):
             pieces = generator.integers(0, 5, (ranks, ranks)) * generator.integers(0, 2, (ranks, ranks))
             shape = [int(size) for size in generator.integers(1, 120, 3)]
@@ -97,10 +97,10 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
             of_rank = torch.Generator().manual_seed(100 * seed + number * ranks + rank)
             sent = torch.randn(traffic.sent, *shape, generator=of_rank, device="cpu")
             arrived = []
-            for peers in (with_memory, without):
+            for route in (with_memory, without):
                 theirs = torch.full((traffic.received, *shape), float("nan"), dtype=dtype, device=DEVICE)
-                mine = message(theirs, traffic, *shape, peers=peers).copy_(sent)
-                arrived.append(started(theirs, mine, traffic, peers).arrived())
+                mine = message(theirs, traffic, *shape, route=route).copy_(sent)
+                arrived.append(started(theirs, mine, traffic, route).arrived())
             equal &= torch.equal(*arrived)
             held.append(peer_memory.held_bytes(dist.group.WORLD))
     return equal, held
