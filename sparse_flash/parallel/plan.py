@@ -117,6 +117,10 @@ def context_parallel(
     keep_fetched: whether fetched blocks are kept for the backward pass; if not, they are fetched again, and between the passes take
     no memory.
 
+    Between GPUs of one host that NVLink joins, blocks are copied by the GPUs' copy engines, which leave the multiprocessors to
+    attention; each rank then keeps memory for the longest message of any rank: of blocks that it sends, or of gradients of those
+    that it gets. The environment variable SPARSE_FLASH_COPY_ENGINES=0 leaves them to NCCL.
+
     A collective call: all ranks of the mesh make it together and compare, on the host, what they were given. Raises ValueError on
     every rank where they differ, or where one of them raises for an unsuitable argument; TypeError for a BlockSelection.
     """
