@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,7 @@ class PeerMemory:
         self._stream = self._module.Stream(priority=-1)
         self._memory: torch.Tensor | None
         self._memory, self._peers = self._allocated(_TRIED)
+        self._meet()
 
     @property
     def size(self) -> int:
@@ -121,7 +123,7 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     if device.type != "cuda" or torch.version.cuda is None or dist.get_world_size(group) == 1:
         return None
     on = os.environ.get(SWITCH, "1") not in ("", "0")
-    places = _gathered((socket.gethostname(), device.index, on), group)
+    places = _gathered((_host(), device.index, on), group)
     hosts, gpus, switches = zip(*places, strict=True)
     if not all(switches) or len(set(hosts)) > 1 or len(set(gpus)) < len(gpus):
         return None
@@ -129,12 +131,12 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
     try:
         links = symmetric_memory.nvlinks()
         joined = all(0 <= gpu < len(links) and (gpu == device.index or links[device.index][gpu]) for gpu in gpus)
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:
         joined, failure = False, str(error)
     if all(_gathered(joined, group)):
         try:
             memory = PeerMemory(group, device)
-        except (ImportError, RuntimeError) as error:
+        except Exception as error:
             failure = str(error)
     if failure:
         warnings.warn(
@@ -143,6 +145,15 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
             stacklevel=2,
         )
     return memory if all(_gathered(memory is not None, group)) else None
+
+
+def _host() -> str:
+    """Where processes can hand each other memory: one kernel, and one name, which containers have for themselves."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = ""
+    return f"{socket.gethostname()} {kernel}"
 
 
 def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:

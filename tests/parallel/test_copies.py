@@ -1,14 +1,20 @@
 """Messages copied through memory that all ranks read, against those that a process group moves."""
 
+from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import copies_on_ranks
 import numpy as np
 import on_ranks
 import pytest
+import torch
 from on_ranks import CASES
 
+from sparse_flash.compat import symmetric_memory
 from sparse_flash.parallel.costs import LINK_RATE
+from sparse_flash.parallel.peer_memory import PeerMemory
 from sparse_flash.parallel.planning import PlanOptions, planned
 from sparse_flash.parallel.traffic import SharedMessages, Traffic
 
@@ -90,6 +96,27 @@ def test_no_two_ranks_get_pieces_from_one_at_a_time_where_that_can_be(pieces):
             busy.add((source, turn))
     most = max(*map(len, orders), *(sum(source in order for order in orders) for source in range(ranks)))
     assert 1 + max(turn for _, turn in busy) == most
+
+
+class Room(PeerMemory):
+    """Of one rank, on a CPU with so many bytes."""
+
+    room = 20 << 20
+
+    def _allocated(self, size):
+        if size > self.room:
+            raise RuntimeError("out of memory")
+        return torch.empty(size, dtype=torch.uint8), SimpleNamespace(barrier=lambda *_: None)
+
+
+def test_a_message_that_finds_no_room_is_an_error_and_the_next_finds_some():
+    with patch.object(symmetric_memory, "patience_of", return_value=timedelta(minutes=1)):
+        memory = Room(SimpleNamespace(group_name="0"), torch.device("cpu"))
+    assert memory.message(3 << 20, 5, 7, dtype=torch.bfloat16).shape == (5, 7) and memory.size == 4 << 20
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.message(21 << 20, 5, dtype=torch.float32)
+    assert memory.size == 0
+    assert memory.message(9 << 20, 5, dtype=torch.float32).dtype == torch.float32 and 9 << 20 <= memory.size < 11 << 20
 
 
 @pytest.mark.ranks

@@ -1,0 +1,33 @@
+"""What CPUs can show of PyTorch's symmetric memory: that its names are there, and what they take."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparse_flash.compat import symmetric_memory
+from sparse_flash.compat.pytorch import private
+
+
+def test_a_handle_has_what_copies_need():
+    memory = private("distributed._symmetric_memory:_SymmetricMemory")
+    for name in ("empty_strided_p2p", "get_buffer", "barrier"):
+        assert callable(getattr(memory, name))
+    # pybind11 writes the arguments of its functions into their documentation.
+    assert "storage_offset" in memory.get_buffer.__doc__ and "timeout_ms" in memory.barrier.__doc__
+    assert callable(private("distributed._symmetric_memory:rendezvous"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_links_cannot_be_counted_without_gpus():
+    with pytest.raises(RuntimeError):
+        symmetric_memory.nvlinks()
+
+
+def test_a_group_says_how_long_it_waits():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert symmetric_memory.patience_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()
