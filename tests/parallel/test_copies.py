@@ -98,6 +98,35 @@ def test_no_two_ranks_get_pieces_from_one_at_a_time_where_that_can_be(pieces):
     assert 1 + max(turn for _, turn in busy) == most
 
 
+def busy_for(pieces: np.ndarray, orders: list[list[int]]) -> float:
+    """How long all copies take if ranks that read from one share its rate, in pieces at its whole rate."""
+    queues, left, now = [list(order) for order in orders], np.zeros(len(orders)), 0.0
+    for rank, queue in enumerate(queues):
+        left[rank] = pieces[queue[0], rank] if queue else 0
+    while any(queues):
+        readers = np.bincount([queue[0] for queue in queues if queue], minlength=len(orders))
+        rates = np.array([1 / readers[queue[0]] if queue else 0 for queue in queues])
+        reading = rates > 0
+        passed = (left[reading] / rates[reading]).min()
+        now += passed
+        left -= passed * rates
+        for rank in np.flatnonzero(reading & (left < 1e-6)):
+            queues[rank].pop(0)
+            left[rank] = pieces[queues[rank][0], rank] if queues[rank] else 0
+    return now
+
+
+@pytest.mark.parametrize("ranks, density, mean", [(4, 1.0, 1.2), (8, 1.0, 1.3), (8, 0.4, 1.2)])
+def test_turns_of_random_pieces_take_little_longer_than_the_busiest_rank(ranks, density, mean):
+    generator, ratios = np.random.default_rng(0), []
+    for _ in range(20):
+        pieces = generator.integers(1, 100, (ranks, ranks)) * (generator.random((ranks, ranks)) < density)
+        np.fill_diagonal(pieces, 0)
+        orders = [Traffic(pieces, rank).order for rank in range(ranks)]
+        ratios.append(busy_for(pieces, orders) / max(pieces.sum(0).max(), pieces.sum(1).max()))
+    assert np.mean(ratios) < mean and max(ratios) < 1.7
+
+
 class Room(PeerMemory):
     """Of one rank, on a CPU with so many bytes."""
 

@@ -125,7 +125,7 @@ def mask_of(rows, batch, head):
 
 @triton.jit
 def ordered_tile(rows, mask, slot, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """The table row for a program's slot, heaviest first, and the first token of its tile within it."""
+    """The table row for a program's slot, in the order that rows are walked, and the first token of its tile within it."""
     TILES: tl.constexpr = BLOCK // TILE
     row = tl.load(rows.order + mask * rows.count + slot // TILES)
     return row, row * BLOCK + slot % TILES * TILE
