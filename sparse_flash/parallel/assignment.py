@@ -239,8 +239,8 @@ class Assignment(Owners):
 
     @cached_property
     def received(self) -> np.ndarray:
-        """(ranks,) int64: how many blocks each rank gets from others. That takes a quarter of the time of ``traffic``, and candidates
-        need no more."""
+        """(ranks,) int64: how many blocks each rank gets from others. It takes a quarter of the time of ``traffic``, and
+        candidates need no more."""
         own = self.needs[self.owner_of_block, np.arange(len(self.owner_of_block))]
         return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
 
