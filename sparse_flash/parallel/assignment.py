@@ -224,23 +224,9 @@ class Assignment(Owners):
         order = order[wanted[:, order].any(0)]
         return own[order], wanted[:, order]
 
-    def sent(self, source: int, target: int) -> np.ndarray:
-        """The blocks that one rank sends another: those that it owns and the other visits."""
-        blocks, wanted = self.outgoing(source)
-        return blocks[wanted[target]]
-
-    @cached_property
-    def traffic(self) -> np.ndarray:
-        """(ranks, ranks) int64: how many blocks rank i sends rank j."""
-        target, block = np.nonzero(self.needs)
-        pairs = np.bincount(self.owner_of_block[block] * self.ranks + target, minlength=self.ranks**2).reshape(self.ranks, -1)
-        np.fill_diagonal(pairs, 0)
-        return pairs
-
     @cached_property
     def received(self) -> np.ndarray:
-        """(ranks,) int64: how many blocks each rank gets from others. It takes a quarter of the time of ``traffic``, and
-        candidates need no more."""
+        """(ranks,) int64: how many blocks each rank gets from others."""
         own = self.needs[self.owner_of_block, np.arange(len(self.owner_of_block))]
         return self.needs.sum(1) - np.bincount(self.owner_of_block, own, self.ranks).astype(np.int64)
 

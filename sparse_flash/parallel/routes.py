@@ -22,7 +22,7 @@ from ..masks.grid import ranges
 from .assignment import Assignment
 from .costs import SequenceSizes, gathers_rows, slowest
 from .peer_memory import PeerMemory, peer_memory
-from .traffic import SharedMessages, Traffic
+from .traffic import Traffic
 
 _known: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 _numbers = count()
@@ -170,7 +170,7 @@ class BlockExchange:
         rank."""
         outgoing = [assignment.outgoing(source) for source in range(assignment.ranks)]
         sent, wanted = outgoing[rank]
-        once = SharedMessages.of([of_rank for _, of_rank in outgoing], rank)
+        traffic = Traffic.of([of_rank for _, of_rank in outgoing], rank)
         own, fetched = assignment.blocks[rank], np.concatenate([blocks[of_rank[rank]] for blocks, of_rank in outgoing])
         shared = assignment.visits.shared
         rows = own if shared is None else np.where(shared[own], -1, own)
@@ -196,8 +196,8 @@ class BlockExchange:
             forward=calls[chosen.forward],
             backward=calls[chosen.backward],
             send=torch.from_numpy(send),
-            send_once=torch.from_numpy(send if once is None else place[sent]),
-            traffic=Traffic(assignment.traffic, rank, once),
+            send_once=torch.from_numpy(send if traffic.once is None else place[sent]),
+            traffic=traffic,
             answered=torch.from_numpy(answered if several else send),
             answers=(torch.from_numpy(answers[0]), torch.from_numpy(answers[1])) if several else None,
             shared=None if shared is None else SharedRows.of(mask, assignment, rank, shared),

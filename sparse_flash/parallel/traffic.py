@@ -48,6 +48,11 @@ class Traffic:
     rank: int
     once: SharedMessages | None = None
 
+    @classmethod
+    def of(cls, wanted: list[np.ndarray], rank: int) -> Traffic:
+        """wanted: as for ``SharedMessages.of``."""
+        return cls(np.stack([of_rank.sum(1) for of_rank in wanted]), rank, SharedMessages.of(wanted, rank))
+
     @cached_property
     def sends(self) -> list[int]:
         """How many go to each rank."""

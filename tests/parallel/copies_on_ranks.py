@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import torch
@@ -106,13 +107,21 @@ def exchanged(rounds: int, seed: int) -> tuple[bool, list[int]]:
     return equal, held
 
 
-def switched_off() -> bool:
-    """Whether a group has no memory, asked for anew."""
-    groups = dict(peer_memory._known)
-    peer_memory._known.clear()
-    # On one rank alone, as ranks must agree.
-    with patch.dict(os.environ, {peer_memory.SWITCH: "0"} if dist.get_rank() == 1 else {}):
-        found = peer_memory.peer_memory(dist.group.WORLD, torch.empty(0, device=DEVICE).device)
-    peer_memory._known.clear()
-    peer_memory._known.update(groups)
-    return found is None
+def agreed(**of_second: Any) -> tuple[bool, list[str]]:
+    """(whether this rank has memory, what it was warned of), where the second rank differs from the others: other: host, gpu,
+    switch, links (their matrix), or error, of its trial. Without GPUs, which only a trial would touch."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    joined = [[18] * ranks for _ in range(ranks)]
+    here = {"host": "one", "gpu": rank, "switch": "1", "links": joined, "error": None} | (of_second if rank == 1 else {})
+    tried = MagicMock(side_effect=here["error"] and RuntimeError(here["error"]))
+    with (
+        patch.object(torch.version, "cuda", "13.0"),
+        patch.object(peer_memory, "_host", return_value=here["host"]),
+        patch.dict(os.environ, {peer_memory.SWITCH: here["switch"]}),
+        patch.object(peer_memory.symmetric_memory, "nvlinks", return_value=here["links"]),
+        patch.object(peer_memory, "PeerMemory", tried),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        found = peer_memory._made(dist.group.WORLD, torch.device("cuda", here["gpu"]))
+    return found is not None, [str(one.message) for one in warned]

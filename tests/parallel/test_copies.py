@@ -181,5 +181,23 @@ def test_a_compiled_graph_copies_too(pools):
 
 
 @pytest.mark.ranks
-def test_one_rank_that_is_switched_off_switches_off_all(pools):
-    assert all(pools(2).run(copies_on_ranks.switched_off))
+@pytest.mark.parametrize(
+    "of_second, shares",
+    [
+        ({}, True),
+        ({"switch": "0"}, False),
+        ({"host": "two"}, False),
+        ({"gpu": 0}, False),
+        ({"links": [[18, 18, 18], [18, 18, 0], [18, 0, 18]]}, False),
+    ],
+)
+def test_all_ranks_share_memory_or_none_does(pools, of_second, shares):
+    assert pools(3).run(copies_on_ranks.agreed, **of_second) == [(shares, [])] * 3
+
+
+@pytest.mark.ranks
+def test_a_trial_that_fails_on_one_rank_is_said_there_and_nobody_shares(pools):
+    found = pools(3).run(copies_on_ranks.agreed, error="no room for handles")
+    assert [shares for shares, _ in found] == [False] * 3 and [len(warned) for _, warned in found] == [0, 1, 0]
+    (said,) = found[1][1]
+    assert "no room for handles" in said and "SPARSE_FLASH_COPY_ENGINES=0" in said

@@ -7,7 +7,7 @@ from on_ranks import CASES, mask_of
 
 import sparse_flash as sf
 from sparse_flash.masks.build import part_of
-from sparse_flash.parallel.assignment import Visits, candidates, chunk_blocks, exchanged
+from sparse_flash.parallel.assignment import Assignment, Visits, candidates, chunk_blocks, exchanged
 from sparse_flash.parallel.calls import PartialAttention, join
 from sparse_flash.parallel.costs import LINK_RATE, Node, SequenceSizes, call_times
 from sparse_flash.parallel.explanation import chosen, explained
@@ -35,6 +35,12 @@ def of_all_heads(mask: sf.BlockMask) -> torch.Tensor:
     return dense[None] if dense.dim() == 2 else dense[0]
 
 
+def sent_to(assignment: Assignment, rank: int) -> list[np.ndarray]:
+    """The blocks that each rank sends one."""
+    outgoing = map(assignment.outgoing, range(assignment.ranks))
+    return [blocks[wanted[rank]] for blocks, wanted in outgoing]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
     ranks = 3
@@ -44,7 +50,7 @@ def test_every_kept_pair_is_attended_by_exactly_one_rank(name):
         attended = torch.zeros_like(wanted)
         places = assignment.places(mask.q_len, mask.block_size)
         for rank in range(ranks):
-            blocks = np.concatenate([assignment.blocks[rank], *(assignment.sent(source, rank) for source in range(ranks))])
+            blocks = np.concatenate([assignment.blocks[rank], *sent_to(assignment, rank)])
             part = of_all_heads(part_of(mask, assignment.blocks[rank], blocks))
             columns = blocks[:, None] * mask.block_size + np.arange(mask.block_size)
             columns[blocks < 0] = -1
@@ -95,7 +101,7 @@ def test_a_rank_gets_the_blocks_that_it_visits_and_lacks_and_no_others(name, ran
         for rank, own in enumerate(assignment.blocks):
             own = own[own >= 0]
             wanted = np.setdiff1d(np.flatnonzero(visited[own].any(0)), own)
-            got = [assignment.sent(source, rank) for source in range(ranks)]
+            got = sent_to(assignment, rank)
             assert np.array_equal(np.sort(np.concatenate(got)), wanted) and assignment.received[rank] == len(wanted)
             assert all(np.isin(blocks, assignment.blocks[source]).all() for source, blocks in enumerate(got))
 
