@@ -81,6 +81,7 @@ def train(
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens that the model knows. [the preset's]")] = None,
     packed: Annotated[bool, typer.Option("--packed", help="Documents do not see each other.")] = False,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
+    offload: Annotated[int, typer.Option(help="With --recompute full: so many blocks keep their input in the host's memory.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     sharding: Annotated[str, typer.Option("--parallel", help="Under torchrun: ddp or fsdp.")] = "ddp",
     context: Annotated[int, typer.Option(help="Under torchrun: how many GPUs share a sequence.")] = 1,
@@ -131,6 +132,7 @@ def train(
             packed=packed,
             context=context,
             recompute=recompute,
+            offload=offload,
             compiled=compiled,
             deterministic=deterministic,
             check_every=check_every,
@@ -232,6 +234,7 @@ def cost(
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at every length.")] = 262_144,
     most_micro_tokens: Annotated[int, typer.Option(min=1, help="Tokens at a time, at most; the rest is accumulated.")] = 262_144,
     recompute: Annotated[str, typer.Option(help="Activations computed again: none, selective or full.")] = "none",
+    offload: Annotated[int, typer.Option(help="With --recompute full: so many blocks keep their input in the host's memory.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     warm: Annotated[int, typer.Option(min=0, help="Steps between the first, which compiles, and the timed ones.")] = 2,
@@ -246,7 +249,9 @@ def cost(
 
     with user_errors(), parallel.world(device, context) as world:
         kind = _parallel(sharding)
-        base = Settings(preset_of(preset), step_tokens=step_tokens, recompute=recompute, compiled=compiled, context=context)
+        base = Settings(
+            preset_of(preset), step_tokens=step_tokens, recompute=recompute, offload=offload, compiled=compiled, context=context
+        )
         if out and world.is_first:
             out.parent.mkdir(parents=True, exist_ok=True)  # an error here costs no measurement
         lengths, costs = length or [65_536], []

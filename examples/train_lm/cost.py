@@ -37,6 +37,7 @@ class Cost:
     estimated: float
     micro_tokens: int
     recompute: str
+    offload: int
     compiled: bool
     ranks: int
     parallel: Parallel
@@ -58,7 +59,7 @@ def measure(settings: Settings, world: World, steps: int = 5, parallel: Parallel
         gib = rows[-1]["memory_gib"]
         del run
     free()
-    about = settings.micro_tokens, settings.recompute, settings.compiled, world.size, parallel, settings.context
+    about = settings.micro_tokens, settings.recompute, settings.offload, settings.compiled, world.size, parallel, settings.context
     speed = settings.step_tokens / seconds
     return Cost(", ".join(settings.masks), settings.length, seconds, first["seconds"], speed, mfu, gib, estimated, *about)
 

@@ -9,7 +9,7 @@ import torch
 
 import sparse_flash as sf
 
-from .model import LOGITS_TOGETHER
+from .model import LOGITS_TOGETHER, MLP_TOGETHER
 from .parallel import World
 from .settings import SDPA, Choice, Parallel, Settings
 
@@ -19,24 +19,41 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L
 
 
 def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
-    """GiB of one GPU, by what it is for. Activations are those of compiled blocks in bfloat16; on an H200 the sum was
-    within 5 % of the peak of ten runs of 20 to 100 GiB."""
+    """GiB of one GPU, by what it is for, at the peak: the backward pass through the last block, where all that blocks keep is there and
+    the gradients of other blocks are not. Activations are those of compiled blocks in bfloat16. docs/guides/train-lm.md compares the sum
+    with measured peaks."""
     shape, tokens = settings.shape, settings.micro_tokens // settings.context
-    shards = world.size if parallel == "fsdp" else 1
+    sharded = world.mesh is not None and parallel == "fsdp"
+    block, ends = shape.block_parameters // shape.layers, 2 * shape.vocabulary * shape.dim
+    # Float32 parameters and two moments of AdamW. With FSDP2 the bfloat16 copies of two blocks, of the embedding and the head are whole;
+    # otherwise those of all parameters are kept for the backward pass, except where blocks are computed again.
+    parameters = 12 * shape.parameters / (world.size if sharded else 1)
+    if sharded:
+        parameters += 2 * (2 * block + ends)
+    elif settings.recompute != "full":
+        parameters += 2 * shape.parameters
+    if settings.accumulated(world.replicas) > 1:  # float32 gradients of the passes before, of whole parameters
+        parameters += 4 * shape.parameters
+    if world.mesh is not None and parallel == "ddp":
+        parameters += 4 * shape.parameters  # DDP's buckets
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Of a token in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
-    every = 4 * shape.dim + 3 * queries + 3 * keys + 3 * shape.mlp_dim
+    # A token's numbers in a block: stream and norm twice; q before and after its norm, out; k twice, v; gate, up and their product.
+    attention, mlp = 4 * shape.dim + 3 * queries + 3 * keys, 3 * shape.mlp_dim
     products = shape.dim + 2 * queries + 2 * keys + 2 * shape.mlp_dim
-    kept = {"none": every, "selective": products, "full": shape.dim}[settings.recompute] * shape.layers
+    kept = {"none": attention + mlp, "selective": products, "full": shape.dim}[settings.recompute] * shape.layers
+    kept -= settings.offload * shape.dim
+    # Of the MLP in the last block: a piece of its tokens is there, where blocks are computed again in full.
+    piece = min(1.0, MLP_TOGETHER / tokens) if settings.recompute == "full" and settings.compiled else 1.0
     if settings.recompute != "none":
-        kept += every  # of the block that is computed again
+        kept += attention + piece * mlp
     if not settings.compiled:
-        kept = int(1.25 * kept)  # norms and rotary positions in float32
-    backward = 4 * queries + 2 * shape.mlp_dim  # sums of dQ in float32; a gradient of the MLP
+        kept *= 1.25  # norms and rotary positions in float32
+    backward = 8 * queries + 4 * piece * shape.mlp_dim  # dQ, its float32 sums and dout; gradients of gate and up
     return {
-        "parameters, gradients and optimizer": (16 / shards + 2) * shape.parameters / GIB,
+        "parameters, gradients and optimizer": parameters / GIB,
         "activations": (2 * kept + backward) * tokens / GIB,
-        "logits": (10 * LOGITS_TOGETHER + 4 * shape.vocabulary * shape.dim + 4 * shape.dim * tokens) / GIB,
+        # At the peak the head's gradient alone; the logits come before it, where a block's backward pass takes less than they do.
+        "logits": max(4 * shape.vocabulary * shape.dim, 10 * LOGITS_TOGETHER - backward * tokens) / GIB,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ IGNORED = -100  # a label that counts for nothing
 _EPSILON = 1e-6
 _NEUTRAL_KEYS = 1024  # with so many, log-length scaling leaves scores as they are
 LOGITS_TOGETHER = 1 << 26  # logits that exist at a time: 256 MiB in float32
+MLP_TOGETHER = 1 << 15  # tokens whose MLP is computed again at a time, where blocks are recomputed in full
 
 
 class Documents(NamedTuple):
@@ -133,10 +135,29 @@ class Block(nn.Module):
 
     def computed(self, x, positions: Positions, documents: Documents | None, plan: SharedSequence | None = None):
         x = x + self.attention(self.attention_norm(x), positions, documents, plan)
-        return x + self.mlp(self.mlp_norm(x))
+        normed = self.mlp_norm(x)
+        if self.recompute != "full":
+            return x + self.mlp(normed)
+        # In pieces: the compiled backward pass computes the inner activations of a piece just before it needs them.
+        return x + torch.cat([self.mlp(piece) for piece in normed.split(MLP_TOGETHER, 1)], 1)
 
     def mlp(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@contextmanager
+def kept_on_host(x: torch.Tensor):
+    """Autograd keeps ``x`` in the host's pinned memory between the passes of what is called within."""
+    address, device = x.data_ptr(), x.device  # not x: hooks live as long as what they keep
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        if saved.data_ptr() != address:
+            return saved
+        host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=device.type == "cuda")
+        return host.copy_(saved, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.to(device, non_blocking=True)):
+        yield
 
 
 def _kept(context, operator, *args, **kwargs) -> CheckpointPolicy:
@@ -162,7 +183,7 @@ class Decoder(nn.Module):
     def __init__(self, settings: Settings):
         super().__init__()
         self.shape = shape = settings.shape
-        self.log_length = settings.log_length
+        self.log_length, self.offload = settings.log_length, settings.offload
         self.embed = nn.Embedding(shape.vocabulary, shape.dim)
         masks = (settings.mask_of(layer) for layer in range(shape.layers))
         self.blocks = nn.ModuleList([Block(shape, mask, settings.recompute) for mask in masks])
@@ -196,7 +217,8 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for number, block in enumerate(self.blocks):
-            x = block(x, positions, documents) if plans is None else block(x, positions, plan=plans[number])
+            with kept_on_host(x) if number < self.offload else nullcontext():
+                x = block(x, positions, documents) if plans is None else block(x, positions, plan=plans[number])
         return self.norm(x)
 
     def positions(self, tokens: int, device, documents: Documents | None = None, plan: SharedSequence | None = None) -> Positions:

@@ -71,6 +71,7 @@ PRESETS = {
     "30M": Shape(dim=512, layers=8, heads=4, kv_heads=2, head_dim=128, mlp_dim=1408, vocabulary=8192),
     "150M": Shape(dim=1024, layers=12, heads=8, kv_heads=2, head_dim=128, mlp_dim=2816, vocabulary=8192),
     "1B": Shape(dim=2048, layers=16, heads=16, kv_heads=4, head_dim=128, mlp_dim=8192, vocabulary=32768),
+    "8B": Shape(dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp_dim=14336, vocabulary=32768),
 }
 
 
@@ -87,7 +88,8 @@ class Settings:
     steps: optimizer steps; where 0, ``minutes`` become steps after 50 timed ones. warmup: steps. learning_rate: its peak; it
     falls to a tenth on a cosine. extend_to, extend_at: the length from that step on, where not 0. log_length: scores of a query
     that sees n tokens are multiplied by log(n) / log(1024), so that attention over many keys stays sharp (arXiv:2501.19399).
-    packed: documents do not see each other. context, recompute, compiled: change speed and memory, and results by rounding only.
+    packed: documents do not see each other. offload: the first so many blocks keep their input in the host's memory between the
+    passes. context, recompute, offload, compiled: change speed and memory, and results by rounding only.
     """
 
     shape: Shape
@@ -108,6 +110,7 @@ class Settings:
     packed: bool = False
     context: int = 1
     recompute: Recompute = "none"
+    offload: int = 0
     compiled: bool = True
     deterministic: bool = False
     check_every: int = 0
@@ -138,7 +141,7 @@ class Settings:
 
 
 # What a run may change when it goes on: they move results by rounding at most, or only say when to stop.
-MAY_CHANGE = ("micro_tokens", "context", "recompute", "compiled", "deterministic", "check_every", "minutes")
+MAY_CHANGE = ("micro_tokens", "context", "recompute", "offload", "compiled", "deterministic", "check_every", "minutes")
 
 
 def preset(name: str) -> Shape:
@@ -194,6 +197,11 @@ def checked(settings: Settings, ranks: int = 1) -> Settings:
         raise ValueError(f"pass either --steps or --minutes, positive; got {settings.steps} and {settings.minutes}")
     if settings.recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {settings.recompute!r}")
+    if not 0 <= settings.offload <= shape.layers or (settings.offload and settings.recompute != "full"):
+        raise ValueError(
+            f"--offload must be 0 to {shape.layers}, the number of blocks, and needs --recompute full, which keeps "
+            f"the inputs of blocks alone; got {settings.offload} with --recompute {settings.recompute}"
+        )
     if settings.context > 1:
         chosen = next(filter(Choice.of, settings.masks), "")
         alone = {"--check-every": settings.check_every, f"mask {SDPA!r}": SDPA in settings.masks, f"mask {chosen!r}": chosen}
