@@ -32,13 +32,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import sparse_flash as sf
 from sparse_flash.parallel.costs import FLOP_RATE
 from sparse_flash.parallel.peer_memory import held_bytes
 
-from .baselines.context import PATIENCE, WAYS, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
+from .baselines.context import PATIENCE, WAYS, Divided, Planned, Sequence, Way, barrier, failed_alone, of_all_ranks
 from .context_scaling import masks
 from .measure.throughput import failure_text, peak_bytes
 from .report.plots import draw_context
@@ -56,11 +58,12 @@ PASSES = {"forward_ms": 1, "both_ms": 2}  # how often the bytes of a forward pas
 @dataclass(frozen=True)
 class Effort:
     """seconds: of the runs of a figure. compare: results with one GPU's. until: no way begins later, by the first rank's
-    time.monotonic."""
+    time.monotonic. timeline: records kernels."""
 
     seconds: float = 1.0
     compare: bool = True
     until: float = float("inf")
+    timeline: bool = False
 
     def is_over(self) -> bool:
         """The same on every rank; a collective call."""
@@ -149,12 +152,31 @@ def results(leaves: tuple[torch.Tensor, ...], attend: Callable[[], torch.Tensor]
     return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
 
+def timeline(divided: Divided) -> list[dict]:
+    """The kernels and copies of a forward and a backward pass on this rank's GPU, by their start."""
+    barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        results(divided.leaves, divided.attend)
+        torch.cuda.synchronize()
+    events = sorted((e for e in seen.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
+    begin = events[0].time_range.start if events else 0
+    return [
+        {
+            "name": e.name[:60],
+            "start_ms": (e.time_range.start - begin) / 1e3,
+            "ms": e.device_time / 1e3,
+            "stream": e.device_resource_id,
+        }
+        for e in events
+    ]
+
+
 def measured(
-    way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, seconds: float, warm: bool = False
+    way: Way, sequence: Sequence, exact: list[torch.Tensor] | None, mesh: DeviceMesh, effort: Effort, warm: bool = False
 ) -> dict:
-    """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes"}. exact: one GPU's results, or None where
-    they are not compared."""
-    device = sequence.q.device
+    """{"forward_ms", "both_ms", "exchange_ms", "error", "received_bytes", "extra_bytes", "timeline"}. exact: one GPU's results, or
+    None where they are not compared."""
+    device, seconds = sequence.q.device, effort.seconds
     with way.divided(sequence, mesh) as divided:
         found: dict = {"received_bytes": divided.received}
         if exact is not None:
@@ -171,6 +193,8 @@ def measured(
             timed()
         if divided.exchange is not None:
             found["exchange_ms"] = milliseconds(divided.exchange, device, seconds)
+        if effort.timeline:
+            found["timeline"] = timeline(divided)
     return found
 
 
@@ -184,7 +208,7 @@ def tried(
     if reason := WAYS[name].refuses(sequence):
         return {"refused": reason}
     try:
-        found = measured(WAYS[name], sequence, exact, mesh, effort.seconds, warm)
+        found = measured(WAYS[name], sequence, exact, mesh, effort, warm)
     except Exception as error:
         found = {"failed": failure_text(error)}
         print(f"rank {dist.get_rank()}, {name}: {found['failed']}", file=sys.stderr, flush=True)
@@ -293,6 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-compare", action="store_true", help="leave out the comparison with one GPU's results, and its memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="of the runs of a figure (default %(default)s)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is begun (default: none)")
+    parser.add_argument("--timeline", action="store_true", help="also record the kernels of rank 0 in a forward and backward pass")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, plot these results in the folder")
     options = parser.parse_args(arguments)
@@ -306,7 +331,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
     if int(os.environ["WORLD_SIZE"]) < 2:
         parser.error("it takes two ranks or more: torchrun --nproc-per-node 2 -m sparse_flash.benchmarks.context")
-    effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit)
+    if options.timeline and options.device == "cpu":
+        parser.error("--timeline records the kernels of GPUs; leave it out on a CPU")
+    effort = Effort(options.seconds, not options.no_compare, time.monotonic() + options.limit, options.timeline)
     mesh, names, cases = joined(options.device), options.way or list(WAYS), []
     for tokens, (heads, kv_heads) in product(options.tokens or TOKENS, options.heads or HEADS):
         known = {name: mask.to_spec() for name, mask in masks(tokens).items()}

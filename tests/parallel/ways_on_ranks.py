@@ -19,7 +19,8 @@ def case(mask: str, heads: int = 4, kv_heads: int = 2) -> context.ContextCase:
 
 
 def run(mask: str, names: list[str], seconds: float = 60.0) -> dict:
-    with mock.patch.object(context, "_LEAST", 1):
+    two = {"nodes of two": ways.Planned("nodes", node=2)}
+    with mock.patch.object(context, "_LEAST", 1), mock.patch.dict(ways.WAYS, two):
         return context.run(case(mask), names, on_ranks.mesh(), context.Effort(seconds=0.0, until=time.monotonic() + seconds))
 
 
@@ -79,4 +80,4 @@ def error_of(name: str, mask: str) -> float:
         mock.patch.object(ways.GatheredKeys, "refuses", lambda *_: None),
         mock.patch.object(context, "_LEAST", 1),
     ):
-        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh(), 0.0)["error"]
+        return context.measured(ways.WAYS[name], sequence, exact, on_ranks.mesh(), context.Effort(0.0))["error"]
