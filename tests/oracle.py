@@ -32,7 +32,7 @@ BACKENDS = ("torch", "triton", "hopper", "reference")
 LAYOUTS = ("heads first", "tokens first", "sliced", "head_dim first")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# Number of each back end's results that were compared with the oracle. A full test run requires a minimum: see counts.py.
+# Number of each back end's results that were compared with the oracle. A run of all tests requires a minimum: conftest.py.
 compared: Counter[str] = Counter()
 
 

@@ -1,0 +1,55 @@
+"""What a test run says of itself: a run of all tests fails if back ends computed too little, and a part of it does not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest
+import covered
+import pytest
+from oracle import BACKENDS
+
+TESTS = """
+import oracle
+
+def test_one():
+    oracle.compared["torch"] += 3
+
+def test_other():
+    oracle.compared["torch"] += 1
+"""
+
+
+def test_every_back_end_has_a_floor_where_it_runs():
+    assert conftest.FLOORS["hopper"].keys() == set(BACKENDS)
+    assert all(least > 0 for floors in conftest.FLOORS.values() for least in floors.values())
+
+
+@pytest.mark.parametrize(
+    "given, least, status, counted",
+    [(["-n", "2"], 4, 0, 4), ([], 5, 1, 4), (["-n", "2"], 5, 1, 4), (["-k", "one"], 5, 0, 3)],
+    ids=["enough", "too few", "too few of two processes", "a part"],
+)
+def test_a_run_of_all_tests_is_held_to_the_floors(given, least, status, counted, tmp_path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    own = {name: (Path(__file__).parent / name).read_text() for name in ("conftest.py", "interpreted.py")}
+    own["conftest.py"] += f"\n\nFLOORS = dict.fromkeys(FLOORS, {{'torch': {least}}})\n"
+    own |= {"oracle.py": "from collections import Counter\n\ncompared = Counter()\n", "test_it.py": TESTS}
+    for name, text in own.items():
+        (tests / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *given]
+    environment = {"PYTHONPATH": f"{tests}:{Path(__file__).parent.parent}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == status and f"results compared with the oracle: torch {counted}" in done.stdout, done.stdout
+    assert (f"FAILED torch compared {counted}; {least} are the least" in done.stdout) == bool(status)
+
+
+def test_files_that_tests_run_little_of_are_named_the_least_first():
+    def summary(lines, share):
+        return {"num_statements": lines, "percent_covered": share}
+
+    shares = {"a.py": (10, 89.9), "b.py": (10, 90.0), "c.py": (4, 25.0), "empty.py": (0, 0.0)}
+    report = {"totals": summary(24, 79.2), "files": {name: {"summary": summary(*share)} for name, share in shares.items()}}
+    assert covered.table(report) == ["79.2 % of 24 lines were run; below 90 %: 2", " 25.0 %  c.py", " 89.9 %  a.py"]
