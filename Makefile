@@ -1,6 +1,7 @@
 # make bench   runs the benchmark on this machine                 make test   runs the tests
 # make train   a small language model, dense and sparse, in two minutes     make ranks  the tests that start processes
 # make lint    ruff and mypy, as .ci/run runs them                make wheel  builds the wheel and tries it outside the checkout
+# make experiments  the tests of experiments/, the programs behind docs/evidence.md
 # make docs    builds the documentation site into site/; ARGS=serve shows it while you write
 # make kernels the tests that compile kernels for a Hopper GPU, which need not be there
 # make chips   compiles changed kernels for other GPUs and updates docs/chips.csv
@@ -43,7 +44,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 first_python = $(firstword $(foreach v,$(1),$(shell for python in python$(v) $(wildcard $(PYENV)/versions/$(v).*/bin/python); \
   do $$python -c "" 2>/dev/null && echo $$python && break; done)))
 
-.PHONY: bench train test kernels ranks lint docs chips record wheel matrix clean
+.PHONY: bench train test experiments kernels ranks lint docs chips record wheel matrix clean
 
 bench: $(READY)
 	$(BIN)/sparse-flash bench $(ARGS)
@@ -55,6 +56,9 @@ train: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(if $(COVERAGE),--cov --cov-report=) $(ARGS)
 	$(if $(COVERAGE),$(BIN)/python tests/covered.py)
+
+experiments: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) experiments $(ARGS)
 
 kernels: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m compiles -n $(WORKERS) --dist loadfile $(ARGS)

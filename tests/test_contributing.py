@@ -23,6 +23,8 @@ def follow(title: str, copy: Path) -> None:
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
     for name in ("patterns", "benchmarks"):
         (copy / "sparse_flash" / name).symlink_to(copy / name)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
     (copy / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "chips.csv", copy / "docs")
 
@@ -57,7 +59,7 @@ def run_in(copy: Path, *arguments: str) -> str:
     return done.stdout
 
 
-PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def test_a_back_end_added_by_its_recipe_is_held_to_the_rule_by_the_tests_there_are(tmp_path):

@@ -105,8 +105,8 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     shutil.copytree(ROOT / "patterns", patterns := tmp_path / "sparse_flash" / "patterns", ignore=skipped, dirs_exist_ok=True)
     (tmp_path / "tests" / "patterns").mkdir(parents=True)
     (tmp_path / "docs" / "hooks").mkdir(parents=True)
-    tests = [f"tests/{name}.py" for name in ("conftest", "counts", "interpreted", "strategies", "patterns/test_patterns")]
-    for name in (*tests, "docs/hooks/gallery.py"):
+    tests = ["conftest.py", *(f"tests/{name}.py" for name in ("interpreted", "strategies", "patterns/test_patterns"))]
+    for name in (*tests, "pyproject.toml", "docs/hooks/gallery.py"):
         shutil.copy(ROOT / name, tmp_path / name)
 
     path, code = re.search(r"`patterns/(\w+\.py)`:\n\n```python\n(.*?)```", text, re.S).groups()
@@ -136,10 +136,13 @@ def test_who_follows_contributing_to_the_letter_passes_the_tests(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["train_lm", "equal_time", "recall", "long_range", "selection_layers"])
-def test_the_commands_in_an_examples_help_stand_as_they_are_typed(name):
+EXPERIMENTS = [f"experiments.{name}" for name in ("equal_time", "recall", "long_range", "selection_layers")]
+
+
+@pytest.mark.parametrize("name", ["examples.train_lm", *EXPERIMENTS])
+def test_the_commands_in_a_programs_help_stand_as_they_are_typed(name):
     pytest.importorskip("tokenizers")
-    cli = importlib.import_module(f"examples.{name}.cli")
+    cli = importlib.import_module(f"{name}.cli")
     shown = CliRunner().invoke(cli.app, ["--help"]).output
     typed = [line for line in cli.__doc__.splitlines() if line.startswith(("python", "torchrun"))]
     assert typed and all(f"  {line}\n" in shown for line in typed)

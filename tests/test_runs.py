@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import covered
 import pytest
 from oracle import BACKENDS
 
+import conftest
+
+ROOT = Path(__file__).parent.parent
 TESTS = """
 import oracle
 
@@ -33,14 +35,14 @@ def test_every_back_end_has_a_floor_where_it_runs():
 def test_a_run_of_all_tests_is_held_to_the_floors(given, least, status, counted, tmp_path):
     tests = tmp_path / "tests"
     tests.mkdir()
-    own = {name: (Path(__file__).parent / name).read_text() for name in ("conftest.py", "interpreted.py")}
-    own["conftest.py"] += f"\n\nFLOORS = dict.fromkeys(FLOORS, {{'torch': {least}}})\n"
-    own |= {"oracle.py": "from collections import Counter\n\ncompared = Counter()\n", "test_it.py": TESTS}
-    for name, text in own.items():
-        (tests / name).write_text(text)
+    text = (ROOT / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(f"{text}\n\nFLOORS = dict.fromkeys(FLOORS, {{'torch': {least}}})\n")
+    (tests / "interpreted.py").write_text((ROOT / "tests" / "interpreted.py").read_text())
+    (tests / "oracle.py").write_text("from collections import Counter\n\ncompared = Counter()\n")
+    (tests / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *given]
-    environment = {"PYTHONPATH": f"{tests}:{Path(__file__).parent.parent}"}
+    environment = {"PYTHONPATH": f"{tests}:{ROOT}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == status and f"results compared with the oracle: torch {counted}" in done.stdout, done.stdout
     assert (f"FAILED torch compared {counted}; {least} are the least" in done.stdout) == bool(status)

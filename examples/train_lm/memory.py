@@ -19,14 +19,14 @@ PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L
 
 
 def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, float]:
-    """GiB of one GPU, by what it is for, at the peak: the backward pass through the last block, where all that blocks keep is there and
-    the gradients of other blocks are not. Activations are those of compiled blocks in bfloat16. docs/guides/train-lm.md compares the sum
-    with measured peaks."""
+    """GiB of one GPU, by what it is for, at the peak of a step: the backward pass through the last block. All that blocks keep is
+    there then, and the gradients of other blocks are not. Activations are those of compiled blocks in bfloat16.
+    docs/guides/train-lm.md compares the sum with measured peaks."""
     shape, tokens = settings.shape, settings.micro_tokens // settings.context
     sharded = world.mesh is not None and parallel == "fsdp"
     block, ends = shape.block_parameters // shape.layers, 2 * shape.vocabulary * shape.dim
-    # Float32 parameters and two moments of AdamW. With FSDP2 the bfloat16 copies of two blocks, of the embedding and the head are whole;
-    # otherwise those of all parameters are kept for the backward pass, except where blocks are computed again.
+    # Float32 parameters and two moments of AdamW. With FSDP2 bfloat16 copies of two blocks, the embedding and the head are whole.
+    # Otherwise those of all parameters are kept for the backward pass, except where blocks are computed again.
     parameters = 12 * shape.parameters / (world.size if sharded else 1)
     if sharded:
         parameters += 2 * (2 * block + ends)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from on_ranks import difference, mesh
+from tiny_lm import SETTINGS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparse_flash as sf
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # examples are no package of their own
-
-from tiny_lm import SETTINGS
-
 from examples.train_lm.model import IGNORED, Decoder
 from examples.train_lm.parallel import World, among_peers
 from examples.train_lm.settings import checked

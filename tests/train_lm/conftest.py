@@ -1,14 +1,10 @@
 """A prepared folder of tokens, and runs in new folders."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # examples are no package of their own
-
 from tiny_lm import ON_CPU, SETTINGS, random_tokens
 
 from examples.train_lm.train import Run

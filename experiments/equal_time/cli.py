@@ -1,0 +1,250 @@
+"""What sparse attention buys in equal training time.
+
+\b
+python -m experiments.equal_time prepare --packages corpus
+python -m experiments.equal_time run power-of-two --seconds 300 --seed 1 --out runs/equal_time/power-of-two-1.json
+python -m experiments.equal_time run-missing --out runs/equal_time     # of the reported runs
+python -m experiments.equal_time report runs/equal_time/*.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from examples.train_lm import checkpoint, data, parallel
+from examples.train_lm.cli import Data, Device, user_errors
+from examples.train_lm.report import console
+from examples.train_lm.settings import PRESETS
+from examples.train_lm.settings import preset as preset_of
+
+from . import evaluate, results, windows
+from .arms import ARMS, CHOSEN, LEARNING_RATES, SEEDS, Chosen, arm_of, chosen
+from .run import run as run_arm
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+FOLDER = Path("runs/equal_time/data")
+CORPUS = Path(__file__).with_name("corpus.txt")
+
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(ARMS)}.")]
+Preset = Annotated[str, typer.Option(help=f"The model: {', '.join(PRESETS)}.")]
+Seconds = Annotated[float, typer.Option(help="Of training steps.")]
+Files = Annotated[list[Path], typer.Argument(help="Files that run --out wrote.")]
+
+
+@app.command()
+def prepare(
+    packages: Annotated[
+        Path, typer.Option(help=f"pip install --target PACKAGES --no-deps --no-compile --only-binary :all: -r {CORPUS.name}")
+    ],
+    preset: Preset = "30M",
+    count: Annotated[int, typer.Option("--windows", help="Held-out sequences.")] = 168,
+    held_out: Annotated[float, typer.Option(help="Share of the text that is held out.")] = 0.15,
+    folder: Data = FOLDER,
+) -> None:
+    """Turn the source text of packages into tokens, and choose the held-out windows."""
+    with user_errors():
+        vocabulary = preset_of(preset).vocabulary
+        manifest = data.prepare(folder, vocabulary, installed=packages, held_out_share=held_out)
+        found = windows.prepare(folder, vocabulary, count)
+        console.print(
+            f"{manifest['tokens']['train']:,} training tokens, {manifest['tokens']['held_out']:,} held out; {len(found)} windows "
+            f"in {len(set(found.packages))} packages, {found.far.mean():.1%} of their tokens repeat an identifier last seen more "
+            f"than {data.FAR:,} tokens before"
+        )
+
+
+@app.command()
+def run(
+    name: Name,
+    preset: Preset = "30M",
+    seconds: Seconds = 300.0,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 1,
+    learning_rate: Annotated[float | None, typer.Option(help="Its peak. [what tuning chose]")] = None,
+    log_length: Annotated[bool | None, typer.Option("--log-length/--no-log-length", help="[what tuning chose]")] = None,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A JSON file for the result.")] = Path("runs/equal_time/result.json"),
+    keep: Annotated[Path | None, typer.Option(help="A folder for the last checkpoint.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A checkpoint, or a folder of --keep, whose parameters are the first.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Train one arm for so many seconds and evaluate it."""
+    with user_errors(), parallel.world(device) as world:
+        arm, shape = arm_of(name), preset_of(preset)
+        how = chosen(preset, name, learning_rate, log_length)
+        first = start and checkpoint.of_run(start)
+        found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, first, keep)
+        _write(out, {"preset": preset, **found})
+
+
+@app.command()
+def run_missing(
+    preset: Annotated[str, typer.Option(help=f"The model: {', '.join(SEEDS)}.")] = "30M",
+    seconds: Seconds = 300.0,
+    within: Annotated[float, typer.Option(help="Seconds after which no further run is begun. 0: none.")] = 0.0,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A folder for the results, ARM-SEED.json; those that it has are not run again.")] = Path(
+        "runs/equal_time"
+    ),
+    device: Device = "auto",
+) -> None:
+    """Run what is missing of a preset's reported runs, one after the other.
+
+    Several such commands share one folder: each run is claimed by a file, ARM-SEED.running. Give each a GPU of its own.
+    """
+    begin = time.monotonic()
+    with user_errors():
+        if preset not in SEEDS:
+            raise ValueError(f"preset must be one of {', '.join(SEEDS)}, which have reported runs; got {preset!r}")
+        runs = sorted((seed, name) for name, seeds in SEEDS[preset].items() for seed in seeds)
+        out.mkdir(parents=True, exist_ok=True)
+        for seed, name in runs:
+            result, claim = out / f"{name}-{seed}.json", out / f"{name}-{seed}.running"
+            if within and time.monotonic() - begin > within:
+                console.print(f"{within:g} seconds are over")
+                break
+            if result.exists():
+                continue
+            try:
+                claim.touch(exist_ok=False)
+            except FileExistsError:
+                console.print(f"{name}, seed {seed}: runs already; if it does not, remove {claim}", soft_wrap=True, markup=False)
+                continue
+            command = [sys.executable, "-m", "experiments.equal_time", "run", name, "--preset", preset, "--seed", str(seed)]
+            command += ["--seconds", str(seconds), "--data", str(folder), "--out", str(result), "--device", device]
+            try:
+                if result.exists():  # another command has finished it since
+                    continue
+                # A process of its own, so that no run finds memory or code of another.
+                ended = subprocess.run(command).returncode
+            finally:
+                claim.unlink()
+            if ended:
+                raise ValueError(f"{name}, seed {seed} ended with status {ended}; what it said is above")
+
+
+@app.command()
+def tune(
+    name: Name,
+    preset: Preset = "30M",
+    seconds: Seconds = 90.0,
+    seed: Annotated[int, typer.Option(help="One that is not reported.")] = 1000,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")] = True,
+    folder: Data = FOLDER,
+    out: Annotated[Path, typer.Option(help="A folder for the results.")] = Path("runs/equal_time/tuning"),
+    device: Device = "auto",
+) -> None:
+    """Train an arm with each learning rate; a dense one with log-length scaling too, at the best of them."""
+    with user_errors(), parallel.world(device) as world:
+        arm, shape, losses = arm_of(name), preset_of(preset), {}
+
+        def trial(how: Chosen) -> None:
+            found = run_arm(name, arm, shape, how, seconds, seed, folder, world, step_tokens, compiled, tuning=True)
+            losses[how] = min(map(evaluate.mean, found["evaluations"].values()))
+            scaled = "-log-length" if how.log_length else ""
+            _write(out / f"{preset}-{name}-{how.learning_rate:g}{scaled}.json", {"preset": preset, **found})
+
+        for rate in LEARNING_RATES:
+            trial(Chosen(rate, False))
+        if arm.is_dense:
+            trial(Chosen(min(losses, key=losses.__getitem__).learning_rate, True))
+        best = min(losses, key=losses.__getitem__)
+        console.print(f"{name}: best {best}: {losses[best]:.4f}", markup=False)
+
+
+@app.command()
+def choose(
+    files: Files,
+    target: Annotated[Path, typer.Option(help="The file that run reads.")] = CHOSEN,
+) -> None:
+    """Write what tuning chose, and all that it tried. Presets and arms that the files are not of stay as they are."""
+    with user_errors():
+        before = json.loads(target.read_text()) if target.exists() else {"chosen": {}, "tried": {}}
+        tried: dict[str, dict[str, list]] = {}
+        for path in files:
+            one = results.read(path)
+            how = Chosen(one["settings"]["learning_rate"], one["settings"]["log_length"])
+            loss = min(map(evaluate.mean, one["evaluations"].values()))
+            about = {"loss": round(loss, 4), "seed": one["seed"], "seconds": one["budget"], "tokens": one["tokens"]}
+            tried.setdefault(one["preset"], {}).setdefault(one["arm"], []).append((loss, how, {**asdict(how), **about}))
+        best = {p: {arm: asdict(min(rows, key=lambda r: r[0])[1]) for arm, rows in arms.items()} for p, arms in tried.items()}
+        every = {p: {arm: [row[2] for row in rows] for arm, rows in arms.items()} for p, arms in tried.items()}
+
+        def with_others(name: str, found: dict[str, dict]) -> dict[str, dict]:
+            return before[name] | {p: before[name].get(p, {}) | arms for p, arms in found.items()}
+
+        _write(target, {"chosen": with_others("chosen", best), "tried": with_others("tried", every)})
+
+
+@app.command()
+def report(
+    files: Files,
+    base: Annotated[str, typer.Option(help="The arm that the others are compared with.")] = "dense",
+    picture: Annotated[Path, typer.Option(help="The picture.")] = Path("equal_time.png"),
+    summary: Annotated[Path | None, typer.Option(help="A JSON file for the table.")] = None,
+) -> None:
+    """A table and a picture of several results."""
+    with user_errors():
+        found = results.load(files)
+        rows = results.rows(found, base)
+        training = _table("training", "seeds,loss,tokens/s,epochs,tokens to loss,time to loss,last quarter")
+        gains = _table(
+            f"lower than {base} by nats a token, ± a standard error over packages", "all,at 0-1K,beyond that,far identifiers"
+        )
+        for row in rows:
+            spread = "" if row["seeds"] == 1 else f" ± {row['spread']:.4f}"
+            training.add_row(
+                row["arm"],
+                str(row["seeds"]),
+                f"{row['loss']:.4f}{spread}",
+                f"{row['tokens_per_second'] / 1000:,.0f}K ({row['throughput_ratio']:.2f}x)",
+                f"{row['epochs']:.2f}",
+                _ratio(row["tokens_to_loss_ratio"]),
+                _ratio(row["time_to_loss_ratio"]),
+                f"{row['last_quarter']:.1%}",
+            )
+            gains.add_row(row["arm"], *(str(row[name]) for name in ("gain", "gain_first", "gain_beyond", "gain_far")))
+        console.print(training, gains)
+        console.print(f"picture {results.plot(found, picture)}", soft_wrap=True, markup=False)
+        if summary:
+            _write(summary, {"base": base, "rows": [{k: _for_json(v) for k, v in row.items()} for row in rows]})
+
+
+def _for_json(value: object) -> object:
+    """What JSON has: null where a number is infinite."""
+    if isinstance(value, results.Difference):
+        return asdict(value)
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}x" if math.isfinite(ratio) else "never"
+
+
+def _table(title: str, headings: str) -> Table:
+    table = Table(title=title)
+    table.add_column("arm")
+    for heading in headings.split(","):
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _write(path: Path, what: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A command that is killed here leaves no half of a result, which would count as one.
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(what))
+    partial.replace(path)
+    console.print(str(path), soft_wrap=True, markup=False)

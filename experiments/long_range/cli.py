@@ -1,0 +1,310 @@
+"""Trains classifiers on the long-range tasks ListOps and Pathfinder.
+
+\b
+python -m experiments.long_range climb --to 256 --minutes 60        # all of it, from easy images to large ones
+
+\b
+python -m experiments.long_range prepare --task pathfinder --size 32
+python -m experiments.long_range train --task pathfinder --size 32 --attention butterfly --minutes 10 --out runs/path-32
+python -m experiments.long_range train --task pathfinder --size 64 --start runs/path-32 --minutes 10 --out runs/path-64
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from examples.train_lm import parallel
+from examples.train_lm.cli import user_errors
+from examples.train_lm.settings import Shape
+
+from . import checkpoint, data, report
+from .climb import climb as climb_stages
+from .climb import prepared, stages_to
+from .data import TASKS, Examples
+from .listops import ListOps
+from .model import Classifier
+from .pathfinder import Pathfinder
+from .report import console
+from .settings import ATTENTIONS, SHAPE, Settings, checked, default_batch, default_micro_batch, density, tokens_of
+from .train import Run, evaluated
+
+TASK, SIZE, DASHES = Pathfinder.name, 32, 14
+WORKERS = os.cpu_count() or 1
+_HELD_OUT_TOKENS = 1 << 26  # so that evaluating takes less time than training
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+
+TaskName = Annotated[str, typer.Option("--task", help=f"{' or '.join(TASKS)}.")]
+Size = Annotated[int, typer.Option(help="Pixels on a side of Pathfinder's images: 32, 64, 128 or 256.")]
+Dashes = Annotated[int, typer.Option(help="Of Pathfinder: of the long paths; 6 are easy, 9 are less so.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of examples. [runs/long_range/data/TASK-SIZE-DASHES]")]
+Attention = Annotated[str, typer.Option(help=f"{', '.join(ATTENTIONS)}, or spec text.")]
+Order = Annotated[str, typer.Option(help="Of pixels: tiles (8 rows x 16 columns, a block of attention) or raster.")]
+Workers = Annotated[int, typer.Option(help="Processes. [one for each CPU core]")]
+Dim = Annotated[int, typer.Option(help="Width of the model.")]
+Layers = Annotated[int, typer.Option(help="Blocks.")]
+Heads = Annotated[int, typer.Option(help="Heads of attention.")]
+HeadDim = Annotated[int, typer.Option(help="Width of a head.")]
+MlpDim = Annotated[int, typer.Option(help="Inner width of a block's MLP.")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile, by block.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one.")]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs.")]
+
+
+def _folder(name: str, size: int, dashes: int) -> Path:
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    return Path("runs/long_range/data") / (f"{name}-{size}-{dashes}" if name == Pathfinder.name else name)
+
+
+@app.command()
+def prepare(
+    task: TaskName = TASK,
+    size: Size = SIZE,
+    dashes: Dashes = DASHES,
+    train: Annotated[int, typer.Option(help="Training examples.")] = 200_000,
+    held_out: Annotated[int | None, typer.Option(help="Held-out examples. [10,000, or as many as have 67,108,864 tokens]")] = None,
+    depth: Annotated[int, typer.Option(help="Of ListOps: expressions in each other, at most, digits included.")] = 10,
+    arguments: Annotated[int, typer.Option(help="Of ListOps: arguments of an operator, at most.")] = 10,
+    shortest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at least.")] = 500,
+    longest: Annotated[int, typer.Option(help="Of ListOps: tokens of an expression, at most.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the examples.")] = 0,
+    workers: Workers = WORKERS,
+    folder: Data = None,
+) -> None:
+    """Make examples. The same command goes on where it was stopped."""
+    with user_errors():
+        folder = folder or _folder(task, size, dashes)
+        wanted = Pathfinder(size, dashes) if task == Pathfinder.name else ListOps(depth, arguments, shortest, longest)
+        held_out = min(10_000, _HELD_OUT_TOKENS // tokens_of(wanted)) if held_out is None else held_out
+        manifest = data.prepare(folder, wanted, train, held_out, seed, workers)
+        counts = ", ".join(f"{manifest[split]:,} of {split}" for split in data.SPLITS)
+        console.print(f"{folder}: {counts}; {_commonest(manifest)}", soft_wrap=True, markup=False)
+
+
+def _commonest(manifest: dict) -> str:
+    labels = manifest["labels"]["held_out"]
+    return f"always saying {labels.index(max(labels))} is right for {max(labels) / sum(labels):.1%} of the held-out"
+
+
+@app.command()
+def sheet(
+    size: Size = SIZE,
+    dashes: Dashes = DASHES,
+    columns: Annotated[int, typer.Option(min=1, help="Images in a row.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the images.")] = 0,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("sheet.png"),
+) -> None:
+    """Draw Pathfinder's images: a row of positive and a row of negative ones."""
+    with user_errors():
+        print(report.sheet(Pathfinder(size, dashes), columns, seed, out))
+
+
+@app.command()
+def train(
+    task: Annotated[str | None, typer.Option("--task", help=f"{' or '.join(TASKS)}. [what --data holds, or {TASK}]")] = None,
+    size: Annotated[int | None, typer.Option(help=f"Of Pathfinder's images. [what --data holds, or {SIZE}]")] = None,
+    dashes: Annotated[int | None, typer.Option(help=f"Of Pathfinder's long paths. [what --data holds, or {DASHES}]")] = None,
+    attention: Attention = "butterfly",
+    order: Order = "tiles",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 0,
+    epochs: Annotated[float, typer.Option(help="In place of steps: times that each example is read.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="In place of steps: of training steps.")] = 0.0,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples computed at a time. [with up to 1,048,576 tokens]")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until the learning rate is at its peak.")] = 500,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's, of matrices.")] = 0.05,
+    dim: Dim = SHAPE.dim,
+    layers: Layers = SHAPE.layers,
+    heads: Heads = SHAPE.heads,
+    head_dim: HeadDim = SHAPE.head_dim,
+    mlp_dim: MlpDim = SHAPE.mlp_dim,
+    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Turn and mirror images by chance.")] = True,
+    compiled: Compiled = True,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of examples.")] = 0,
+    evaluations: Annotated[int, typer.Option(min=1, help="On the held-out examples, evenly spread; each also saves.")] = 20,
+    start: Annotated[
+        Path | None, typer.Option(help="A run, checkpoint or exported file whose parameters are the first, also of a smaller size.")
+    ] = None,
+    folder: Data = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, logs, plot.")] = Path("runs/long_range/run"),
+    device: Device = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; without it, go on from OUT's checkpoint.")] = False,
+) -> None:
+    """Train a classifier on one device."""
+    with user_errors(), parallel.world(device) as world:
+        _check_alone(world)
+        if steps and epochs:
+            raise ValueError(f"pass one of --steps, --epochs and --minutes; got {steps} steps, {epochs} epochs")
+        given = {name: value for name, value in (("name", task), ("size", size), ("dashes", dashes)) if value is not None}
+        folder = folder or _folder(**{"name": TASK, "size": SIZE, "dashes": DASHES} | given)
+        examples = Examples(folder, "train")
+        held = examples.manifest["task"]
+        if other := {name: value for name, value in given.items() if held.get(name) != value}:
+            raise ValueError(f"{folder} holds examples of {held}; asked for {other}; pass its own, or another --data")
+        batch = batch or default_batch(examples.task)
+        settings = Settings(
+            task=examples.manifest["task"],
+            shape=_shape(dim, layers, heads, head_dim, mlp_dim),
+            attention=attention,
+            order=order,
+            batch=batch,
+            micro_batch=micro_batch or default_micro_batch(examples.task, batch),
+            steps=steps or math.ceil(epochs * (len(examples) // batch)),
+            minutes=minutes,
+            warmup=warmup,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            turns=turns,
+            compiled=compiled,
+            seed=seed,
+        )
+        run = Run(checked(settings), out, folder, world, fresh, start and checkpoint.of_run(start))
+        _introduce(run)
+        if not run.train(evaluations):
+            console.print(f"stopped early; the same command goes on from {checkpoint.of_run(out)}", soft_wrap=True, markup=False)
+            raise typer.Exit(130)
+        console.print(f"{checkpoint.of_run(out)}; plot {report.plot([out], out / 'accuracy.png')}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def climb(
+    to: Annotated[int, typer.Option(help="Pixels on a side of the last images: 32, 64, 128 or 256.")] = 256,
+    minutes: Annotated[float, typer.Option(help="Of training steps in all, without seeds that are given up.")] = 30.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Tried for the first run, one after the other, until one learns.")] = 6,
+    attention: Attention = "butterfly",
+    first: Annotated[str, typer.Option(help="Attention of the first run, which sparse ones may not learn.")] = "dense",
+    order: Order = "tiles",
+    train: Annotated[int | None, typer.Option(min=1, help="Training images of each run. [by size, 10,000 to 80,000]")] = None,
+    held_out: Annotated[int | None, typer.Option(min=1, help="Held-out images of each run. [by size, 1,000 to 4,000]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step. [by the number of tokens]")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps of each run until the learning rate is at its peak. [first 500, then 100]")
+    ] = None,
+    dim: Dim = SHAPE.dim,
+    layers: Layers = SHAPE.layers,
+    heads: Heads = SHAPE.heads,
+    head_dim: HeadDim = SHAPE.head_dim,
+    mlp_dim: MlpDim = SHAPE.mlp_dim,
+    compiled: Compiled = True,
+    evaluations: Annotated[int, typer.Option(min=3, help="Of each run, evenly spread; each also saves.")] = 5,
+    workers: Workers = WORKERS,
+    folder: Annotated[Path, typer.Option("--data", help="Folder of the folders of images.")] = Path("runs/long_range/data"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/long_range/climb"),
+    device: Device = "auto",
+) -> None:
+    """Train on Pathfinder's images, from easy ones to large ones. The same command goes on where it was stopped."""
+    shape = _shape(dim, layers, heads, head_dim, mlp_dim)
+
+    def settings(stage, minutes: float, seed: int) -> Settings:
+        images = batch or default_batch(stage.task)
+        return checked(
+            Settings(
+                task=data.described(stage.task),
+                shape=shape,
+                attention=first if stage.name == stages[0][0].name else attention,
+                order=order,
+                batch=images,
+                micro_batch=default_micro_batch(stage.task, images),
+                minutes=minutes,
+                warmup=stage.warmup if warmup is None else warmup,
+                learning_rate=stage.learning_rate,
+                compiled=compiled,
+                seed=seed,
+            )
+        )
+
+    with user_errors(), parallel.world(device) as world:
+        _check_alone(world)
+        given = {name: value for name, value in (("train", train), ("held_out", held_out)) if value is not None}
+        stages = [(replace(stage, **given), share) for stage, share in stages_to(to, minutes)]
+        for stage, share in stages:
+            settings(stage, share, 0)  # refuses what cannot work before anything is made
+        with prepared([stage for stage, _ in stages], folder, workers) as images:
+            runs = climb_stages(stages, settings, images, out, world, seeds, evaluations)
+        if runs is None:
+            console.print("stopped early; the same command goes on", soft_wrap=True, markup=False)
+            raise typer.Exit(130)
+        console.print(report.results(runs))
+        console.print(f"plot {report.plot(runs, out / 'accuracy.png')}", soft_wrap=True, markup=False)
+
+
+def _check_alone(world: parallel.World) -> None:
+    if world.size > 1:
+        raise ValueError(f"this trains on one device; got {world.size} ranks; start it without torchrun")
+
+
+def _shape(dim: int, layers: int, heads: int, head_dim: int, mlp_dim: int) -> Shape:
+    return replace(SHAPE, dim=dim, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
+
+
+def _introduce(run: Run) -> None:
+    settings, tokens = run.settings, tokens_of(run.examples.task)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    kept = density(settings.attention, tokens)
+    attention = f"{settings.attention}: {kept:.1%} of {tokens:,} x {tokens:,} pairs"
+    console.print(f"{parameters / 1e6:.2f}M parameters; {attention}", soft_wrap=True, markup=False)
+    counts = f"{len(run.examples):,} examples, {len(run.held_out):,} held out"
+    console.print(f"{counts}; {_commonest(run.examples.manifest)}", soft_wrap=True)
+    if run.resumed:
+        console.print(f"going on from {run.resumed} (--fresh starts over)", soft_wrap=True, markup=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples at a time. [the run's]")] = None,
+    folder: Data = None,
+    device: Device = "auto",
+) -> None:
+    """Accuracy on held-out examples, also of images of a larger size or with other paths."""
+    with user_errors(), parallel.world(device) as world:
+        settings, progress, state = checkpoint.read(checkpoint.of_run(run))
+        task = settings.task
+        held_out = Examples(folder or _folder(task["name"], task.get("size", 0), task.get("dashes", 0)), "held_out")
+        model = Classifier(replace(settings, task=held_out.manifest["task"])).to(world.device)
+        model.start_from(state["model"], str(run))
+        score = evaluated(model, held_out, batch or settings.micro_batch, world)
+        table = Table(title=f"{settings.attention} after {progress.position:,} examples; {_commonest(held_out.manifest)}")
+        for heading in ("held-out examples", "accuracy", "loss, nats"):
+            table.add_column(heading, justify="right")
+        table.add_row(f"{len(held_out):,}", f"{score.accuracy:.1%} ± {score.error:.1%}", f"{score.loss:.4f}")
+        console.print(table)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="A new file.")],
+) -> None:
+    """Write a run's parameters without the optimizer's state, for --start and evaluate: a third of the checkpoint's bytes."""
+    with user_errors():
+        checkpoint.export(checkpoint.of_run(run), target)
+        console.print(f"{target}: {target.stat().st_size / 1e6:.1f} MB", soft_wrap=True, markup=False)
+
+
+@app.command()
+def plot(
+    runs: Runs,
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("accuracy.png"),
+) -> None:
+    """Accuracy of several runs against time and examples, in one picture."""
+    with user_errors():
+        print(report.plot(runs, target))
+
+
+@app.command()
+def results(runs: Runs) -> None:
+    """Accuracy of several runs in a table, at their ends and at equal time."""
+    with user_errors():
+        console.print(report.results(runs))

@@ -1,0 +1,150 @@
+"""A recall task: who answers what stood far back, by mask.
+
+\b
+python -m experiments.recall train window --preset 64K --seconds 60 --seed 0 --seed 1 --out runs/recall
+python -m experiments.recall plot runs/recall/*.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from examples.train_lm import parallel
+from examples.train_lm.cli import Device, user_errors
+from examples.train_lm.report import console
+
+from . import report
+from .arms import arms as arms_of
+from .arms import reach
+from .settings import PRESETS, Trial, checked
+from .settings import preset as preset_of
+from .train import run, tune
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+
+Preset = Annotated[str, typer.Option(help=f"Sizes of model and task: {', '.join(PRESETS)}.")]
+Length = Annotated[int | None, typer.Option(help="Tokens of a sequence. [the preset's, as all sizes]")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Layers of the model.")]
+Window = Annotated[int | None, typer.Option(help="Tokens that each query sees next to it.")]
+Block = Annotated[int | None, typer.Option(help="Tokens of a unit of powers and butterfly, and of a chosen block.")]
+
+
+def trial_of(preset: str, sizes: dict[str, int | None], **rest) -> Trial:
+    """A preset's trial, with the sizes that were given in place of its own. sizes: by name, as in Trial, its task and its shape."""
+    base = preset_of(preset)
+    given = {name: size for name, size in sizes.items() if size is not None}
+
+    def with_given(part):
+        return replace(part, **{name: size for name, size in given.items() if name in vars(part)})
+
+    return replace(with_given(base), task=with_given(base.task), shape=with_given(base.shape), **rest)
+
+
+@app.command()
+def arms(
+    preset: Preset = "64K",
+    length: Length = None,
+    layers: Layers = None,
+    window: Window = None,
+    block: Block = None,
+) -> None:
+    """What is compared: masks, what they keep, and how far explain says that they reach."""
+    with user_errors():
+        base = trial_of(preset, {"length": length, "layers": layers, "window": window, "block": block})
+        depth = base.shape.layers
+        table = Table(title=f"{depth} layers, {base.task.length:,} tokens; causal pairs in %")
+        for heading in ("arm", "layers: mask", "kept", "explain: within reach after layers", "after all", "most hops"):
+            table.add_column(heading, justify="right" if heading in ("kept", "after all", "most hops") else "left")
+        for name, arm in track(arms_of(base.window, base.block, base.task.length).items(), transient=True):
+            found = reach(arm, depth, base.task.length, base.block)
+            masks = [f"{one['layers']}: {one['mask']}" for one in found["masks"]]
+            if arm.keep:
+                by = "each query" if arm.by_query else "each block of queries"
+                masks = [f"{depth}: {arm.masks[0]} and more, {arm.keep} blocks for {by} by topk_blocks"]
+            shares = [", ".join(f"{n}: {_percent(s)}" for n, s in one["explained"].items() if n <= depth) for one in found["masks"]]
+            sums = _percent(found["density"]), "\n".join(shares), _percent(found["within_reach"]), f"{found['most_hops']}"
+            table.add_row(name, "\n".join(masks), *sums)
+        console.print(table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+@app.command()
+def train(
+    arm: Annotated[
+        str, typer.Argument(help="dense, window, powers, butterfly, chosen, chosen-max, mixed, mixed-second, mixed-last: see arms.")
+    ],
+    preset: Preset = "64K",
+    length: Length = None,
+    pairs: Annotated[int | None, typer.Option(help="Keys and values of a sequence, each asked once.")] = None,
+    askings: Annotated[int | None, typer.Option(help="How often each key is asked, where its questions fit in.")] = None,
+    apart: Annotated[
+        int | None, typer.Option(help="At most so many tokens from a key to a question and on to the next. [any]")
+    ] = None,
+    layers: Layers = None,
+    window: Window = None,
+    block: Block = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step.")] = None,
+    steps: Annotated[int, typer.Option(help="The budget in optimizer steps.")] = 0,
+    seconds: Annotated[float, typer.Option(help="In place of steps: seconds of training steps; compiling does not count.")] = 0.0,
+    learning_rate: Annotated[
+        list[float] | None, typer.Option(help="Its peak; of several, that of the least final loss on --tuning-seed. [0.003]")
+    ] = None,
+    tuning_seed: Annotated[int, typer.Option(help="Of the trials that choose a learning rate; no result is written.")] = 1000,
+    seed: Annotated[list[int] | None, typer.Option(help="Of the weights and the sequences; several are run in turn. [0]")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="At least so many held-out questions are drawn for evaluation.")] = 65_536,
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile, by block. [on a GPU]")] = None,
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option(help="A folder for results: ARM-BUDGET-SEED.json.")] = Path("runs/recall"),
+) -> None:
+    """Train one arm and evaluate it, on one device."""
+    seeds, rates = seed or [0], learning_rate or [3e-3]
+    with user_errors(), parallel.world(device) as world:
+        for option, given in ("--seed", seeds), ("--learning-rate", rates):
+            if len(set(given)) < len(given):
+                raise ValueError(f"{option} must name each value once; got {', '.join(map(str, given))}")
+        if tuning_seed in seeds and len(rates) > 1:
+            raise ValueError(f"--tuning-seed must not be a seed that is reported; got {tuning_seed}; pass another")
+        on = world.device.type == "cuda" if compiled is None else compiled
+        sizes = {"length": length, "pairs": pairs, "askings": askings, "apart": apart, "step_tokens": step_tokens}
+        sizes |= {"layers": layers, "window": window, "block": block}
+        budget = {"steps": steps, "seconds": seconds, "learning_rate": rates[0]}
+        base = checked(trial_of(preset, sizes, arm=arm, compiled=on, **budget))
+        out.mkdir(parents=True, exist_ok=True)
+        losses = tune(replace(base, seed=tuning_seed), rates, world) if len(rates) > 1 else {}
+        for rate, loss in losses.items():
+            console.print(f"learning rate {rate:g}: final loss {loss:.3f}")
+        base = replace(base, learning_rate=min(losses, key=losses.get, default=rates[0]))
+        results = []
+        for number in seeds:
+            results.append(run(replace(base, seed=number), world, questions) | {"tuning": losses})
+            path = out / f"{arm}-{f'{steps}-steps' if steps else f'{seconds:g}-s'}-seed{number}.json"
+            path.write_text(json.dumps(results[-1], indent=1))
+            console.print(f"{path}: final loss {results[-1]['final_loss']:.3f}", soft_wrap=True, markup=False)
+        _show({report.budget(results[0]): {arm: results}})
+
+
+@app.command()
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="Files that train wrote, of one task.")],
+    target: Annotated[Path, typer.Option(help="The picture.")] = Path("recall.png"),
+) -> None:
+    """Right answers against distance, of several arms and seeds, a panel for each budget: a picture, and tables."""
+    with user_errors():
+        found = report.read(results)
+        _show(found)
+        console.print(f"{report.plot(found, target)}", soft_wrap=True, markup=False)
+
+
+def _show(found: report.Found) -> None:
+    for table in report.tables(found):
+        console.print(table)

@@ -1,0 +1,347 @@
+"""Equal training time: every arm reads the same windows, for as many seconds, and differences are what was drawn."""
+
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+import sparse_flash as sf
+from examples.train_lm import checkpoint, memory
+from examples.train_lm.data import Tokens, prepare
+from examples.train_lm.model import Decoder
+from examples.train_lm.parallel import World
+from examples.train_lm.report import console
+from examples.train_lm.settings import PRESETS, Settings, Shape, checked
+from experiments.equal_time import arms, evaluate, results, windows
+from experiments.equal_time.arms import ARMS, LENGTH, Arm, Chosen
+from experiments.equal_time.cli import app
+from experiments.equal_time.results import Result
+from experiments.equal_time.run import planned, run, settings_of, step_seconds
+from experiments.equal_time.windows import Windows
+
+VOCABULARY, SHORT = 320, 256
+SHAPE = Shape(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_dim=64, vocabulary=VOCABULARY)
+CPU = World(torch.device("cpu"))
+SAME_PAIRS = "window", "power-of-two", "chosen-blocks"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Tokens of twelve packages, and windows of SHORT tokens in those that are held out."""
+    folder = tmp_path_factory.mktemp("equal_time")
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        package = folder / "text" / f"package{number}"
+        package.mkdir(parents=True)
+        names = [f"value_{number}_{i}" for i in range(40)]
+        for file in range(2):
+            lines = [f"{names[a]} = {names[b]} + {b}" for a, b in generator.integers(40, size=(60, 2))]
+            (package / f"file{file}.py").write_text("\n".join(lines))
+    prepare(folder / "data", VOCABULARY, folder / "text", quiet=True, held_out_share=0.25)
+    windows.prepare(folder / "data", VOCABULARY, count=8, length=SHORT)
+    return folder / "data"
+
+
+def test_every_arm_is_causal_and_keeps_the_pairs_it_is_said_to():
+    kept = {name: [mask for mask in arm.masks if mask != "sdpa"] for name, arm in ARMS.items()}
+    for name, masks in kept.items():
+        settings = settings_of(ARMS[name], PRESETS["30M"], Chosen(1e-3, False), 1, LENGTH)
+        assert checked(settings).masks and len(masks) in (0, len(ARMS[name].masks))
+    window, sparse = (sf.compile_mask(kept[name][0], q_len=LENGTH).density for name in ("window", "power-of-two"))
+    assert window == pytest.approx(sparse, rel=1e-3)
+
+
+def test_windows_are_within_their_packages_and_apart(data):
+    parts, tokens = [windows.load(data, part) for part in ("tuning", "reported")], Tokens(data, "held_out", VOCABULARY)
+    assert not set(parts[0].packages) & set(parts[1].packages) and sum(map(len, parts)) == 8
+    found = Windows(*(np.concatenate(both) for both in zip(*((p.starts, p.packages, p.far) for p in parts), strict=True)))
+    groups = sorted(json.loads((data / "manifest.json").read_text())["groups"])
+    starts = np.sort(found.starts)
+    assert (np.diff(starts) >= SHORT).all()
+    for start, package in zip(found.starts, found.packages, strict=True):
+        inside = [groups[tokens.starts[np.searchsorted(tokens.starts[:, 0], at, "right") - 1, 1]] for at in (start, start + SHORT)]
+        assert inside == [package, package]
+    assert len(set(parts[1].packages)) > 1
+    assert parts[1].first(2).starts.tolist() == [parts[1].starts[0], parts[1].starts[-1]]
+
+
+def test_far_labels_are_of_identifiers_that_were_seen_before_and_not_since(data, monkeypatch):
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    text = "alpha_beta = other_name\n" + "x = 1\n" * 60 + "alpha_beta = alpha_beta + new_name\n"
+    ids = np.array(tokenizer.encode(text).ids)
+    monkeypatch.setattr(windows, "FAR", 40)
+    far = windows._far(ids, windows._pieces(tokenizer, VOCABULARY))
+    assert far.shape == (len(ids) - 1,)
+    marked = np.flatnonzero(np.append(False, far))
+    assert (np.diff(marked) == 1).all()  # one place: the second of the three
+    said = tokenizer.decode(ids[marked].tolist())
+    assert said.strip() == "alpha_beta" and marked[0] > 100
+    monkeypatch.setattr(windows, "FAR", 10_000)
+    assert not windows._far(ids, windows._pieces(tokenizer, VOCABULARY)).any()
+
+
+@pytest.mark.parametrize("context", [SHORT, 64])
+def test_a_label_is_predicted_from_the_tokens_of_its_window_that_the_context_reaches(context):
+    torch.manual_seed(0)
+    model = Decoder(Settings(SHAPE, length=SHORT)).eval()
+    ids = torch.randint(VOCABULARY, (SHORT + 1,))
+    stride = 16
+    found = evaluate.token_losses(model, ids, context, stride, together=SHORT)
+    for label in (0, 40, 63, 64, 100, 255):
+        # The window that first holds the label: its last ``stride`` labels are new, all of the first window's are.
+        first = max(0, math.ceil((label + 1 - context) / stride) * stride)
+        logits = model(ids[None, first : label + 1])[0, -1]
+        wanted = torch.nn.functional.cross_entropy(logits, ids[label + 1])
+        torch.testing.assert_close(found[label], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_budget_of_seconds_becomes_steps_of_both_lengths(monkeypatch):
+    settings = settings_of(ARMS["dense-8k-then-64k"], PRESETS["30M"], Chosen(1e-3, False), 1, LENGTH)
+    found = planned(settings, ARMS["dense-8k-then-64k"], 100.0, {8192: 0.1, LENGTH: 0.5})
+    assert (found.steps, found.extend_at, found.extend_to, found.length) == (880, 850, LENGTH, 8192)
+    assert [found.length_at(step) for step in (0, 849, 850)] == [8192, 8192, LENGTH]
+    alone = planned(settings, ARMS["dense-8k"], 100.0, {8192: 0.1})
+    assert (alone.steps, alone.extend_to) == (1000, 0)
+    with pytest.raises(ValueError, match=r"a step takes 0\.1 s; pass more --seconds; got 0\.05"):
+        planned(settings, ARMS["dense-8k"], 0.05, {8192: 0.1})
+
+
+def test_windows_powers_of_two_and_chosen_blocks_keep_as_many_pairs():
+    pairs = {name: memory.kept_pairs(Settings(PRESETS["30M"], ARMS[name].masks), LENGTH) for name in SAME_PAIRS}
+    assert max(pairs.values()) < 1.01 * min(pairs.values()) and pairs["chosen-blocks"] <= pairs["power-of-two"]
+
+
+def test_a_step_is_timed_before_the_budget_is_spent(data, monkeypatch):
+    for name, value in (("WARM_STEPS", 1), ("TIMED_STEPS", 2)):
+        monkeypatch.setattr(f"experiments.equal_time.run.{name}", value)
+    arm = Arm(("causal",), length=SHORT)
+    settings = replace(settings_of(arm, SHAPE, Chosen(1e-2, False), 1, SHORT), compiled=False)
+    found, until_known = step_seconds(settings, arm, data, CPU)
+    assert list(found) == [SHORT] and 0 < found[SHORT] < until_known
+
+
+def known(settings, arm: Arm, *_) -> tuple[dict[int, float], float]:
+    """In place of ``step_seconds``: so many steps fit in a budget, however busy the machine is."""
+    return {arm.length: 1 / 64}, 0.0
+
+
+@pytest.fixture(scope="module")
+def files(data, tmp_path_factory) -> list[Path]:
+    """Results of four arms, two seeds of one."""
+    folder = tmp_path_factory.mktemp("results")
+    short = {
+        "dense": Arm(("causal",), length=SHORT),
+        "dense-8k": Arm(("causal",), length=SHORT // 4),
+        "window": Arm(("causal & local(16)",), length=SHORT),
+        "chosen-blocks": Arm(("topk_blocks(3, block=16) | local(20)",), length=SHORT),
+    }
+    wanted = ("dense", 1), ("dense-8k", 1), ("window", 1), ("window", 2), ("chosen-blocks", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("step_seconds", known), ("CURVE_POINTS", 4)):
+            patch.setattr(f"experiments.equal_time.run.{name}", value)
+        return [_result(folder, name, short[name], seed, data) for name, seed in wanted]
+
+
+def _result(folder: Path, name: str, arm: Arm, seed: int, data: Path) -> Path:
+    found = run(name, arm, SHAPE, Chosen(1e-2, False), 0.3, seed, data, CPU, step_tokens=SHORT, compiled=False)
+    path = folder / f"{name}-{seed}.json"
+    path.write_text(json.dumps({"preset": "tiny", **found}))
+    return path
+
+
+@pytest.mark.smoke
+def test_a_result_holds_what_was_trained_and_how_it_was_read(files, data):
+    dense, short = (json.loads(path.read_text()) for path in files[:2])
+    assert list(dense["evaluations"]) == ["whole"] and len(short["evaluations"]) == 4
+    found = dense["evaluations"]["whole"]
+    assert found["borders"] == [0, SHORT] and sum(found["tokens"]) == SHORT
+    reported = windows.load(data, "reported")
+    assert np.array(found["nats"]).shape == (len(reported), 1) and found["far_tokens"] == reported.far.sum(1).tolist()
+    assert 0.5 < evaluate.mean(found) < math.log(VOCABULARY)
+    assert dense["tokens"] == dense["settings"]["steps"] * SHORT == dense["curve"][-1]["tokens"]
+    assert dense["curve"][-1]["nats"] < dense["curve"][0]["nats"]
+    assert dense["settings"]["steps"] == 19 and dense["seconds"] > 0
+
+
+def test_an_arm_that_continues_from_a_checkpoint_begins_where_that_ended(data, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("step_seconds", known), ("CURVE_POINTS", 2)):
+            patch.setattr(f"experiments.equal_time.run.{name}", value)
+        how, dense = Chosen(1e-2, False), Arm(("causal",), length=SHORT)
+        first = run("dense", dense, SHAPE, how, 0.2, 1, data, CPU, SHORT, compiled=False, keep=tmp_path / "kept")
+        start = checkpoint.of_run(tmp_path / "kept")
+        window = Arm(("causal & local(200)",), length=SHORT)
+        second = run("window", window, SHAPE, how, 0.1, 2, data, CPU, SHORT, compiled=False, start=start)
+    assert second["arm"] == "window continued" and second["curve"][0]["step"] == 0
+    assert second["curve"][0]["nats"] == pytest.approx(first["curve"][-1]["nats"], abs=0.02)
+    picture = results.plot({second["arm"]: results.Result(second["arm"], [second])}, tmp_path / "continued.png")
+    assert picture.stat().st_size > 10_000
+    assert first["curve"][0]["step"] > 0
+
+
+def test_differences_are_paired_and_their_errors_are_over_packages(files):
+    found = results.load(files)
+    assert len(found["window"].runs) == 2
+    same = results.difference(found["dense"], found["dense"])
+    assert same.nats == 0 and same.error == 0
+    gain = results.difference(found["dense"], found["window"])
+    assert gain.nats == pytest.approx(found["window"].loss - found["dense"].loss) and gain.error > 0
+    other = results.difference(found["window"], found["dense"])
+    assert other.nats == pytest.approx(-gain.nats) and other.error == pytest.approx(gain.error)
+
+
+def test_times_to_a_loss_are_read_off_the_curve():
+    curve = [{"tokens": 100 * i, "seconds": 10 * i, "nats": nats} for i, nats in ((1, 5.0), (2, 4.0), (3, 4.5), (4, 3.0))]
+    one = Result("dense", [{"curve": curve}])
+    assert one.first(4.5, "tokens") == 150 and one.first(4.0, "seconds") == 20
+    assert one.first(3.75, "tokens") == 350 and one.first(2.9, "tokens") == math.inf
+    assert one.last_quarter == pytest.approx((4.5 - 3.0) / 4.5)
+
+
+def test_results_that_do_not_belong_together_are_refused(files, tmp_path):
+    one = json.loads(files[0].read_text())
+    for name, value in (("budget", 9.0), ("preset", "150M")):
+        (tmp_path / "other.json").write_text(json.dumps(one | {name: value}))
+        with pytest.raises(ValueError, match=f"differ in their {name}"):
+            results.load([files[1], tmp_path / "other.json"])
+    with pytest.raises(ValueError, match="is a second run of dense with seed 1; pass one for each seed"):
+        results.load([files[0], files[0]])
+    with pytest.raises(ValueError, match="no run of power-of-two to compare with"):
+        results.rows(results.load(files), "power-of-two")
+    with pytest.raises(ValueError, match=r"arm must be one of dense, dense-8k, .*; got 'sparse'"):
+        arms.arm_of("sparse")
+
+
+def test_tuning_tries_each_learning_rate_and_scaling_for_dense_attention(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "small", SHAPE)
+    monkeypatch.setitem(ARMS, "dense", Arm(("sdpa",), length=SHORT))
+    monkeypatch.setattr("experiments.equal_time.run.step_seconds", known)
+    arguments = f"tune dense --preset small --seconds 0.05 --step-tokens {SHORT} --no-compile --data {data} --out {tmp_path}"
+    done = CliRunner().invoke(app, [*arguments.split(), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    tried = [(one["settings"]["learning_rate"], one["settings"]["log_length"]) for one in found]
+    assert len(tried) == len(arms.LEARNING_RATES) + 1 and {rate for rate, scaled in tried if not scaled} == set(arms.LEARNING_RATES)
+    assert sum(scaled for _, scaled in tried) == 1
+    tuning = windows.load(data, "tuning")
+    assert all(one["evaluations"]["whole"]["packages"] == tuning.packages and one["curve"] == [] for one in found)
+
+
+def test_what_tuning_found_is_what_runs_read(files, tmp_path, monkeypatch):
+    target, runner = tmp_path / "learning_rates.json", CliRunner()
+    worse = json.loads(files[0].read_text())
+    worse["settings"]["learning_rate"] = 1.0
+    worse["evaluations"]["whole"]["nats"] = [[9e9]] * len(worse["evaluations"]["whole"]["nats"])
+    (tmp_path / "worse.json").write_text(json.dumps(worse))
+    half = {"learning_rate": 0.5, "log_length": True}
+    other = {"chosen": {"30M": {"dense": half}, "tiny": {"dense": half, "dense-8k": half}}, "tried": {"30M": {}, "tiny": {}}}
+    target.write_text(json.dumps(other))
+    done = runner.invoke(app, ["choose", str(tmp_path / "worse.json"), *map(str, files[:1]), "--target", str(target)])
+    assert done.exit_code == 0, done.output
+    monkeypatch.setattr(arms, "CHOSEN", target)
+    assert arms.chosen("tiny", "dense") == Chosen(1e-2, False)
+    assert arms.chosen("30M", "dense") == arms.chosen("tiny", "dense-8k") == Chosen(0.5, True)
+    assert len(json.loads(target.read_text())["tried"]["tiny"]["dense"]) == 2
+    # What is given takes the place of one thing that tuning chose, and of that alone.
+    assert arms.chosen("30M", "dense", log_length=False) == Chosen(0.5, False)
+    assert arms.chosen("30M", "dense", learning_rate=0.1) == Chosen(0.1, True)
+    assert arms.chosen("tiny", "window", learning_rate=0.1) == Chosen(0.1, False)
+    with pytest.raises(ValueError, match="no learning rate was chosen for window of the tiny model"):
+        arms.chosen("tiny", "window")
+
+
+def test_the_report_is_a_table_a_picture_and_a_summary(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "width", 220)
+    picture, summary = tmp_path / "picture.png", tmp_path / "summary.json"
+    done = CliRunner().invoke(app, ["report", *map(str, files), "--picture", str(picture), "--summary", str(summary)])
+    assert done.exit_code == 0, done.output
+    assert all(name in done.output for name in ("dense-8k", "window", "time to loss"))
+    assert picture.stat().st_size > 10_000
+    table = json.loads(summary.read_text())["rows"]
+    assert {row["arm"] for row in table} == {"dense", "dense-8k", "window", "chosen-blocks"}
+    assert [row["loss"] for row in table] == sorted(row["loss"] for row in table)
+
+
+def test_a_loss_that_an_arm_never_has_is_said_and_is_null_in_the_summary(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "width", 220)
+    summary, low = tmp_path / "summary.json", json.loads(files[0].read_text())
+    name = low["arm"]
+    low["curve"][-1]["nats"] = 0.001
+    for found in low["evaluations"].values():
+        found["nats"] = (np.array(found["nats"]) * 0.001).tolist()
+    (tmp_path / "low.json").write_text(json.dumps(low))
+    options = ["--base", name, "--picture", str(tmp_path / "picture.png"), "--summary", str(summary)]
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "low.json"), *map(str, files[1:]), *options])
+    assert done.exit_code == 0, done.output
+    assert "never" in done.output and "infx" not in done.output and "Infinity" not in summary.read_text()
+    assert {row["time_to_loss_ratio"] for row in json.loads(summary.read_text())["rows"] if row["arm"] != name} == {None}
+
+
+def test_what_is_missing_of_the_reported_runs_is_run_once(tmp_path, monkeypatch):
+    ran = []
+
+    def run_stub(command):
+        assert CliRunner().invoke(app, [*command[3:], "--help"]).exit_code == 0  # options that ``run`` has
+        assert command[5:7] == ["--preset", "30M"]
+        ran.append((command[4], command[8]))
+        Path(command[command.index("--out") + 1]).write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run_stub)
+    (tmp_path / "dense-1.json").write_text("{}")
+    (tmp_path / "window-2.running").touch()
+    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
+    assert result.exit_code == 0 and "window, seed 2: runs already" in result.output
+    everything = {(name, str(seed)) for name, seeds in arms.SEEDS["30M"].items() for seed in seeds}
+    assert set(ran) == everything - {("dense", "1"), ("window", "2")} and len(ran) == len(everything) - 2
+    assert [seed for _, seed in ran] == sorted(seed for _, seed in ran)  # each arm once, before any again
+    assert sorted(path.name for path in tmp_path.glob("*.running")) == ["window-2.running"]
+    monkeypatch.setattr(subprocess, "run", lambda command: SimpleNamespace(returncode=3))
+    (tmp_path / "dense-3.json").unlink()
+    result = CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "dense, seed 3 ended with status 3" in result.output
+    assert not (tmp_path / "dense-3.running").exists()
+    result = CliRunner().invoke(app, ["run-missing", "--preset", "tiny", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "preset must be one of 30M, 150M, which have reported runs; got 'tiny'" in result.output
+
+
+def test_a_run_that_another_command_finishes_meanwhile_is_not_run_again(tmp_path, monkeypatch):
+    touch = Path.touch
+
+    def finished_meanwhile(path, **options):
+        path.with_suffix(".json").write_text("{}")
+        touch(path, **options)
+
+    monkeypatch.setattr(Path, "touch", finished_meanwhile)
+    monkeypatch.setattr(subprocess, "run", lambda command: pytest.fail("a run was repeated"))
+    assert CliRunner().invoke(app, ["run-missing", "--out", str(tmp_path)]).exit_code == 0
+    assert not list(tmp_path.glob("*.running"))
+
+
+def test_bad_input_is_one_sentence(data, tmp_path):
+    runner = CliRunner()
+    for arguments, said in (
+        (["run", "dense", "--preset", "1B", "--data", str(tmp_path)], "no learning rate was chosen for dense"),
+        (["run", "sparse", "--learning-rate", "1"], "arm must be one of"),
+        (["prepare", "--packages", str(tmp_path)], "has no package"),
+        (["report", __file__], "is no result of run"),
+        (["choose", str(data / "manifest.json"), "--target", str(tmp_path / "chosen.json")], "it has no arm; pass the files that"),
+    ):
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 2 and said in done.output, done.output
+
+
+def test_log_length_scaling_leaves_scores_of_1024_keys_as_they_are():
+    torch.manual_seed(0)
+    plain = Decoder(Settings(SHAPE, length=2048)).positions(2048, "cpu")
+    scaled = Decoder(replace(Settings(SHAPE, length=2048), log_length=True)).positions(2048, "cpu")
+    assert plain.sharpness is None
+    assert scaled.sharpness[[0, 1023, 2047], 0, 0].tolist() == pytest.approx([0.0, 1.0, 1.1])

@@ -1,0 +1,128 @@
+"""The encoder: its positions, its order of tokens, its masks, and what it takes from a smaller one."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_classifier import SETTINGS, SHORT, TINY
+
+from examples.train_lm.model import Positions
+from experiments.long_range.data import described
+from experiments.long_range.model import TILE, Classifier, coordinates, rotary
+from experiments.long_range.pathfinder import Pathfinder
+from experiments.long_range.settings import ATTENTIONS, Settings, checked, density
+
+
+def made(size: int = 32, **changes) -> Classifier:
+    torch.manual_seed(0)
+    changes = {"attention": "dense", "shape": TINY, **changes}
+    model = Classifier(checked(replace(SETTINGS, task=described(Pathfinder(size)), **changes)))
+    with torch.no_grad():  # as after some training: all that is learned matters
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+IMAGES = torch.from_numpy(Pathfinder(32, dashes=3).make(2, np.random.default_rng(0))[0])
+
+
+def test_dense_attention_gives_the_same_logits_in_either_order_of_pixels():
+    torch.testing.assert_close(made(order="tiles")(IMAGES), made(order="raster")(IMAGES), rtol=1e-3, atol=1e-3)
+
+
+def test_a_block_of_attention_is_a_tile_of_pixels():
+    places = coordinates(Pathfinder(64), "tiles").reshape(-1, TILE[0] * TILE[1], 2)
+    assert len(places) == 64 * 64 // 128
+    assert (np.ptp(places, axis=1) == np.array(TILE) - 1).all()
+    assert len(np.unique(places.reshape(-1, 2), axis=0)) == 64 * 64
+    assert coordinates(Pathfinder(64), "raster").tolist() == [[row, column] for row in range(64) for column in range(64)]
+
+
+def test_queries_and_keys_turn_by_distance_in_steps_of_a_path_rows_and_columns_apart():
+    cos, sin = rotary(Pathfinder(64), np.array([[0, 0], [7, 0], [0, 7], [14, 0]]), 16)  # a step is 7 pixels long
+    angle = torch.atan2(sin, cos)[:, 0]
+    assert angle.shape == (4, 8) and not angle[0].any()
+    assert not angle[1, 4:].any() and not angle[2, :4].any()
+    wavelengths = 2 * torch.pi / angle[1, 1:4]  # the first has turned once around
+    torch.testing.assert_close(wavelengths, torch.tensor([32 ** (1 / 3), 32 ** (2 / 3), 32.0]))
+    torch.testing.assert_close(angle[1, :4], angle[2, 4:])
+    torch.testing.assert_close(angle[3, 3], 2 * angle[1, 3])
+
+
+def test_a_larger_model_starts_with_positions_repeated_and_everything_else_as_it_was():
+    small, large = made(32), made(128)
+    large.start_from(small.state_dict(), "small")
+    for name, value in large.state_dict().items():
+        before = small.state_dict()[name]
+        wanted = torch.stack([before[place // 4] for place in range(128)]) if name.startswith("positions.") else before
+        assert torch.equal(value, wanted), name
+    with pytest.raises(ValueError, match=r"small is of another model: positions\.0 is \(32, 32\) here and \(128, 32\) there"):
+        small.start_from(large.state_dict(), "small")
+    with pytest.raises(ValueError, match=r"embed\.weight is \(256, 16\) here and \(256, 32\) there; pass the options of its model"):
+        made(32, shape=replace(TINY, dim=16)).start_from(small.state_dict(), "small")
+
+
+def gradient_by_pixel(model: Classifier, token: int) -> torch.Tensor:
+    """How much each pixel matters to one token's result of the first block: (tokens,), in the order of attention."""
+    x = torch.randn(1, model.order.numel(), 32, requires_grad=True)
+    model.blocks[0](x, Positions(model.cos, model.sin), None)[0, token].sum().backward()
+    return x.grad[0].abs().sum(-1)
+
+
+def test_tokens_see_both_ways_what_the_mask_keeps_and_nothing_else():
+    assert (gradient_by_pixel(made(), 500) > 0).all()
+    seen = gradient_by_pixel(made(attention="local(100)"), 500) > 0
+    assert seen.nonzero()[[0, -1], 0].tolist() == [401, 599] and seen.sum() == 199
+    seen = gradient_by_pixel(made(attention="butterfly(block=128)"), 500) > 0
+    assert seen.view(8, 128).all(1).nonzero()[:, 0].tolist() == [1, 2, 3, 7] and seen.sum() == 512
+
+
+def test_padding_has_no_part_in_a_result():
+    torch.manual_seed(0)
+    model = Classifier(checked(replace(SETTINGS, task=described(SHORT), attention="dense")))
+    inputs = torch.from_numpy(SHORT.make(4, np.random.default_rng(0))[0])
+    model(inputs).square().sum().backward()
+    assert not model.embed.weight.grad[0].any() and model.embed.weight.grad[1:].any()
+    longest = (inputs > 0).sum(1).max()
+    assert not model.positions[0].grad[longest:].any() and model.positions[0].grad[:4].any()
+
+
+def test_grey_values_start_as_one_direction_longer_for_brighter_ones():
+    weight = Classifier(checked(replace(SETTINGS, task=described(Pathfinder(32))))).embed.weight
+    torch.testing.assert_close(weight, torch.arange(256.0)[:, None] / 255 * weight[255])
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 16_384])
+def test_the_window_keeps_about_as_many_pairs_as_the_butterfly(tokens):
+    butterfly, window = (density(ATTENTIONS[name](tokens), tokens) for name in ("butterfly", "window"))
+    assert window == pytest.approx(butterfly, rel=0.2)
+
+
+BAD = {
+    "attention": (
+        {"attention": "butterfy"},
+        "attention must be one of dense, butterfly, power_of_two, window, or spec text; got 'butterfy'",
+    ),
+    "steps and minutes": (
+        {"steps": 5, "minutes": 1.0},
+        "one of --steps, --epochs and --minutes, positive; got 5 steps, 1.0 minutes",
+    ),
+    "neither": ({"steps": 0}, "got 0 steps, 0.0 minutes"),
+    "micro batch": ({"batch": 10, "micro_batch": 4}, "micro_batch must divide batch; got 4 and 10"),
+    "order": ({"order": "spiral"}, "order must be one of tiles, raster; got 'spiral'"),
+    "head_dim": ({"shape": replace(TINY, head_dim=18)}, "head_dim must be a multiple of 4"),
+    "layers": ({"shape": replace(TINY, layers=0)}, "layers must be at least 1; got 0"),
+    "kv_heads": ({"shape": replace(TINY, kv_heads=3)}, "kv_heads must divide heads; got 3 and 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_settings_that_cannot_work_are_errors(case):
+    given, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        checked(replace(SETTINGS, task=described(Pathfinder(32)), **given))
+
+
+def test_settings_survive_their_file():
+    assert Settings.from_dict(asdict(SETTINGS)) == SETTINGS

@@ -1,0 +1,152 @@
+"""Pathfinder: labels by other means than the generator's, paths that stay apart, and nothing else that tells the label."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import ndimage
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from experiments.long_range.pathfinder import DRAWINGS, Pathfinder, Scenes, draw_lines, drawn, scenes
+
+SIZES = list(DRAWINGS)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[int, Scenes]:
+    return {size: scenes(Pathfinder(size).drawing, 240 if size == 32 else 16, np.random.default_rng(0)) for size in SIZES}
+
+
+def steps_of(made: Scenes, scene: int) -> np.ndarray:
+    """(steps, 2, 2): those that found room."""
+    steps = made.steps[scene]
+    return steps[~np.isnan(steps[:, 0, 0])]
+
+
+def dashes_of(size: int, steps: np.ndarray) -> np.ndarray:
+    """(dashes, 2, 2): the two ends of each."""
+    drawing = DRAWINGS[size]
+    middle, half = steps.mean(1, keepdims=True), (steps[:, 1:] - steps[:, :1]) / 2
+    return middle + half * (drawing.dash / drawing.step) * np.array([-1.0, 1.0])[:, None]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dashes_with_ends_a_gap_apart_join_the_dots_of_positive_images_alone(size, made):
+    drawing, these = DRAWINGS[size], made[size]
+    for scene in range(16):
+        dashes = dashes_of(size, steps_of(these, scene))
+        ends = dashes.reshape(-1, 2)
+        near = np.linalg.norm(ends[:, None] - ends, axis=-1) <= 2 * drawing.gap + 0.01
+        one, two = (index // 2 for index in np.nonzero(near))
+        _, path = connected_components(coo_array((np.ones(len(one)), (one, two)), shape=(len(dashes),) * 2))
+        first, second = (np.linalg.norm(ends - dot, axis=-1) for dot in these.dots[scene])
+        assert first.min() < 0.01 and second.min() < 0.01  # dots are where dashes end
+        assert (path[first.argmin() // 2] == path[second.argmin() // 2]) == these.labels[scene]
+        lengths = np.bincount(path)
+        assert sorted(lengths)[-2:] == [14, 14] and set(lengths) <= {4, 14}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_flood_over_lines_without_gaps_reaches_the_other_dot_in_positive_images_alone(size, made):
+    these, scale = made[size], max(1, 128 // size)
+    lines = np.zeros((8, scale * size, scale * size), np.uint8)
+    draw_lines(lines, scale * these.steps[:8, :, 0], scale * these.steps[:8, :, 1], 2, 1.0)
+    for scene in range(8):
+        parts, count = ndimage.label(lines[scene] > 0, structure=np.ones((3, 3)))
+        first, second = (parts[tuple(np.rint(scale * dot).astype(int))] for dot in these.dots[scene])
+        assert first and second and (first == second) == these.labels[scene]
+        assert count == 2 + (len(steps_of(these, scene)) - 28) // 4
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_steps_that_do_not_follow_each_other_keep_their_distance_within_the_image(size, made):
+    drawing = DRAWINGS[size]
+    share = np.linspace(0, 1, 9)[:, None]
+    for scene in range(16):
+        steps = steps_of(made[size], scene)
+        points = (1 - share) * steps[:, None, 0] + share * steps[:, None, 1]  # (steps, 9, 2)
+        border = drawing.radius - 0.5
+        assert points.min() > border - 0.01 and points.max() < size - 1 - border + 0.01
+        distance = np.linalg.norm(points[:, :, None, None] - points, axis=-1).min((1, 3))
+        follows = np.linalg.norm(steps[:, None, 1] - steps[:, 0], axis=-1) < 0.01
+        distance[follows | follows.T | np.eye(len(steps), dtype=bool)] = np.inf
+        assert distance.min() > 0.85 * drawing.apart  # they are kept apart at three points of each step
+        turns = np.diff(steps[:28], axis=1)[:, 0]
+        assert ((turns[2:] * turns[:-2]).sum(-1) >= -0.01).all()  # no turn is sharper than a quarter circle
+
+
+def test_ink_dots_and_their_places_do_not_tell_the_label(made):
+    these = made[32]
+    images, labels = drawn(DRAWINGS[32], these), these.labels.astype(bool)
+    apart = np.linalg.norm(these.dots[:, 0] - these.dots[:, 1], axis=-1)
+    numbers = {
+        "ink": images.mean((1, 2)),
+        "bright pixels": (images > 127).sum((1, 2)),
+        "dim pixels": ((images > 0) & (images < 128)).sum((1, 2)),
+        "distance of the dots": apart,
+        "short paths": np.isfinite(these.steps[:, :, 0, 0]).sum(1),
+    }
+    for index, axis in product(range(2), range(2)):
+        numbers[f"dot {index}, axis {axis}"] = these.dots[:, index, axis]
+        numbers[f"dot {index}, axis {axis}, from the middle"] = np.abs(these.dots[:, index, axis] - 15.5)
+    half = len(labels) // 2
+    for name, values in numbers.items():
+        # The best border between two values in one half of the images, tried on the other half; 4.6 % is a standard error.
+        above = values[:half, None] >= values[:half]
+        right = (above == labels[:half, None]).mean(0)
+        border, flip = values[:half][np.abs(right - 0.5).argmax()], right[np.abs(right - 0.5).argmax()] < 0.5
+        assert (((values[half:] >= border) != flip) == labels[half:]).mean() < 0.66, name
+    # Matched in pairs, dots of both labels are on average as far apart and as far out, to a small part of a pixel.
+    places = np.column_stack([apart, np.abs(these.dots - 15.5).reshape(-1, 4)])
+    assert np.abs(places[labels].mean(0) - places[~labels].mean(0)).max() < 0.2 and labels.mean() == 0.5
+
+
+def test_directions_in_which_paths_leave_the_dots_do_not_tell_the_label(made):
+    these = made[32]
+    long = these.steps[:, :28]
+    ends = np.stack([long[:, 0], long[:, 1], long[:, -2, ::-1], long[:, -1, ::-1]], axis=1)  # (scenes, ends, 2, 2), each inwards
+    inwards = (ends[:, :, 1] - ends[:, :, 0]) / DRAWINGS[32].step
+    nearest = np.linalg.norm(ends[:, None, :, 0] - these.dots[:, :, None], axis=-1).argmin(-1)  # (scenes, 2): the end at each dot
+    to_other = these.dots[:, ::-1] - these.dots
+    to_other /= np.linalg.norm(to_other, axis=-1, keepdims=True)
+    cosine = (inwards[np.arange(len(nearest))[:, None], nearest] * to_other).sum(-1).mean(1)
+    labels = these.labels.astype(bool)
+    # Where places alone are matched, the difference is 0.33; 0.06 is its standard error.
+    assert abs(cosine[labels].mean() - cosine[~labels].mean()) < 0.16
+
+
+def test_a_seed_gives_the_same_images_and_another_seed_others():
+    one, again, other = (Pathfinder(32, dashes=3).make(5, np.random.default_rng(seed)) for seed in (7, 7, 8))
+    assert np.array_equal(one[0], again[0]) and np.array_equal(one[1], again[1])
+    assert not np.array_equal(one[0], other[0])
+    assert one[0].shape == (5, 32, 32) and one[0].dtype == one[1].dtype == np.uint8
+
+
+def test_dots_are_white_and_dashes_as_grey_as_the_drawing_says(made):
+    images = drawn(DRAWINGS[64], made[64])
+    rows, columns = np.rint(made[64].dots).astype(int).transpose(2, 0, 1)
+    assert (images[np.arange(16)[:, None], rows, columns] == 255).all()
+    values = np.unique(images)
+    assert 0 in values and 255 in values and (images > round(0.8 * 255)).sum(axis=(1, 2)).max() <= 2 * 30  # two dots of radius 2.5
+
+
+def test_a_line_is_as_bright_as_it_covers_a_pixel():
+    images = np.zeros((2, 7, 9), np.uint8)[:, :, :7]
+    starts, ends = np.full((2, 2, 2), np.nan), np.full((2, 2, 2), np.nan)
+    starts[1, 0], ends[1, 0] = (2, 1), (2, 5)
+    draw_lines(images, starts, ends, thickness=2, grey=0.8)
+    wanted = np.zeros((7, 7))
+    wanted[2, 1:6], wanted[[1, 3], 1:6], wanted[2, [0, 6]] = 204, 102, 102  # half of the pixels beside it, and at its round ends
+    corners = np.round(204 * (1.5 - 2**0.5))
+    wanted[[[1], [3]], [0, 6]] = corners
+    assert not images[0].any() and np.array_equal(images[1], wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"size": 48}, "size must be one of 32, 64, 128, 256; got 48"), ({"dashes": 2}, "dashes must be 3 to 14; got 2")],
+)
+def test_images_that_cannot_be_drawn_are_errors(given, message):
+    with pytest.raises(ValueError, match=message):
+        Pathfinder(**given)

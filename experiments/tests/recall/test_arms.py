@@ -1,0 +1,134 @@
+"""What each mask lets through, and what a model of each arm computes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sparse_flash as sf
+from experiments.recall.arms import Arm, arms, hops, reach
+from experiments.recall.evaluate import stops
+from experiments.recall.model import PairEmbedding, decoder
+from experiments.recall.settings import PRESETS, Trial
+
+LENGTH, WINDOW, BLOCK, LAYERS = 256, 32, 16, 4
+ARMS = arms(WINDOW, BLOCK, LENGTH)
+CPU = torch.device("cpu")
+
+
+def trial(arm: str, **changes) -> Trial:
+    tiny = PRESETS["tiny"]
+    shape = replace(tiny.shape, dim=32, head_dim=16, layers=2, vocabulary=300)
+    return replace(tiny, arm=arm, task=replace(tiny.task, length=LENGTH, keys=172), shape=shape, **changes)
+
+
+def test_under_a_window_each_layer_reaches_one_window_further_and_no_more():
+    least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)
+    back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    needed = (back / (WINDOW - 1)).ceil().long().clamp(min=1)
+    assert unit == 1 and torch.equal(least, torch.where((back >= 0) & (needed <= LAYERS), needed, LAYERS + 1))
+
+
+@pytest.mark.parametrize("name", ["window", "powers", "butterfly"])
+def test_hops_count_what_explain_calls_within_reach(name):
+    least, _ = hops(ARMS[name], LAYERS, LENGTH, BLOCK)
+    shares = sf.explain(ARMS[name].masks[0], q_len=LENGTH).reach.shares
+    pairs = LENGTH * (LENGTH + 1) / 2
+    for layers in (1, 2, 4):
+        assert (least <= layers).sum() / pairs == pytest.approx(shares[layers])
+
+
+def test_stops_are_questions_of_the_same_key_alone():
+    least, unit = hops(ARMS["window"], LAYERS, LENGTH, BLOCK)  # 31 tokens back in a layer
+    places = {0: (10, [41, 70, 100, 140, 141]), 1: (12, [60, 80])}
+    rows = [(pair, place, stated) for pair, (stated, asked) in places.items() for place in asked]
+    rows.sort(key=lambda row: row[1])  # as questions stand in a sequence: those of one pair are not next to each other
+    pair, question, stated = torch.tensor(rows).T
+    found = stops(least, unit, pair, question, stated, LAYERS)
+    by_pair = {number: found[pair == number].tolist() for number in places}
+    # 41 reads the value at 11, 70 reads 41, 100 reads 70; nothing that knows the key is within reach of 140. Of the second, 60
+    # could have the value through any token between, but none of its own, and 80 reads 60, which does not know it.
+    assert by_pair == {0: [1, 2, 3, LAYERS + 1, LAYERS + 1], 1: [LAYERS + 1, LAYERS + 1]}
+    assert (least[question, stated + 1] <= found).all()
+
+
+def test_layers_are_taken_in_their_order():
+    segment, summaries = "causal & block_diagonal(8)", "causal & fixed(8, block=1) & ~block_diagonal(8)"
+    before, _ = hops(Arm((segment, summaries)), 2, 64, 16)
+    after, _ = hops(Arm((summaries, segment)), 2, 64, 16)
+    # 7, its segment's summary, reads 3, and then 20 reads 7; or 20 reads 7, which reads 3 too late.
+    assert before[20, 3] == 2 and after[20, 3] == 3
+
+
+def test_the_large_preset_has_layers_enough_for_powers_and_too_few_for_the_window():
+    preset = PRESETS["64K"]
+    of = arms(preset.window, preset.block, preset.task.length)
+    powers, window = (reach(of[name], preset.shape.layers, preset.task.length, preset.block) for name in ("powers", "window"))
+    assert powers["within_reach"] == 1 and powers["most_hops"] <= preset.shape.layers
+    assert powers["masks"][0]["explained"][8] == 1
+    assert window["within_reach"] < 0.25 and window["most_hops"] == preset.shape.layers
+    assert powers["density"] < 0.05 and window["density"] < 0.04
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_in_the_first_stage_all_arms_attend_alike(name):
+    preset = PRESETS[name]
+    of = arms(preset.window, preset.block, preset.task.length)
+    length = preset.stages[0].length
+    causal = sf.compile_mask("causal", length, block_size=preset.block).density
+    for arm in of.values():
+        assert all(mask == "sdpa" or sf.compile_mask(mask, length, block_size=preset.block).density == causal for mask in arm.masks)
+
+
+def test_chosen_blocks_are_as_many_as_the_longest_rows_of_powers():
+    powers = sf.compile_mask(ARMS["powers"].masks[0], LENGTH, block_size=BLOCK)
+    most = powers.kept_blocks().sum(1).max()
+    assert ARMS["chosen"].keep == most == ARMS["chosen-max"].keep + WINDOW // BLOCK
+    for name in ("chosen", "chosen-max"):
+        found = reach(ARMS[name], LAYERS, LENGTH, BLOCK)
+        assert found["most_hops"] == 1 and found["within_reach"] == 1
+        assert reach(ARMS["window"], LAYERS, LENGTH, BLOCK)["density"] < found["density"] < 0.8
+
+
+def test_chosen_max_visits_the_block_of_each_querys_best_key():
+    arm, generator = ARMS["chosen-max"], torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, LENGTH, 16, generator=generator)
+    picks = sf.topk_blocks(q, k, **arm.choice(arm.masks[0], BLOCK)).picks[0, 0]
+    for query in range(BLOCK, LENGTH):
+        before = query // BLOCK * BLOCK  # blocks that end before the query's own
+        assert (q[0, 0, query] @ k[0, 0, :before].T).argmax() // BLOCK in picks[query]
+
+
+def test_a_tokens_embedding_tells_of_it_and_of_the_one_before():
+    embed = PairEmbedding(9, 4)
+    tokens = torch.randint(9, (2, 5))
+    torch.testing.assert_close(embed(tokens)[:, 1:], embed.weight[tokens[:, 1:]] + embed.before.weight[tokens[:, :-1]])
+    torch.testing.assert_close(embed(tokens)[:, 0], embed.weight[tokens[:, 0]])
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_no_arm_sees_later_tokens_or_farther_ones_than_its_hops_say(name):
+    # Beyond, and before: the choice of a block's earlier queries, which depends on its later ones, is made in whole blocks.
+    one = trial(name)
+    model = decoder(one, CPU).requires_grad_(False)
+    tokens = torch.randint(300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    place = 6 * BLOCK
+    changed = tokens.clone()
+    changed[0, place] = (tokens[0, place] + 1) % 300
+    differs = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-6
+    least, _ = hops(one.masks, 2, LENGTH, BLOCK)
+    reads = least[:, place : place + 2].amin(1) <= 2  # the next token's embedding tells of it too
+    assert differs[place] and not differs[:place].any() and not (differs & ~reads).any()
+    assert (differs & reads).sum() > 0.9 * reads.sum()
+
+
+@pytest.mark.parametrize("name", ["chosen", "chosen-max"])
+def test_all_blocks_chosen_are_dense_attention_and_one_seed_gives_all_arms_the_same_weights(name):
+    dense, chosen = decoder(trial("dense", seed=5), CPU), decoder(trial(name, seed=5), CPU)
+    assert all(map(torch.equal, dense.parameters(), chosen.parameters()))
+    tokens = torch.randint(300, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(dense(tokens), chosen(tokens), rtol=1e-3, atol=1e-4)
+    for block in chosen.blocks:
+        block.attention.choice["keep"] = LENGTH // BLOCK
+    torch.testing.assert_close(dense(tokens), chosen(tokens), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(dense.head.weight, decoder(trial("dense", seed=6), CPU).head.weight)

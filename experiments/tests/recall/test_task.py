@@ -1,0 +1,112 @@
+"""Sequences: what stands where, and what depends on what."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.train_lm.model import IGNORED
+from experiments.recall.settings import PRESETS
+from experiments.recall.task import Task
+
+TASK = Task(length=256, pairs=32, nearest=8, keys=48, values=16, fillers=5)
+
+
+@st.composite
+def tasks(draw) -> Task:
+    length = 2 * draw(st.integers(8, 150))
+    pairs = draw(st.integers(1, 40))
+    nearest = 2 * draw(st.integers(1, (length * 15 // 16 - 1) // 2))
+    return Task(length, pairs, nearest, pairs + draw(st.integers(0, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+
+
+@given(tasks(), st.integers(0, 99), st.integers(1, 3))
+def test_each_answer_is_the_value_after_the_only_other_place_of_its_key_as_far_back_as_said(task, seed, sequences):
+    batch = task.batch(seed, 0, sequences, "cpu")
+    assert batch.tokens.shape == batch.labels.shape == batch.distances.shape == (sequences, task.length)
+    first_value, first_key = task.fillers, task.fillers + task.values
+    assert batch.tokens.min() >= 0 and batch.tokens.max() < task.vocabulary
+    for tokens, labels, distances in zip(*batch, strict=True):
+        asked = (labels != IGNORED).nonzero()[:, 0]
+        stated = asked - distances[asked]
+        assert (distances[labels == IGNORED] == 0).all()
+        assert distances[asked].min() >= task.nearest and distances[asked].max() <= task.farthest and stated.min() >= 0
+        assert torch.equal(tokens[asked], tokens[stated]) and torch.equal(tokens[stated + 1], labels[asked])
+        assert (labels[asked] >= first_value).all() and (labels[asked] < first_key).all()
+        # Keys stand nowhere else, nor do values: neither filler nor another pair can tell an answer.
+        assert torch.equal((tokens >= first_key).nonzero()[:, 0], torch.cat([asked, stated]).sort().values)
+        assert len(tokens[stated].unique()) == len(stated)
+        assert torch.equal(((tokens >= first_value) & (tokens < first_key)).nonzero()[:, 0], (stated + 1).sort().values)
+
+
+def test_keys_are_asked_again_and_again_within_reach_of_the_last_time():
+    task = replace(TASK, length=512, pairs=12, askings=5, apart=40)
+    batch = task.batch(0, 0, 50, "cpu")
+    asked, steps = 0, []
+    for tokens, labels, distances in zip(*batch, strict=True):
+        places = (labels != IGNORED).nonzero()[:, 0]
+        assert (tokens >= task.fillers + task.values).sum() == len(places) + len((places - distances[places]).unique())
+        for stated in (places - distances[places]).unique():
+            mine = places[places - distances[places] == stated]
+            assert (tokens[mine] == tokens[stated]).all() and (labels[mine] == tokens[stated + 1]).all()
+            assert task.nearest <= mine[0] - stated <= task.apart and len(mine) <= task.askings
+            steps.append(mine.diff())
+            asked += len(mine)
+    steps = torch.cat(steps)
+    # Now and then a question loses its place to another pair's, and the next one is farther from the one before.
+    assert steps.min() >= task.nearest and (steps <= task.apart).float().mean() > 0.9 and asked > 3 * 50 * 12
+    assert batch.distances.max() > 3 * task.apart
+
+
+def test_a_batch_depends_on_seed_number_and_stream_alone():
+    def tokens(*arguments, **stream) -> torch.Tensor:
+        torch.rand(1)  # the global generator is not read
+        return TASK.batch(*arguments, 4, "cpu", **stream).tokens
+
+    assert torch.equal(tokens(3, 7), tokens(3, 7))
+    others = [tokens(4, 7), tokens(3, 8), tokens(3, 7, held_out=True), tokens(4, 7, held_out=True)]
+    assert not any(torch.equal(tokens(3, 7), other) for other in others)
+
+
+def test_values_do_not_depend_on_keys_distances_or_places():
+    batch = TASK.batch(0, 0, 2000, "cpu")
+    at = batch.labels != IGNORED
+    value = batch.labels[at] - TASK.fillers
+    halves = {
+        "keys": batch.tokens[at] % 2 == 0,
+        "distances": batch.distances[at] > 40,
+        "places": at.nonzero()[:, 1] > 128,
+    }
+    for name, chosen in halves.items():
+        for half in (chosen, ~chosen):
+            expected = int(half.sum()) / TASK.values
+            squares = ((value[half].bincount(minlength=TASK.values) - expected) ** 2 / expected).sum()
+            assert squares < 45, name  # chi-squared of 15 degrees of freedom: one in 10,000 is above
+
+
+def test_distances_are_log_uniform_and_few_pairs_are_left_out():
+    batch = PRESETS["64K"].task.batch(0, 0, 4, "cpu")
+    distances = batch.distances[batch.distances > 0]
+    octaves = distances.double().log2().floor().long().bincount()[4:15]
+    assert len(distances) > 0.9 * 4 * 1024
+    assert (octaves / octaves.double().mean() - 1).abs().max() < 4 / math.sqrt(octaves.double().mean())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"values": 0}, "values must be at least 1; got 0"),
+        ({"length": 255}, "length must be even, as a pair takes 2 tokens; got 255"),
+        ({"nearest": 7}, "nearest must be even"),
+        ({"nearest": 240}, r"length must be more than nearest \* 16 / 15; got 256 and 240"),
+        ({"askings": 0}, "askings must be at least 1; got 0"),
+        ({"apart": 8}, "apart must be 0 or more than nearest; got 8 and 8"),
+        ({"keys": 31}, "keys must be at least pairs, as no key stands for two values; got 31 and 32"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_clear_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Task(**vars(TASK) | changes)
