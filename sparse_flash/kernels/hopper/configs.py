@@ -57,32 +57,22 @@ def _registers(programs: int) -> dict[str, int]:
     return {"maxnreg": 65536 // (256 * programs) // 8 * 8} if programs > 1 else {}  # registers come in eights
 
 
-# By padded head_dim.
+# By padded head_dim. docs/performance/kernels.md has the figures behind each choice.
 FORWARD = {64: ForwardConfig(3), 128: ForwardConfig(2)}
-# 256: two warp groups with a role each (``wide_backward``). One backward pass, bf16, H100, 2026-11-25, in turns, 16 heads of 8,192
-# tokens, in ms (dQ added from registers). 256, without a table and causal: 6.25 and 3.33 (6.51, 3.55); 192, causal: 2.77 (2.70).
-# With two groups that divide all columns, H200, 2026-11-23: 7.98, 4.19 and 3.35 in place of 6.36, 3.52 and 2.66; cuDNN 7.21, 3.29
-# and 2.95.
+# 256: two warp groups with a role each (``wide_backward``), which take less time than two that divide all columns.
 BACKWARD = {64: BackwardConfig(128, 2), 128: BackwardConfig(64, 2), 256: BackwardConfig(64, 2, 64, 4, more=0)}
-# q and k of 129 to 192, v of 65 to 128: ``paired_backward``. As above (``wide_backward``): 3.11 and 1.90 (5.09, 2.70), a window of
-# 1,024 0.61 (0.83).
+# q and k of 129 to 192, v of 65 to 128: ``paired_backward``, which takes less time there than ``wide_backward``.
 PAIRED_BACKWARD = BackwardConfig(64, 2, 128, 4, more=0, partitions=2)
-# Three warp groups share each step's keys and values, at 64 only: their registers hold no more. Without a table, 4 x 16 heads of
-# 16,384 tokens of head_dim 64, forward, bf16, H200, 2026-11-22, in ms: 8.45, with two groups 9.46; cuDNN 9.42. 2 to 4 stages differ
-# by less than 1 %. A table of blocks of 128 needs rows of 192 queries for it (``BlockMask.tall``).
+# Three warp groups share the keys and values of each step. Their registers suffice at 64 only. A table of blocks of 128 needs rows
+# of 192 queries for it (``BlockMask.tall``).
 FORWARD_OF_192 = {64: ForwardConfig(3, 160, 192)}
-TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128: from these figures
-# Where tiles of 64 queries are not more than SHORT_TILES times the multiprocessors; by padded head_dim. In CUDA graphs, the same
-# H200, forward, in us. Without a table, 8 heads of 1,024 tokens, 64 and 128: 11.9 and 15.3; with tiles of 128 15.8 and 18.6; cuDNN
-# 13.9 and 17.6. 8 heads of 2,048 tokens, 64: 23.4, 25.2, 22.8. Causal, 2026-11-23, 8 heads of 1,024 tokens, 64 and 128: 12.7 and
-# 16.9; with tiles of 128 15.9 and 19.8; cuDNN 14.0 and 19.1. 8 heads of 2,048 tokens, 64 and 128: 21.8 and 32.3, 24.9 and 30.8,
-# 23.4 and 32.4: at 128 a multiprocessor computes two such programs no faster than one of 128 queries.
+TIME_OF_192 = 1.34  # of a tile of 192 queries, in tiles of 128
+# A short call has at most SHORT_TILES tiles of 64 queries for each multiprocessor, by padded head_dim. Two programs of 64 queries
+# then share a multiprocessor; at 128 two are no faster than one of 128 queries.
 SHORT_TILES = {64: 2, 128: 1, 256: 1}
 SHORT_FORWARD = {64: ForwardConfig(1, 0, 64, 128, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 SHORT_FORWARD_OF_TABLES = {dim: ForwardConfig(1, 0, 64, 128, 2) for dim in (64, 128)}
 # For tables of blocks of 64, each a step. Two programs share a multiprocessor: while one waits for a barrier, the other computes.
-# Random blocks, 8 %, 16 heads of 32,768 tokens of head_dim 128, bf16, H200, 2026-11-22, forward and backward in ms: 1.38 and 4.58;
-# the portable kernels 1.55 and 6.73.
 FORWARD_OF_64 = {64: ForwardConfig(4, 0, 64, 64, 2), 128: ForwardConfig(2, 0, 64, 64, 2)}
 BACKWARD_OF_64 = {64: BackwardConfig(64, 2, 64, 1, 2), 128: BackwardConfig(64, 1, 64, 2, 2), 256: BACKWARD[256]}
 # Dropout's draws, and what else a variant adds, need the registers that steps of 128 queries would take.
@@ -137,11 +127,6 @@ def forward_of_variant(dtype: torch.dtype, dim: int, block_size: int | None, dev
     return config if block_size == 64 or config.queries == 128 else FORWARD[dim]
 
 
-# 16 heads of 8,192 tokens, forward, bf16, H200, 2026-11-23, in turns, in ms, without a table and causal (portable kernels; cuDNN).
-# 256: 1.47 and 0.859 (2.03, 1.11; 1.48, 0.864). 192 and 128 of v: 0.915 and 0.562 (1.74, 1.03; 1.02, 0.603); steps of 64 keys 1.02
-# and 0.629 with 3 stages, 1.02 and 0.641 with 4, 1.07 without a table with 192 queries. 192: 1.321 and 0.723 (1.91, 1.10; 1.16,
-# 0.675), with 2 stages 1.316 and 0.728. 10 % of random blocks of 64: at 256 0.228 (0.444), at 192 and 128 of v 0.144 (0.426), with
-# one program 0.177. Short calls varied too much to compare.
 def wide_forward(
     dim: int, dim_v: int, block_size: int | None, short_tiles: int, multiprocessors: int, plain: bool
 ) -> ForwardConfig:

@@ -137,18 +137,6 @@ def both_finished(started, others, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def one_and_sums_finished(one, started, PENDING: gl.constexpr):
-    """``finished``, of a product by itself and of sums."""
-    if len(started) == 1:
-        first, sums = warpgroup_mma_wait(PENDING, deps=(one, started[0]))
-        both = (first, (sums,))
-    else:
-        first, sums, rest = warpgroup_mma_wait(PENDING, deps=(one, started[0], started[1]))
-        both = (first, (sums, rest))
-    return both
-
-
-@gluon.jit
 def scaled_by(sums, factor):
     """Sums times one factor."""
     if len(sums) == 1:

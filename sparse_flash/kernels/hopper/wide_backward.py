@@ -5,8 +5,8 @@ of its sum in registers, and reads only the right one from shared memory. Weight
 which threads hold them; gradients of scores pass back as an operand of dQ, which the two divide by columns. While one waits for
 the other, or computes exponentials, the other's products keep the tensor cores busy.
 
-dQ is added to global memory from registers, 16 bytes a thread: at these head dimensions, writing it to shared memory for TMA,
-which reads it there, takes as long as two of the five products.
+dQ goes through shared memory in pieces. A warp of its own adds them to global memory by TMA, so that computing warps wait for no
+store (docs/performance/kernels.md has the figures).
 """
 
 from triton.experimental import gluon
