@@ -42,13 +42,15 @@ def needed(settings: Settings, world: World, parallel: Parallel) -> dict[str, fl
     products = shape.dim + 2 * queries + 2 * keys + 2 * shape.mlp_dim
     kept = {"none": attention + mlp, "selective": products, "full": shape.dim}[settings.recompute] * shape.layers
     kept -= settings.offload * shape.dim
-    # Of the MLP in the last block: a piece of its tokens is there, where blocks are computed again in full.
-    piece = min(1.0, MLP_TOGETHER / tokens) if settings.recompute == "full" and settings.compiled else 1.0
-    if settings.recompute != "none":
-        kept += attention + piece * mlp
+    again = settings.recompute != "none"
+    if again:
+        kept += attention
     if not settings.compiled:
         kept *= 1.25  # norms and rotary positions in float32
-    backward = 8 * queries + 4 * piece * shape.mlp_dim  # dQ, its float32 sums and dout; gradients of gate and up
+    # Bytes of a token in the backward pass of a block, besides: through its MLP, or through its attention, with float32 sums of dQ.
+    # Where blocks are recomputed in full, the MLP of one piece of the tokens is there at a time.
+    piece = min(1.0, MLP_TOGETHER / tokens) if settings.recompute == "full" and settings.compiled else 1.0
+    backward = max(8 * queries + piece * (2 * mlp * again + 4 * shape.mlp_dim), 15 * queries)
     return {
         "parameters, gradients and optimizer": parameters / GIB,
         "activations": (2 * kept + backward) * tokens / GIB,
