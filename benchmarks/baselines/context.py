@@ -275,6 +275,7 @@ WAYS: dict[str, Way] = {
     "blocks, one call": Planned("blocks", False),
     "queries": Planned("queries"),
     "heads": Planned("heads"),
+    "nodes of two": Planned("nodes", node=2),
     "nodes of four": Planned("nodes", node=4),
     "auto": Planned(),
     "all-gather and FlexAttention": GatheredKeys(),

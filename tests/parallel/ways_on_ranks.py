@@ -19,8 +19,7 @@ def case(mask: str, heads: int = 4, kv_heads: int = 2) -> context.ContextCase:
 
 
 def run(mask: str, names: list[str], seconds: float = 60.0) -> dict:
-    two = {"nodes of two": ways.Planned("nodes", node=2)}
-    with mock.patch.object(context, "_LEAST", 1), mock.patch.dict(ways.WAYS, two):
+    with mock.patch.object(context, "_LEAST", 1):
         return context.run(case(mask), names, on_ranks.mesh(), context.Effort(seconds=0.0, until=time.monotonic() + seconds))
 
 
