@@ -295,7 +295,8 @@ def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
     for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
         if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
-            raise ValueError(f"the mask has {name} {size}; q has {wanted}; it must be 1 or {wanted}")
+            for_all = ", or 1 for a mask of all" if wanted > 1 else ""
+            raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:

@@ -46,7 +46,7 @@ def _way_out(mask: object) -> str:
     if type(mask).__name__ == "PackedSelection":
         return "; a selection of packed documents goes to attention_varlen"
     if isinstance(mask, (list, tuple)):
-        return "; use BlockMask.per_head for a mask of each head"
+        return "; use per_head for a pattern of each head, BlockMask.per_head for compiled masks"
     if isinstance(mask, type):
         return f" {mask.__name__} itself; call it for a pattern"
     if callable(mask):
@@ -168,7 +168,7 @@ def one_mask(name: str, mask: MaskLike, grid: BlockGrid, device: torch.device) -
         # torch.compile cannot trace into the dispatch.
         if not torch.compiler.is_compiling() and as_block_mask.dispatch(type(mask)) is as_block_mask.dispatch(object):
             return as_block_mask(mask)  # raises the error that lists the types of masks
-        return compiled_once(mask, *_lengths(grid), device)
+        mask = compiled_once(mask, *_lengths(grid), device)
     if mask.masks != 1 or mask.mask_index.numel() != 1:
         raise ValueError(f"{name} must be one mask for all heads; got one with {tuple(mask.mask_index.shape)} (batch, heads)")
     if mask.sizes != _lengths(grid):

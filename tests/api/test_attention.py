@@ -562,10 +562,10 @@ def test_a_mask_of_other_lengths_is_one_clear_error():
 
 def test_a_mask_of_other_heads_or_batch_is_one_clear_error():
     mask = sf.BlockMask.per_head(["causal", "causal", LOCAL], q_len=100, device=DEVICE)
-    with pytest.raises(ValueError, match=r"the mask has heads 3; q has 2; it must be 1 or 2"):
+    with pytest.raises(ValueError, match=r"the mask's heads must be q's, 2, or 1 for a mask of all; got 3"):
         sf.attention(*inputs(), mask)
     blocks = torch.ones(3, 1, 4, 4, dtype=torch.bool, device=DEVICE)
-    with pytest.raises(ValueError, match=r"the mask has batch 3; q has 1; it must be 1 or 1"):
+    with pytest.raises(ValueError, match=r"the mask's batch must be q's, 1; got 3"):
         sf.attention(*inputs(128), sf.BlockMask.from_blocks(blocks, 32))
 
 
