@@ -12,7 +12,7 @@ import torch
 from .. import backends
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
-from ..masks.block_mask import BlockMask
+from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
 from ..masks.cache import check_traceable, compiled_once, is_recorded, of_another_library
 from ..masks.memory import cleared_by
@@ -293,10 +293,7 @@ def check_mask(mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
 def _check_mask_fits(mask: BlockMask, q: torch.Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"the mask is on {mask.device} and q on {q.device}; use mask.to({str(q.device)!r})")
-    for name, size, wanted in (("batch", mask.mask_index.shape[0], q.shape[0]), ("heads", mask.mask_index.shape[1], q.shape[1])):
-        if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
-            for_all = ", or 1 for a mask of all" if wanted > 1 else ""
-            raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
+    check_batch_and_heads(mask.mask_index.shape, q.shape[0], q.shape[1])
 
 
 def check_decoding_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import ModuleType
@@ -483,6 +483,14 @@ class BlockMask:
             f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size}, masks={self.masks}, "
             f"batch_heads={tuple(self.mask_index.shape)}, nbytes={self.nbytes}, device={str(self.device)!r})"
         )
+
+
+def check_batch_and_heads(entries: Sequence[int], batch: int, heads: int) -> None:
+    """Raises ValueError unless a mask with so many entries, (batch, heads), has one of each for all, or as many as a call."""
+    for name, size, wanted in (("batch", entries[0], batch), ("heads", entries[1], heads)):
+        if size != 1 and size != wanted:  # Dynamo does not compare symbolic sizes with "in"
+            for_all = ", or 1 for a mask of all" if wanted > 1 else ""
+            raise ValueError(f"the mask's {name} must be q's, {wanted}{for_all}; got {size}; make it for {wanted}")
 
 
 # What can stand for a mask.
