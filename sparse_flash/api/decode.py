@@ -150,7 +150,7 @@ def takes(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _resolved(
-    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: torch.Tensor | None
+    mask: BlockMask | Pattern | str | None, capacity: int, q: torch.Tensor, kv_lens: torch.Tensor | None = None
 ) -> tuple[BlockMask | None, bool]:
     """(the square mask or None, whether attention without one is causal)."""
     if mask is None:

@@ -14,6 +14,7 @@ from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
 from . import from_flex
 from .block_mask import BlockMask, MaskLike
+from .captured import state_of
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
@@ -21,7 +22,7 @@ from .pattern import Pattern
 
 MADE = TypeVar("MADE")
 
-# A FlexAttention mask -> (what it was made of, BlockMask), as long as the mask lives.
+# A FlexAttention mask -> (what it was made of, the state of data that its function reads, BlockMask), as long as the mask lives.
 _of_flex = WeakIdKeyDictionary()
 cleared_by(_of_flex.clear)
 # Masks and tables that captured CUDA graphs use, by id. Replays read them, so none is ever dropped.
@@ -61,24 +62,25 @@ def _(mask: BlockMask, **lengths: Any) -> BlockMask:
 
 @as_block_mask.register(FlexMask)
 def from_flex_once(mask: FlexMask, **lengths: Any) -> BlockMask:
-    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced."""
+    """``BlockMask.from_flex``, once per mask: again only if its function or tables were replaced, or data of its function
+    changed."""
     if torch.compiler.is_compiling():
         raise TypeError(
             "torch.compile cannot look into a FlexAttention mask; make mask = BlockMask.from_flex(mask) outside of the compiled "
             "function and pass that"
         )
-    made_of = from_flex.parts_of(mask)
+    made_of, state = from_flex.parts_of(mask), state_of(mask.mask_mod)
     known = _of_flex.get(mask)
-    if known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True)):
-        keep_if_captured(known[1], known[1].device)
-        return known[1]
+    if known is not None and known[1] == state and all(a is b for a, b in zip(known[0], made_of, strict=True)):
+        keep_if_captured(known[2], known[2].device)
+        return known[2]
     if is_recorded(mask.kv_indices.device):
         raise ValueError(
             "a FlexAttention mask is read on the host, which cannot be captured in a CUDA graph or traced; make mask = "
             "BlockMask.from_flex(mask) before, or call attention with it once before"
         )
     made = BlockMask.from_flex(mask)
-    _of_flex[mask] = made_of, made
+    _of_flex[mask] = made_of, state, made
     return made
 
 

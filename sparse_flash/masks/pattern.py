@@ -330,11 +330,12 @@ class _Composite(Pattern):
         return ordered[0] if len(ordered) == 1 else cls(tuple(ordered))
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.symbol, self.operands))
+    def _hash(self) -> int | None:
+        """None if it may change, with the data of a function."""
+        return None if any(map(callable, _fields_in(self.operands))) else hash((self.symbol, self.operands))
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.symbol, self.operands)) if self._hash is None else self._hash
 
     def token_rule(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         return reduce(self.combine, (p.token_rule(np.array(q), np.array(kv)) for p in self.operands))
@@ -364,6 +365,17 @@ class _Composite(Pattern):
 
     def __repr__(self) -> str:
         return self._write(repr)
+
+
+def _fields_in(value: object) -> Iterator[object]:
+    """The values of all fields, also of patterns within, and in tuples."""
+    if isinstance(value, Pattern) and dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _fields_in(one)
+    else:
+        yield value
 
 
 def _combined(kind: type[_Composite], pattern: Pattern, other: Pattern | str) -> Pattern:

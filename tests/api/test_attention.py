@@ -457,7 +457,7 @@ BAD_ARGUMENTS = [
     ({"mask": "causal & lokal(3)"}, ValueError, r"unknown pattern 'lokal'.*local"),
     ({"mask": "causal &"}, ValueError, r"causal &"),
     ({"mask": torch.ones(100, 100)}, TypeError, r"a mask must be a Pattern, .*; got Tensor; use BlockMask.from_dense"),
-    ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use BlockMask.per_head"),
+    ({"mask": ["causal"]}, TypeError, r"a mask must be a Pattern, .*; got list; use per_head for a pattern of each head"),
     ({"mask": sf.causal}, TypeError, r"a mask must be a Pattern, .*; got type Causal itself; call it"),
     ({"mask": lambda q, kv: q > kv}, TypeError, r"a mask must be a Pattern, .*; got function; use from_mask_fn"),
     ({"scale": "x"}, TypeError, r"scale must be a number; got str"),
