@@ -12,7 +12,7 @@ formula: fn(q, kv)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparse_flash.masks.captured import state_of
+from sparse_flash.compat.captured import state_of
 from sparse_flash.masks.pattern import Pattern, check_parameters, register_pattern
 
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..compat.captured import state_of
 from ..compat.dynamo import constant_in_graphs
 from ..compat.pytorch import WeakIdKeyDictionary, active_modes, fake_mode, plain_tensors
 from . import from_flex
 from .block_mask import BlockMask, MaskLike
-from .captured import state_of
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
