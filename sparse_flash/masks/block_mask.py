@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from ..compat.dynamo import length_may_vary, outside_graphs, with_fixed_lengths
+from ..compat.dynamo import length_may_vary, outside_graphs, outside_inference, with_fixed_lengths
 from .from_flex import FlexMask, MaskFunction
 from .grid import EMPTY, FULL, PARTIAL, BlockGrid, checked_index
 from .pattern import Pattern
@@ -317,6 +317,7 @@ class BlockMask:
             return known
         return cls.from_tensors(q_len, kv_len, block_size, tensors)
 
+    @outside_inference
     def to(self, device: Device) -> BlockMask:
         """The same mask on another device (itself if already there)."""
         if torch.empty(0, device=device).device == self.device:  # resolves "cuda" to the current GPU

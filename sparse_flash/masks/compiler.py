@@ -120,7 +120,7 @@ class _Compilation:
             warnings.warn(
                 f"the table of {str(self.pattern)[:60]} has {full:,} full blocks of {size} tokens, which take "
                 f"{full * _ENTRY_BYTES / 2**30:.1f} GiB{way_out}",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def states(self, pattern: Pattern) -> BlockRuns:
