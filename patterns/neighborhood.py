@@ -42,7 +42,7 @@ class Neighborhood(RunPattern):
     def __post_init__(self):
         shape = int_tuple("neighborhood", "shape", self.shape)
         window = self.window.tolist() if hasattr(self.window, "tolist") else self.window
-        window = int_tuple("neighborhood", "window", [window] * len(shape) if np.isscalar(window) else window)
+        window = int_tuple("neighborhood", "window", window if isinstance(window, (tuple, list)) else [window] * len(shape))
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"neighborhood: shape must have 1 to 3 axes; got {shape}")
         if len(window) != len(shape) or any(w > s for w, s in zip(window, shape, strict=True)):

@@ -14,7 +14,7 @@ from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, check_batch_and_heads
 from ..masks.block_selection import BlockSelection, checked_selection_block, checked_sharing
-from ..masks.cache import check_traceable, compiled_once, is_recorded, of_another_library
+from ..masks.cache import compiled_once, is_recorded, of_another_library, traceable
 from ..masks.memory import cleared_by
 from ..masks.pattern import Pattern, text_of
 from ..packed.repack import Side
@@ -166,7 +166,7 @@ def _table_or_text(pattern: Pattern | str, q_len: int, kv_len: int, device: torc
     if not operators.is_seen():
         return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device)
     if torch.compiler.is_compiling():
-        check_traceable(pattern)
+        pattern = traceable(pattern)
     # Not through as_block_mask, which torch.compile would trace into its dispatch.
     text = text_of(pattern)
     return compiled_once(pattern, q_len, kv_len, DEFAULT_BLOCK_SIZE, device) if text is None else text

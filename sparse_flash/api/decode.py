@@ -12,7 +12,7 @@ from ..compat.pytorch import plain_tensors
 from ..dispatch import observers, operators
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from ..masks.cache import as_operations_take_it, keep_if_captured, made_apart, of_another_library
+from ..masks.cache import as_operations_take_it, keep_if_captured, made_apart, of_another_library, traceable
 from ..masks.compiler import compile_up_to
 from ..masks.memory import remembered
 from ..masks.pattern import Pattern, check_fit, naming, parse, text_of
@@ -163,7 +163,7 @@ def _resolved(
     # index() turns a symbolic capacity into a plain number: a compiled graph holds the table of one capacity.
     length = _rounded(operator.index(capacity))
     if torch.compiler.is_compiling():
-        is_causal, tensors = _constant_tables(mask, length, q.device)
+        is_causal, tensors = _constant_tables(traceable(mask), length, q.device)
         table = BlockMask.from_tensors(length, length, DEFAULT_BLOCK_SIZE, tensors) if tensors else None
         if table is not None:
             check_decoding_mask(table, capacity, q)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..masks.block_selection import BlockSelection
+from ..masks.cache import traceable
 from ..masks.pattern import Pattern, check_fit, naming
 from ..packed.gather_rows import take_rows
 from ..packed.in_place import mask_in_place
@@ -105,7 +106,9 @@ def attention_varlen(
     if same and keys.longest < queries.longest:
         queries = keys
 
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and (named := naming(mask)) is not None:
+    if torch.compiler.is_compiling():
+        mask = traceable(mask)
+    elif q.device.type == "cpu" and (named := naming(mask)) is not None:
         for lengths in zip(queries.cu_seqlens.diff().tolist(), keys.cu_seqlens.diff().tolist(), strict=True):
             check_fit(named, *lengths)
     nothing = 0 in q.shape or 0 in k.shape  # then any mask will do, and attention computes none

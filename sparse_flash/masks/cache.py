@@ -18,7 +18,7 @@ from .block_mask import BlockMask, MaskLike
 from .from_flex import FlexMask
 from .grid import BlockGrid
 from .memory import cleared_by, remembered
-from .pattern import Pattern
+from .pattern import Pattern, is_made_in_graph
 
 MADE = TypeVar("MADE")
 
@@ -96,12 +96,14 @@ def keep_if_captured(tables: object, device: torch.device) -> None:
         _captured[id(tables)] = tables
 
 
-def check_traceable(pattern: Pattern | str) -> None:
-    """Raises a TypeError, which ends a graph, for what torch.compile before PyTorch 2.13 cannot hand over as a constant."""
+def traceable(pattern: Pattern | str) -> Pattern | str:
+    """The pattern as torch.compile hands it over: the text of one that is made in the graph. Raises a TypeError, which ends a
+    graph, for what PyTorch before 2.13 cannot hand over as a constant."""
     if _TAKES_TEXT_ALONE and isinstance(pattern, Pattern):
         raise TypeError(
             f"torch.compile of PyTorch {torch.__version__} does not trace Pattern objects; pass pattern.to_spec(), or a table"
         )
+    return pattern.to_spec() if isinstance(pattern, Pattern) and is_made_in_graph(pattern) else pattern
 
 
 def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: int, device: torch.device) -> BlockMask:
@@ -111,7 +113,7 @@ def compiled_once(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
         mask = _cached_mask(pattern, q_len, kv_len, block_size, device)
         keep_if_captured(mask, device)
         return as_operations_take_it(mask)
-    check_traceable(pattern)
+    pattern = traceable(pattern)
     # operator.index turns symbolic lengths into plain numbers: a compiled graph holds one mask, and another length needs another.
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
     keeps_all, tensors = _constant_tables(pattern, q_len, kv_len, block_size, device)

@@ -168,13 +168,12 @@ class Pattern:
             raise ValueError(f"{type(self).__qualname__} has no spec text: register it with @register_pattern('...')")
         positional: list[Any] = []
         keyword: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field, required, may_be_left_out in _fields_of(type(self)):
+            value = getattr(self, field)
             if required and not keyword:
                 positional.append(value)
-            elif required or value is not None or field.default is not None:
-                keyword[field.name] = value
+            elif value is not None or not may_be_left_out:
+                keyword[field] = value
         return spec.write_call(name, positional, keyword)
 
     @staticmethod
@@ -207,6 +206,20 @@ class Pattern:
             return self.to_spec()
         except ValueError:
             return repr(self)
+
+
+@constant_in_graphs
+def _fields_of(cls: type[Pattern]) -> tuple[tuple[str, bool, bool], ...]:
+    """Of each field: its name, whether it has no default, and whether its default is None."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return tuple((f.name, f.default is missing and f.default_factory is missing, f.default is None) for f in fields)
+
+
+@constant_in_graphs
+def is_made_in_graph(pattern: Pattern) -> bool:
+    """Whether torch.compile traces the making of this pattern, which is then an object without fields here."""
+    return not all(hasattr(pattern, field) for field, *_ in _fields_of(type(pattern)))
 
 
 @contextmanager
