@@ -57,7 +57,8 @@ class Shifted(DerivedPattern):
         yield self
 
     def of_length(self, kv_len):
-        return _From(self.tokens) & moved(self.pattern.of_length(kv_len - self.tokens), self.tokens)
+        bound = self.pattern.of_length(kv_len - self.tokens)
+        return self if bound == self.pattern else _From(self.tokens) & moved(bound, self.tokens)
 
     def misfit(self, q_len, kv_len, first=None):
         if self.allow_uncovered:

@@ -97,7 +97,8 @@ class BlockMask:
         """A mask from a block map computed at run time, on the map's device.
 
         blocks: (batch | 1, heads | 1, q_blocks, kv_blocks) or (q_blocks, kv_blocks) bool, True where a block is kept.
-        block_size: tokens on a side of a block. q_len, kv_len: tokens; they default to whole blocks.
+        block_size: tokens on a side of a block. q_len, kv_len: tokens; one of them is both if there are as many blocks of queries
+        as of keys, and they default to whole blocks.
         within: which pairs of those blocks to keep, all by default: a Pattern or its spec text, or a BlockMask of one mask, with
         the same lengths and block size, on the map's device. With causal, for instance, diagonal blocks get their tile, and blocks
         above the diagonal are dropped.

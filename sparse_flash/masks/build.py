@@ -87,6 +87,8 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
         )
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     q_blocks, kv_blocks = blocks.shape[2:]
+    if q_blocks == kv_blocks:  # of self-attention: one length is both
+        q_len, kv_len = (kv_len or None) if q_len is None else q_len, q_len if kv_len is None else kv_len
     q_len = q_blocks * block_size if q_len is None else q_len
     kv_len = kv_blocks * block_size if kv_len is None else kv_len
     grid = BlockGrid(q_len, kv_len, block_size)

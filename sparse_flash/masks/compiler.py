@@ -89,11 +89,15 @@ def compile_up_to(pattern: Pattern | str, q_len: int, kv_len: int, block_size: i
 
 
 def _compiled(pattern: Pattern, grid: BlockGrid, progress: bool | None) -> BlockMask:
-    pattern = pattern.with_leaves(_expanded)
-    heads, made = pattern.patterns if isinstance(pattern, PerHead) else (pattern,), {}
+    whole = pattern.with_leaves(_expanded)
+    heads, made = whole.patterns if isinstance(whole, PerHead) else (whole,), {}
     for one in dict.fromkeys(heads):
-        made[one] = with_coarse(_Compilation(one, grid, progress).run())
-    return per_head([made[one] for one in heads]) if isinstance(pattern, PerHead) else made[pattern]
+        try:
+            made[one] = with_coarse(_Compilation(one, grid, progress).run())
+        except Exception as error:  # of a rule, mostly, where its text says nothing of masks
+            error.add_note(f"while compiling {str(pattern)[:200]} for {grid.q_len} queries and {grid.kv_len} keys")
+            raise
+    return per_head([made[one] for one in heads]) if isinstance(whole, PerHead) else made[whole]
 
 
 class _Compilation:

@@ -224,10 +224,12 @@ def is_made_in_graph(pattern: Pattern) -> bool:
 
 @contextmanager
 def on_arrays(pattern: Pattern, rule: str) -> Iterator[None]:
-    """Errors of a rule that does not take arrays name it and say what to write."""
+    """Errors of a rule that does not take arrays name it and say what to write; others are the user's own, and pass."""
     try:
         yield
     except (TypeError, ValueError) as error:
+        if "array" not in str(error):  # as NumPy says it: the truth value of an array, only 0-dimensional arrays
+            raise
         raise (TypeError if isinstance(error, TypeError) else ValueError)(
             f"{rule} of {pattern} failed on arrays of positions: {error} (use NumPy's functions, and & | ~ instead of and, or, not)"
         ) from error
@@ -320,7 +322,9 @@ class DerivedPattern(Pattern):
         return self.expanded().leaves()
 
     def of_length(self, kv_len: int) -> Pattern:
-        return self.expanded().of_length(kv_len)
+        whole = self.expanded()
+        bound = whole.of_length(kv_len)
+        return self if bound == whole else bound
 
 
 @dataclass(frozen=True, repr=False)
@@ -566,6 +570,8 @@ def list_patterns() -> list[str]:
 def pattern_class(name: str) -> type[Pattern]:
     """The class registered under ``name``. Raises ValueError that lists the nearest names."""
     _read_entry_points()
+    if name == "topk_blocks":
+        raise ValueError("topk_blocks is no pattern: it chooses blocks from q and k; pass mask=topk_blocks(q, k, keep=...)")
     if name not in _registry:
         raise ValueError(f"unknown pattern {name!r}; {_nearest(name, list_patterns())}")
     return _registry[name]
@@ -581,7 +587,7 @@ def use_of(cls: type[Pattern]) -> str:
 
 def _nearest(name: str, known: list[str]) -> str:
     """What an error about an unknown name suggests."""
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known) or 'none'}"
 
 

@@ -420,3 +420,15 @@ def test_broken_plug_in_is_named_and_does_not_take_the_others_away(installed):
     assert any("'ordered'" in m and "must decorate a subclass of sparse_flash.Pattern" in m for m in messages)
     assert any("'local'" in m and "already registered by sparse_flash.patterns.local.Local" in m for m in messages)
     assert "offered" in names and "broken" not in names and sf.parse("local(3)") == sf.local(3)
+
+
+@pytest.mark.parametrize("text", ["topk_blocks", "causal & topk_blocks(keep=4)"])
+def test_a_call_that_is_no_pattern_says_what_to_do_with_it(text):
+    with pytest.raises(SpecError, match=r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)"):
+        sf.parse(text)
+
+
+def test_names_that_are_far_from_all_suggest_none():
+    for name in ("compile_mask", "attention", "sf"):
+        with pytest.raises(SpecError, match=f"unknown pattern '{name}'; known: "):
+            sf.parse(name)

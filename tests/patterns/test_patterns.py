@@ -544,3 +544,33 @@ def test_a_pattern_without_a_hash_is_told_to_be_frozen():
 
     with pytest.raises(TypeError, match=r"Thawed must be hashable, .*; make it a frozen dataclass: @dataclass\(frozen=True\)"):
         Thawed(3)
+
+
+NUMBERS = {}
+
+
+@dataclass(frozen=True)
+class Looking(sf.RunPattern):
+    """Its runs are looked up, where a number past 40 is none."""
+
+    def row_runs(self, q):
+        return q[..., None] * 0, np.vectorize(dict(enumerate(range(41))).__getitem__)(q)[..., None]
+
+
+@pytest.mark.parametrize(
+    "pattern, kind, said",
+    [
+        (sf.from_mask_fn(lambda q, kv: NUMBERS["no such key"]), KeyError, "no such key"),
+        (Looking(), KeyError, "41"),
+        (sf.from_mask_fn(lambda q, kv: int("a word")), ValueError, "invalid literal for int.* 'a word'"),
+        (sf.causal() & sf.shifted(sf.from_mask_fn(lambda q, kv: 1 / 0), 0), ZeroDivisionError, "division"),
+    ],
+    ids=["key", "runs of later queries", "value", "within"],
+)
+def test_an_exception_of_a_rule_is_the_users_own_and_names_the_pattern(pattern, kind, said):
+    q = torch.zeros(1, 1, 70, 8)
+    for call in (lambda: sf.compile_mask(pattern, 70), lambda: sf.attention(q, q, q, pattern)):
+        with pytest.raises(kind, match=rf"^'?{said}'?") as raised:
+            call()
+        assert type(raised.value) is kind
+        assert any("while compiling" in note and str(pattern)[:40] in note for note in raised.value.__notes__)
