@@ -1,5 +1,6 @@
 """global_tokens: the first tokens see every token and are seen by every token.
 
+use: prompts, text beside an image, or a classification token, which all others see and which see all others
 formula: 0 <= q < tokens or kv < tokens          source: arXiv:2004.05150, sec. 3.1; arXiv:2007.14062, sec. 2
 
     ####
@@ -19,12 +20,16 @@ from sparse_flash.masks.rules import BEYOND, RunPattern, positive_int
 @register_pattern("global_tokens")
 @dataclass(frozen=True)
 class GlobalTokens(RunPattern):
-    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys."""
+    """The first ``tokens`` tokens, both as keys and as queries. ``sinks`` is only the half with the keys,
+    ``last_tokens`` the same for the last tokens."""
 
     tokens: int
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("global_tokens", "tokens", self.tokens))
+
+    def named_queries(self, q, kv_len):
+        return q < self.tokens
 
     def row_runs(self, q):
         q = q[..., None]

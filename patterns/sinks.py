@@ -1,5 +1,6 @@
 """sinks: every query sees the first tokens.
 
+use: long text and endless streams: the first tokens stay in sight beside a sliding window
 formula: kv < tokens          source: arXiv:2309.17453, sec. 3.2
 
     #...
@@ -26,6 +27,9 @@ class Sinks(RunPattern):
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", positive_int("sinks", "tokens", self.tokens))
+
+    def named_queries(self, q, kv_len):
+        return np.zeros(q.shape, bool)
 
     def row_runs(self, q):
         q = q[..., None]

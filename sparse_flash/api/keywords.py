@@ -28,6 +28,7 @@ _WRITE_INSTEAD = {
     "attention_mask": _BOOL_MASK + "; for padding, kv_lens and q_lens",
     "bias": _BOOL_MASK,
     "block_mask": "pass it as mask=: masks of FlexAttention are taken as they are",
+    "block_size": "pass a table with such blocks, mask=compile_mask(pattern, q_len, kv_len, block_size=...)",
     "mask_mod": "pass mask=BlockMask.from_mask_mod(mask_mod, batch, heads, q_len, kv_len), made once, outside of the loop",
     "enable_gqa": _GROUPED,
     "window_size": (
@@ -72,8 +73,9 @@ def unexpected(function: Callable[..., object], foreign: dict[str, object]) -> T
     for name in foreign:
         if name in _WRITE_INSTEAD:  # first: torch.compile can trace no further
             parts.append(f"{name}: {_WRITE_INSTEAD[name]}")
-        elif near := difflib.get_close_matches(name, known, n=1):
-            parts.append(f"{name}: did you mean {near[0]!r}?")
+        elif near := difflib.get_close_matches(name, [*known, *_WRITE_INSTEAD], n=1, cutoff=0.7):
+            instead = f"; {_WRITE_INSTEAD[near[0]]}" if near[0] in _WRITE_INSTEAD else ""
+            parts.append(f"{name}: did you mean {near[0]!r}?{instead}")
         else:
             parts.append(f"{name}: it takes {', '.join(known)}")
     return TypeError("; ".join(parts))

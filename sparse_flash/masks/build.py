@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
-from ..compat.dynamo import outside_graphs
+from ..compat.dynamo import outside_graphs, outside_inference
 from ..compat.pytorch import in_differentiating_transform
 from . import block_mask, coarsen, from_flex
 from .block_mask import BlockMask, Device, MaskLike
@@ -68,6 +68,7 @@ def _keeps_all(grid: BlockGrid, full: FullBlocks, entries: Entries, pool: TilePo
     return np.array_equal(np.array(pool.kept, np.int64)[tiles], grid.heights(rows) * grid.widths(cols))
 
 
+@outside_inference
 def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len: int | None, within: MaskLike | None) -> BlockMask:
     """See ``BlockMask.from_blocks``."""
     if not isinstance(blocks, torch.Tensor):
@@ -86,6 +87,8 @@ def from_blocks(blocks: torch.Tensor, block_size: int, q_len: int | None, kv_len
         )
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     q_blocks, kv_blocks = blocks.shape[2:]
+    if q_blocks == kv_blocks:  # of self-attention: one length is both
+        q_len, kv_len = (kv_len or None) if q_len is None else q_len, q_len if kv_len is None else kv_len
     q_len = q_blocks * block_size if q_len is None else q_len
     kv_len = kv_blocks * block_size if kv_len is None else kv_len
     grid = BlockGrid(q_len, kv_len, block_size)
@@ -183,6 +186,7 @@ def from_dense(kept: torch.Tensor, block_size: int) -> BlockMask:
     return _of_heads(masks, batch, heads).to(kept.device)
 
 
+@outside_inference
 def of_flex(mask: FlexMask) -> BlockMask:
     """See ``BlockMask.from_flex``."""
     grid = from_flex.grid_of(mask)

@@ -32,6 +32,8 @@ CALLS = {
         ("cache_seqlens", "kv_lens="),
         ("return_attn_probs", "return_lse=True"),
         ("backened", "did you mean 'backend'?"),
+        ("causl", "did you mean 'causal'?; pass mask=\"causal\""),
+        ("block_size", "block_size=...)"),
         ("zzz", "it takes q, k, v,"),
     ],
 )

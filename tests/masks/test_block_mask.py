@@ -244,7 +244,7 @@ def test_lengths_of_a_block_map_default_to_whole_blocks():
         (
             torch.ones(2, 2, dtype=torch.bool),
             {"q_len": 300},
-            "map of 2 x 2 blocks, but 300 x 256 tokens in blocks of 128 are 3 x 2",
+            "map of 2 x 2 blocks, but 300 x 300 tokens in blocks of 128 are 3 x 3",
         ),
         (torch.ones(2, 2, dtype=torch.bool), {"kv_len": 0}, "kv_len must be a positive integer"),
         (torch.ones(2, 2, dtype=torch.bool), {"within": "casual"}, "did you mean 'causal'"),
@@ -307,7 +307,7 @@ def test_heads_that_do_not_fit_together_are_refused():
         sf.BlockMask.per_head([sf.causal()])
     with pytest.raises(TypeError, match="must be a Pattern, its spec text or a BlockMask; got int"):
         sf.BlockMask.per_head([one, 3])
-    with pytest.raises(TypeError, match=r"got list; use BlockMask\.per_head for a mask of each head"):
+    with pytest.raises(TypeError, match=r"got list; use per_head for a pattern of each head, BlockMask\.per_head for"):
         sf.BlockMask.per_head([["causal", "full"]], 256)
 
 
@@ -616,3 +616,15 @@ def test_columns_in_parts_are_listed_whole_too():
 def test_compiled_masks_do_not_combine_and_say_what_does(combine):
     with pytest.raises(TypeError, match=r"combine patterns with & \| ~ and compile the result.*from_dense"):
         combine(sf.compile_mask("causal", 64))
+
+
+@pytest.mark.parametrize("given", ["q_len", "kv_len"])
+def test_one_length_of_a_square_block_map_is_both(given):
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    for tokens in (300, 384, 257):
+        mask = sf.BlockMask.from_blocks(blocks, 128, **{given: tokens}, within="causal")
+        assert mask.equal(sf.BlockMask.from_blocks(blocks, 128, tokens, tokens, within="causal"))
+    wide = sf.BlockMask.from_blocks(torch.ones(3, 2, dtype=torch.bool), 128, q_len=300)
+    assert (wide.q_len, wide.kv_len) == (300, 256)
+    with pytest.raises(ValueError, match=r"3 x 3 blocks, but 500 x 500 tokens in blocks of 128 are 4 x 4"):
+        sf.BlockMask.from_blocks(blocks, 128, **{given: 500})

@@ -95,7 +95,14 @@ def test_reader_takes_the_notation_that_python_users_would_write(text, pattern):
         ("butterfly(block=3, 4)", 19, "positional argument after a named one"),
         ("local(3 4)", 8, r"expected ',' or '\)'"),
         ("local(", 6, "expected a number, a string"),
-        ("local(causal)", 6, "expected a number, a string.*got 'causal'"),
+        ("local(causal)", 0, r"window must be an integer of at least 1; got Causal\(\)"),
+        ("local(casual)", 6, "unknown pattern 'casual'; did you mean 'causal'"),
+        ("local(/)", 6, "unexpected '/'"),
+        ("shifted(causal & , 3)", 17, "expected a pattern name"),
+        ("shifted((causal, 3), 3)", 15, r"expected '\)'"),
+        ("shifted(3, 3)", 0, "shifted: pattern must be a Pattern or its spec text; got int"),
+        ("per_head(causal)", 0, "per_head: patterns must be a list of patterns"),
+        ("per_head([causal, 3])", 0, r"per_head: patterns\[1\] must be a Pattern of one head or its spec text; got int"),
         ("local(1__0)", 6, "cannot read '1__0'"),
         ("documents((0, 5)", 16, r"expected ',' or '\)'"),
         ("documents([0 5])", 13, r"expected ',' or '\]'"),
@@ -413,3 +420,15 @@ def test_broken_plug_in_is_named_and_does_not_take_the_others_away(installed):
     assert any("'ordered'" in m and "must decorate a subclass of sparse_flash.Pattern" in m for m in messages)
     assert any("'local'" in m and "already registered by sparse_flash.patterns.local.Local" in m for m in messages)
     assert "offered" in names and "broken" not in names and sf.parse("local(3)") == sf.local(3)
+
+
+@pytest.mark.parametrize("text", ["topk_blocks", "causal & topk_blocks(keep=4)"])
+def test_a_call_that_is_no_pattern_says_what_to_do_with_it(text):
+    with pytest.raises(SpecError, match=r"topk_blocks is no pattern: .* mask=topk_blocks\(q, k, keep=\.\.\.\)"):
+        sf.parse(text)
+
+
+def test_names_that_are_far_from_all_suggest_none():
+    for name in ("compile_mask", "attention", "sf"):
+        with pytest.raises(SpecError, match=f"unknown pattern '{name}'; known: "):
+            sf.parse(name)
