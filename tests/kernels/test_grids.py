@@ -128,3 +128,96 @@ def test_hopper_launches_have_one_axis(monkeypatch):
         check("hopper", mask, 300, 300, deterministic=True, **sizes)
     rows = {"bound_kernel", "prepare_kernel", "finish_kernel", "combine_kernel", "combine_columns_kernel"}
     assert rows <= found.keys() and {grid[1] for grid in found.values()} == {1}
+
+
+# batch, heads, key heads, tokens: windows of images, frames, rows of tables.
+SHAPES = [(70_000, 1, 1, 64), (4_096, 32, 8, 128)]
+SAMPLE = [0, 1, 2_047, 2_048, -2, -1]  # of the batch; heads 65,535 and 65,536 of the second shape are in 2,047 and 2,048
+
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+
+def many(shape):
+    """q, k and v."""
+    batch, heads, kv_heads, tokens = shape
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    return [
+        torch.randn(batch, n, tokens, 64, dtype=torch.bfloat16, device=DEVICE, generator=generator).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+def close_to_sdpa(out, q, k, v, kept=None, gradients=True):
+    """Compares out and the gradients, for an incoming gradient of q's values, with SDPA's in float32, for the sample."""
+    sample = [t.detach()[SAMPLE].float().requires_grad_() for t in (q, k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*sample, attn_mask=kept, enable_gqa=True)
+    torch.testing.assert_close(out[SAMPLE].float(), theirs, atol=2e-2, rtol=2e-2)
+    if gradients:
+        got = torch.autograd.grad(out, (q, k, v), q.detach())
+        wanted = torch.autograd.grad(theirs, sample, sample[0].detach())
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one[SAMPLE].float(), other, atol=5e-2, rtol=5e-2)
+
+
+def causal(tokens):
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_attention_over_many_heads_is_right(backend, mask, deterministic, shape):
+    if reason := backends.backend(backend).available():
+        pytest.skip(reason)
+    q, k, v = many(shape)
+    out = sf.attention(q, k, v, mask, deterministic=deterministic, backend=backend)
+    close_to_sdpa(out, q, k, v, mask and causal(shape[3]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_documents_are_right(shape):
+    q, k, v = many(shape)
+    batch, tokens = shape[0], shape[3]
+    bounds = torch.arange(0, (batch + 1) * tokens, tokens, device=DEVICE, dtype=torch.int32)
+    packed = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    out = sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=tokens)
+    close_to_sdpa(out.unflatten(0, (batch, tokens)).transpose(1, 2), q, k, v, causal(tokens))
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decoding_over_many_heads_is_right(shape):
+    with torch.no_grad():
+        q, k, v = many(shape)
+        last = q[:, :, -1:]
+        close_to_sdpa(sf.attention_decode(last, k, v), last, k, v, gradients=False)
+        # Every block is picked.
+        chosen = sf.BlockSelection.from_picks(
+            torch.arange(shape[3] // 16, device=DEVICE, dtype=torch.int32).expand(shape[0], shape[2], 1, -1), 16, kv_len=shape[3]
+        )
+        close_to_sdpa(sf.attention_decode(last, k, v, chosen), last, k, v, gradients=False)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("every, block_size", [(1, 16), (16, 16), (1, 64)])
+def test_selections_of_many_heads_are_right(every, block_size, shape):
+    q, k, v = many(shape)
+    chosen = sf.topk_blocks(q, k, 1, every=every, block_size=block_size)
+    few = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, every=every, block_size=block_size)
+    assert torch.equal(chosen.picks[SAMPLE], few.picks)
+    chosen = sf.topk_blocks(q, k, shape[3] // block_size, every=every, block_size=block_size)  # all blocks
+    close_to_sdpa(sf.attention(q, k, v, chosen), q, k, v, causal(shape[3]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_masks_chosen_for_many_heads_are_right(shape):
+    q, k, v = many(shape)
+    with torch.no_grad():
+        mask = sf.topk_blocks(q, k, 1, block_size=64)
+    kept = sf.topk_blocks(q[SAMPLE], k[SAMPLE], 1, block_size=64).to_dense()
+    close_to_sdpa(sf.attention(q, k, v, mask), q, k, v, kept)
