@@ -25,10 +25,11 @@ from ..dispatch import observers
 from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
+from ..variant.variant import NO_TENSORS, present
 from . import hopper, portable, reference
 from . import torch as by_torch
 
-_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
+_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor | None], int, int, int, bool]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
 
@@ -62,7 +63,8 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 def _packed(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
-    tables, size = ([], 0) if always is None else (always.tensors(), always.block_size)
+    tables: list[torch.Tensor | None] = NO_TENSORS if always is None else [*always.tensors()]
+    size = 0 if always is None else always.block_size
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
@@ -70,14 +72,15 @@ def _unpacked(
     q: torch.Tensor,
     k: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
     tables_block: int,
     block_size: int,
     every: int,
     own: bool,
 ) -> BlockSelection:
     q_len, kv_len = q.shape[2], k.shape[2]
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables else None
+    some = present(tables)
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, some) if some else None
     return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
@@ -100,7 +103,7 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
     tables_block: int,
     block_size: int,
     every: int,
@@ -128,7 +131,7 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
     tables_block: int,
     block_size: int,
     every: int,
@@ -153,7 +156,7 @@ def _block_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
     tables_block: int,
     block_size: int,
     every: int,
@@ -178,7 +181,7 @@ def _block_lse_backward(
     k: torch.Tensor,
     block_lse: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
     tables_block: int,
     block_size: int,
     every: int,

@@ -1,5 +1,6 @@
 """The PyTorch operators pass opcheck, and torch.compile has no graph break and no needless recompile."""
 
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +14,7 @@ from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compiled_once
 from sparse_flash.masks.pattern import text_of
 from sparse_flash.masks.table import Table
-from sparse_flash.variant.variant import NO_VARIANT
+from sparse_flash.variant.variant import NO_TENSORS, NO_VARIANT
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -64,7 +65,7 @@ def test_opcheck_passes(backend, pattern):
     q, k, v = inputs(64, kv_heads=1)
     require(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
-    tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
+    tables = (NO_TENSORS, 0) if mask is None else (mask.tensors(), mask.block_size)
     options = (*tables, "", 0.25, False, backend, *NO_VARIANT)
     torch.library.opcheck(operators._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
@@ -78,14 +79,14 @@ def test_opcheck_passes(backend, pattern):
 def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
     v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
-    options = [], 0, "", 0.25, False, BACKEND, *NO_VARIANT
+    options = NO_TENSORS, 0, "", 0.25, False, BACKEND, *NO_VARIANT
     torch.library.opcheck(operators._forward, (q, k, v, *options), test_utils="test_faketensor")
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = operators._forward(q, k, v, *options)
     torch.library.opcheck(
         operators._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor"
     )
-    decoding = q[:, :, :2], k, v, [], 0, 0, None, None, True, 0.25, BACKEND
+    decoding = q[:, :, :2], k, v, NO_TENSORS, 0, 0, None, None, True, 0.25, BACKEND
     torch.library.opcheck(operators._decode, decoding, test_utils="test_faketensor")
 
 
@@ -387,6 +388,37 @@ def test_exported_programs_hold_the_operator_and_take_other_lengths():
     for other in (TOKENS, 77, 300):
         q, k, v = (t.detach() for t in inputs(other))
         assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
+
+
+# Compiles for 20 s. The operators of all calls are in one program, as each program takes most of that.
+@pytest.mark.skipif(DEVICE == "cpu" and not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_program_that_aotinductor_compiles_runs(tmp_path):
+    mask = sf.compile_mask(LOCAL, TOKENS, block_size=32, device=DEVICE)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, lens, bounds, picks):
+            packed, last = (t[0].transpose(0, 1) for t in (q, k, v)), q[:, :, -1:]
+            chosen = sf.BlockSelection.from_picks(picks, 64, always="sinks(4)")
+            return (
+                sf.attention(q, k, v),
+                sf.attention(q, k, v, "causal", softcap=2.0),
+                sf.attention(q, k, v, mask, kv_lens=lens, alibi_slopes=lens.expand(2).float()),
+                sf.attention(q, k, v, chosen),
+                sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, 64)),
+                sf.attention_decode(last, k, v),
+                sf.attention_decode(last, k, v, "causal & local(20)", kv_lens=lens),
+                sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=TOKENS),
+            )
+
+    q, k, v = (t.detach() for t in inputs())
+    lens, bounds = torch.tensor([150], device=DEVICE), torch.tensor([0, 90, TOKENS], dtype=torch.int32, device=DEVICE)
+    given = q, k, v, lens, bounds, torch.zeros(1, 2, TOKENS, 1, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        program = torch.export.export(Model(), given)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
+        results = torch._inductor.aoti_load_package(path)(*given)
+    for got, wanted in zip(results, Model()(*given), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_fake_tensors_see_the_operator():
