@@ -1,9 +1,9 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again; ``NO_TENSORS``
-for dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). A
-pattern's table is looked up inside the operator, where lengths are numbers, so one compiled graph serves all lengths. No list is
-empty, because AOTInductor makes None of an empty list.
+A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again, and its block
+size, 0 for dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers
+(``Variant.packed()``). A pattern's table is looked up inside the operator, where lengths are numbers, so one compiled graph serves
+all lengths. Instead of an empty list comes one of q alone, which nobody reads: AOTInductor would make None of an empty list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..compat.pytorch import (
 )
 from ..masks.block_mask import BlockMask
 from ..masks.cache import compiled_once, keep_if_captured
-from ..variant.variant import NO_TENSORS, NO_VARIANT, Variant, present
+from ..variant.variant import NO_VARIANT, Variant
 from . import observers
 from .call import AttentionCall
 
@@ -61,10 +61,13 @@ def _computed(call: AttentionCall, backend: str):
             return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), variant, *more)
         return backends.backend(backend).forward(q, k, v, mask, call.scale, variant)
     refuse_transforms(q, k, v, *more)
-    tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else (NO_TENSORS, PATTERN_BLOCK_SIZE)
-    pattern = mask if isinstance(mask, str) else ""
-    packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, *packed)
+    tables, block_size, pattern = [q], 0, ""
+    if isinstance(mask, BlockMask):
+        tables, block_size = mask.tensors(), mask.block_size
+    elif mask is not None:
+        block_size, pattern = PATTERN_BLOCK_SIZE, mask
+    tensors, *packed = NO_VARIANT if variant is None else variant.packed()
+    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, tensors or [q], *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
@@ -72,7 +75,7 @@ def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, caus
     if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     refuse_transforms(q, k, v)
-    tables, tokens, block_size = (NO_TENSORS, 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
+    tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
 
@@ -169,14 +172,14 @@ def upstream(
 
 
 def _prepared(
-    q, k, v, tables: list[torch.Tensor | None], block_size: int, pattern: str, scale, deterministic: bool, backend: str, variant
+    q, k, v, tables: list[torch.Tensor], block_size: int, pattern: str, scale, deterministic: bool, backend: str, variant
 ):
     """(back end, mask, scale) of a call; the same for both passes."""
     mask = None
     if pattern:
         mask = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device).walked(q.is_cuda)
-    elif some := present(tables):
-        mask = _mask_of(q.shape[2], k.shape[2], block_size, some)
+    elif block_size:
+        mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
     name = backends.choose(backend, call)
     return backends.backend(name), mask, q.shape[3] ** -0.5 if scale is None else scale
@@ -194,13 +197,13 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     block_size: int,
     pattern: str,
     scale: float | None,
     deterministic: bool,
     backend: str,
-    variant_tensors: list[torch.Tensor | None],
+    variant_tensors: list[torch.Tensor],
     variant_names: str,
     dropout_p: float,
     softcap: float,
@@ -221,7 +224,7 @@ def _decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tokens: int,
     block_size: int,
     kv_lens: torch.Tensor | None,
@@ -230,8 +233,7 @@ def _decode(
     scale: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    some = present(tables)
-    mask = _mask_of(tokens, tokens, block_size, some) if some else None
+    mask = _mask_of(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
 
@@ -251,13 +253,13 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     block_size: int,
     pattern: str,
     scale: float | None,
     deterministic: bool,
     backend: str,
-    variant_tensors: list[torch.Tensor | None],
+    variant_tensors: list[torch.Tensor],
     variant_names: str,
     dropout_p: float,
     softcap: float,
@@ -290,7 +292,7 @@ def _gradients(ctx, dout, dlse):
     if dout is not None or dlse is not None:
         dout, dlse = upstream(dout, dlse, out, lse)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
-    of_variant = (variant.gradients(*grads[3:]) if variant is not None else []) or NO_TENSORS
+    of_variant = (variant and variant.gradients(*grads[3:])) or [None] * len(variant_tensors)
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
 
 

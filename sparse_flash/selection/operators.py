@@ -1,6 +1,7 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
-A selection crosses the boundary as its picks, the tensors of ``always`` and its numbers. A back end is a module of this package
+A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
+numbers. A back end is a module of this package
 with
 
     supports(call, selection) -> str | None
@@ -25,11 +26,10 @@ from ..dispatch import observers
 from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
-from ..variant.variant import NO_TENSORS, present
 from . import hopper, portable, reference
 from . import torch as by_torch
 
-_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor | None], int, int, int, bool]
+_Packed: TypeAlias = tuple[torch.Tensor, list[torch.Tensor], int, int, int, bool]
 
 BACKENDS: dict[str, ModuleType] = {"hopper": hopper, "triton": portable, "torch": by_torch, "reference": reference}
 
@@ -63,8 +63,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 def _packed(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
-    tables: list[torch.Tensor | None] = NO_TENSORS if always is None else [*always.tensors()]
-    size = 0 if always is None else always.block_size
+    tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
@@ -72,15 +71,14 @@ def _unpacked(
     q: torch.Tensor,
     k: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tables_block: int,
     block_size: int,
     every: int,
     own: bool,
 ) -> BlockSelection:
     q_len, kv_len = q.shape[2], k.shape[2]
-    some = present(tables)
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, some) if some else None
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
     return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
@@ -103,7 +101,7 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tables_block: int,
     block_size: int,
     every: int,
@@ -131,7 +129,7 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tables_block: int,
     block_size: int,
     every: int,
@@ -156,7 +154,7 @@ def _block_lse(
     q: torch.Tensor,
     k: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tables_block: int,
     block_size: int,
     every: int,
@@ -181,7 +179,7 @@ def _block_lse_backward(
     k: torch.Tensor,
     block_lse: torch.Tensor,
     picks: torch.Tensor,
-    tables: list[torch.Tensor | None],
+    tables: list[torch.Tensor],
     tables_block: int,
     block_size: int,
     every: int,

@@ -167,24 +167,24 @@ class Variant:
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (*(getattr(self, name) for name in _TENSORS), *self.score_params) if t is not None]
 
-    def packed(self) -> tuple[list[torch.Tensor | None], str, float, float]:
-        """In the form an operator takes: ``tensors()`` or ``NO_TENSORS``, the names of those present, dropout_p, softcap."""
+    def packed(self) -> tuple[list[torch.Tensor], str, float, float]:
+        """In the form an operator takes: ``tensors()``, the names of those present, dropout_p, softcap."""
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         names += [LEARNED] if self.learned else []
         if self.score_mod is not None:
             names.append(f"={self.score_mod.name}")
-        return [*self.tensors()] or NO_TENSORS, " ".join(names), self.dropout_p, self.softcap
+        return self.tensors(), " ".join(names), self.dropout_p, self.softcap
 
     @classmethod
-    def unpacked(cls, tensors: list[torch.Tensor | None], text: str, dropout_p: float, softcap: float) -> Variant | None:
+    def unpacked(cls, tensors: list[torch.Tensor], text: str, dropout_p: float, softcap: float) -> Variant | None:
         """The reverse of ``packed()``; None for ``NO_VARIANT``."""
         if not text and not softcap:
             return None
         flags, _, score_mod = text.partition("=")
-        names, given = [name for name in _TENSORS if name in flags.split()], present(tensors)
+        names = [name for name in _TENSORS if name in flags.split()]
         return cls(
-            **dict(zip(names, given, strict=False)),
-            score_params=tuple(given[len(names) :]),
+            **dict(zip(names, tensors, strict=False)),
+            score_params=tuple(tensors[len(names) :]) if score_mod else (),
             score_mod=_score_functions[score_mod] if score_mod else None,
             dropout_p=dropout_p,
             softcap=softcap,
@@ -196,15 +196,9 @@ class Variant:
         return [rel_bias_gradient if t is self.rel_bias else None for t in self.tensors()]
 
 
-NO_TENSORS: list[torch.Tensor | None] = [None]  # for an operator, in place of an empty list
-NO_VARIANT: tuple[list[torch.Tensor | None], str, float, float] = NO_TENSORS, "", 0.0, 0.0  # as ``packed()``
+NO_VARIANT: tuple[list[torch.Tensor], str, float, float] = [], "", 0.0, 0.0  # as ``packed()``
 LEARNED = "gradient-of-rel_bias"
 OF_A_PART = "dropout of a part of a sequence"
-
-
-def present(tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The tensors of an operator's list: none of ``NO_TENSORS``."""
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def checked_variant(

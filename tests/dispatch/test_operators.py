@@ -14,7 +14,7 @@ from sparse_flash.dispatch import operators
 from sparse_flash.masks.cache import compiled_once
 from sparse_flash.masks.pattern import text_of
 from sparse_flash.masks.table import Table
-from sparse_flash.variant.variant import NO_TENSORS, NO_VARIANT
+from sparse_flash.variant.variant import NO_VARIANT
 
 TOKENS = 200
 LOCAL = sf.causal() & sf.local(50)
@@ -65,7 +65,7 @@ def test_opcheck_passes(backend, pattern):
     q, k, v = inputs(64, kv_heads=1)
     require(backend, make_call(q, k))
     mask = None if pattern is None else sf.compile_mask(pattern, 64, block_size=16, device=DEVICE)
-    tables = (NO_TENSORS, 0) if mask is None else (mask.tensors(), mask.block_size)
+    tables = ([], 0) if mask is None else (mask.tensors(), mask.block_size)
     options = (*tables, "", 0.25, False, backend, *NO_VARIANT)
     torch.library.opcheck(operators._forward, (q, k, v, *options))
     q, k, v = (t.detach() for t in (q, k, v))
@@ -79,14 +79,14 @@ def test_opcheck_passes(backend, pattern):
 def test_fake_tensors_have_the_strides_of_real_ones(layout, v_head_dim):
     q, k, v = inputs(layout=layout)
     v = torch.cat([v, v[..., : v_head_dim - 16]], 3).detach().requires_grad_()
-    options = NO_TENSORS, 0, "", 0.25, False, BACKEND, *NO_VARIANT
+    options = [], 0, "", 0.25, False, BACKEND, *NO_VARIANT
     torch.library.opcheck(operators._forward, (q, k, v, *options), test_utils="test_faketensor")
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = operators._forward(q, k, v, *options)
     torch.library.opcheck(
         operators._backward, (torch.randn_like(out), lse, q, k, v, out, lse, *options), test_utils="test_faketensor"
     )
-    decoding = q[:, :, :2], k, v, NO_TENSORS, 0, 0, None, None, True, 0.25, BACKEND
+    decoding = q[:, :, :2], k, v, [], 0, 0, None, None, True, 0.25, BACKEND
     torch.library.opcheck(operators._decode, decoding, test_utils="test_faketensor")
 
 
