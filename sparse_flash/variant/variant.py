@@ -15,6 +15,9 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from ..compat.dynamo import constant_in_graphs
+from .captured import learned
+
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
@@ -35,7 +38,8 @@ class ScoreFunction:
 
     torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; each result depends only on its own
     score. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of
-    tensors passed to the call. ``torch.func`` computes its derivative.
+    tensors passed to the call. ``torch.func`` computes its derivative. It may read other tensors, and gives them no gradient
+    either: a call that could is refused.
     triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
     tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for PyTorch-only back ends.
     derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
@@ -257,6 +261,12 @@ def checked_variant(
                 f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
                 "once, outside the call"
             )
+        name = _learned_by(score_mod.name) if torch.is_grad_enabled() else None
+        if name is not None:
+            raise ValueError(
+                f"score_mod must read no tensor that requires a gradient, as none is computed; got {score_mod.name}, which reads "
+                f"{name}; detach it, or pass it detached among score_params; a bias that is learned is rel_bias"
+            )
         given["score_mod"] = score_mod
     if not isinstance(score_params, (tuple, list)):
         raise TypeError(f"score_params must be a tuple of tensors; got {type(score_params).__name__}; write (tensor,) for one")
@@ -267,6 +277,12 @@ def checked_variant(
             check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         given["score_params"] = tuple(t.contiguous() for t in score_params)
     return Variant(**given) if given else None
+
+
+@constant_in_graphs
+def _learned_by(score_mod: str) -> str | None:
+    """The tensor that a ScoreFunction of this name reads, as ``captured.learned`` finds it."""
+    return learned(_score_functions[score_mod].torch)
 
 
 def check_dropout(dropout_p: object) -> None:

@@ -998,6 +998,52 @@ def test_terms_that_do_not_fit_are_one_clear_error(options, error, message):
         sf.attention(q, k, v, "causal", **options)
 
 
+class _Reading:
+    """Functions of scores that read a tensor in all ways but as an argument."""
+
+    def __init__(self, bias):
+        self.bias, self.other, self.linear = bias, zeros(2).requires_grad_(), torch.nn.Linear(1, 1, device=bias.device)
+        self.linear.requires_grad_(bias.requires_grad)
+        self.listed = torch.nn.ParameterList([torch.nn.Parameter(bias.detach(), bias.requires_grad)])
+
+    def method(self, score, batch, head, q_pos, k_pos, params):
+        return score + self.bias[head]
+
+    def __call__(self, score, batch, head, q_pos, k_pos, params):
+        return self.linear(score[..., None])[..., 0]
+
+    def functions(self):
+        bias, holder, shift = self.bias, self, lambda head: self.bias[head]
+        global _GLOBAL_BIAS
+        _GLOBAL_BIAS = bias
+        return {
+            "a closure": lambda s, b, h, i, j, p: s * bias[h],
+            "a global": lambda s, b, h, i, j, p: s * _GLOBAL_BIAS[h],
+            "a default": lambda s, b, h, i, j, p, bias=bias: s * bias[h],
+            "an attribute": lambda s, b, h, i, j, p: s * holder.bias[h],
+            "a list": lambda s, b, h, i, j, p: s * holder.listed[0][h],
+            "a function called": lambda s, b, h, i, j, p: s + shift(h),
+            "a function within": lambda s, b, h, i, j, p: (lambda: s + bias[h])(),
+            "a method": self.method,
+            "a callable": self,
+            "a partial": functools.partial(lambda bias, s, b, h, i, j, p: s * bias[h], bias),
+        }
+
+
+@parametrize("way", _Reading(torch.zeros(2)).functions())
+def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing(way):
+    q, k, v, _ = inputs()
+    learned = sf.ScoreFunction(_Reading(zeros(2).requires_grad_()).functions()[way])
+    compiled = torch.compile(lambda *qkv: sf.attention(*qkv, score_mod=learned, backend="torch"), backend="eager", fullgraph=True)
+    for call in (lambda *qkv: sf.attention(*qkv, score_mod=learned), compiled):
+        with pytest.raises(Exception, match=r"score_mod must read no tensor that requires a gradient.*rel_bias"):
+            call(q, k, v)
+    with torch.no_grad():
+        sf.attention(q, k, v, score_mod=learned, backend="torch")
+    frozen = sf.ScoreFunction(_Reading(zeros(2)).functions()[way])
+    sf.attention(q, k, v, score_mod=frozen, backend="torch")
+
+
 # Values beyond int32, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
 FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
 

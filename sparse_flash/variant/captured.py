@@ -1,0 +1,75 @@
+"""What a function reads besides its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+_CONTAINERS = (list, tuple, torch.nn.ModuleList, torch.nn.ParameterList)
+_MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
+_NO_NAMES: frozenset[str] = frozenset()
+_EMPTY = CellType()
+
+
+def learned(function: Any) -> str | None:
+    """How the code writes a tensor that requires a gradient, one that the function reads besides its arguments; None if there is
+    none. Follows closures, globals, defaults, bound arguments, containers, and the attributes and functions that the code names."""
+    return next(_learned(function, "", _NO_NAMES, set()), None)
+
+
+def _learned(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]) -> Iterator[str]:
+    """names: of the code that reads the value."""
+    if isinstance(value, torch.Tensor):
+        yield from [path] * value.requires_grad
+    elif (id(value), names) not in seen:
+        seen.add((id(value), names))
+        for place, child, its_names in _read(value, path, names):
+            yield from _learned(child, place, its_names, seen)
+
+
+def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    """What code reads through a value: (how it writes that, that, the names in the code)."""
+    if isinstance(value, _CONTAINERS):
+        yield from ((f"{path}[{number}]", child, names) for number, child in enumerate(value))
+    elif isinstance(value, _MAPPINGS):
+        yield from ((f"{path}[{key!r}]", child, names) for key, child in value.items())
+    elif isinstance(value, partial):
+        yield path, value.func, names
+        yield from (("a bound argument", child, names) for child in (*value.args, *value.keywords.values()))
+    elif isinstance(value, MethodType):
+        if isinstance(value.__func__, FunctionType):
+            yield from _of_function(value.__func__)
+            yield "self", value.__self__, frozenset(_names(value.__func__.__code__))
+    elif isinstance(value, FunctionType):
+        if not (value.__module__ or "").startswith("torch."):
+            yield from _of_function(value)
+    else:
+        own = getattr(value, "__dict__", {})
+        if isinstance(value, torch.nn.Module):
+            own = {**own, **value._parameters, **value._buffers, **value._modules}
+        yield from ((f"{path}.{name}", own[name], names) for name in names & own.keys())
+        call = getattr(value, "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+        if isinstance(call, MethodType):
+            yield path, call, names
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    names = frozenset(_names(function.__code__))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != _EMPTY:
+            yield name, cell.cell_contents, names
+    yield from ((name, function.__globals__[name], names) for name in names & function.__globals__.keys())
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    yield from (("a default", child, names) for child in defaults)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, and functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
