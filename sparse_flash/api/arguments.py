@@ -4,6 +4,7 @@ checks lengths, score modifications and dropout; ``keywords`` knows the keywords
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ from .shared import SharedSequence
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
+MOST_HEADS = 128  # of models
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -231,7 +233,8 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError where q, k and v do not fit together. may_be_empty: sizes other than head_dim may be 0."""
+    """Raises ValueError where q, k and v do not fit together, and warns where they look transposed. may_be_empty: sizes other than
+    head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
@@ -244,6 +247,20 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     _check_groups(q.shape[1], k.shape[1])
+    if not torch.compiler.is_compiling():  # lengths are symbols there
+        _warn_of_transposed(q, k)
+
+
+def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Warns where the numbers of heads are of tokens, and those of tokens of heads: more heads than models have, of fewer tokens,
+    and of no more keys than queries. So a decoding step is not meant, nor windows of images."""
+    if min(q.shape[1], k.shape[1]) > MOST_HEADS >= q.shape[2] and k.shape[2] and q.shape[2] % k.shape[2] == 0:
+        warnings.warn(
+            f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
+            f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
+            "and transpose the result back",
+            stacklevel=5,
+        )
 
 
 def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
