@@ -350,9 +350,10 @@ def checked_cache_lengths(
     """(kv_lens, block_table) of ``attention_decode``, both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
-        kv_lens = int32_lengths(_integers("kv_lens", kv_lens, q))
+        kv_lens = _integers("kv_lens", kv_lens, q)
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
+        kv_lens = int32_lengths("kv_lens", kv_lens)
     if block_table is not None:
         block_table = _integers("block_table", block_table, q).to(torch.int32)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:

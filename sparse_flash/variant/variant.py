@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from ..compat.dynamo import constant_in_graphs
+from ..compat.pytorch import is_plain_eager
 from .captured import learned
 
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
@@ -223,7 +224,11 @@ def checked_variant(
     """
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    given: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    given: dict[str, Any] = {
+        name: _length(name, value, q, (q if name.startswith("q") else k).shape[2])
+        for name, value in lengths.items()
+        if value is not None
+    }
     check_dropout(dropout_p)
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     if share:
@@ -306,7 +311,7 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
-def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _length(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
@@ -315,12 +320,17 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             f"{tuple(value.shape)}"
         )
     check_same_device(name, value, q)
-    return int32_lengths(value).contiguous()
+    return int32_lengths(name, value, most=tokens if name.endswith("starts") else None).contiguous()
 
 
-def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 or int64 lengths as int32. Values beyond int32's range clamp to its ends, as both lie past all tokens. Does not
-    synchronize."""
+def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """int32 or int64 lengths as int32, or starts, up to ``most``. Values beyond int32's range clamp to its ends, as both lie past
+    all tokens. Does not synchronize. On a CPU, raises ValueError for values that leave no token but mean something else."""
+    if lengths.device.type == "cpu" and is_plain_eager(lengths):
+        wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
+        if wrong:
+            bound = "at least 0" if most is None else f"at most {most}, the number of tokens"
+            raise ValueError(f"{name} must be {bound}; got {wrong[0]}; a sequence without tokens has {most or 0}")
     if lengths.dtype == torch.int64:
         ends = torch.iinfo(torch.int32)
         lengths = lengths.clamp(ends.min, ends.max)

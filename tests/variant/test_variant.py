@@ -1050,7 +1050,8 @@ FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
 
 @parametrize("far", FAR)
 @parametrize("backend", ["torch", "triton", "reference"])
-def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far):
+def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far, monkeypatch):
+    monkeypatch.setattr(variant_module, "is_plain_eager", lambda *_: False)  # as where lengths are not read
     q, k, v = (torch.randn(2, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def results(**lengths):
@@ -1067,3 +1068,20 @@ def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
     for nothing in ({"kv_lens": of(-far, -far)}, {"q_starts": of(far, far)}, {"kv_starts": of(far, far)}, {"q_lens": of(-far, 0)}):
         assert all((t == 0).all() for t in results(**nothing))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="lengths on a GPU are not read")
+@parametrize(
+    "name, value, bound",
+    [
+        (f"{side}_{of}", *wrong)
+        for side in ("q", "kv")
+        for of, wrong in (("lens", (-1, "at least 0")), ("starts", (50, "at most {}, the number of tokens")))
+    ],
+)
+def test_lengths_that_leave_no_token_by_mistake_are_an_error_on_a_cpu(name, value, bound):
+    tokens = 40 if name.startswith("q") else 49
+    q, k = torch.randn(2, 1, 40, 16), torch.randn(2, 1, 49, 16)
+    with pytest.raises(ValueError, match=rf"{name} must be {bound.format(tokens)}; got {value}; a sequence without tokens has"):
+        sf.attention(q, k, k, **{name: torch.tensor([3, value])})
+    sf.attention(q, k, k, **{name: torch.tensor([3, 0 if value < 0 else tokens])})
