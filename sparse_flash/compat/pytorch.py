@@ -71,6 +71,11 @@ def in_differentiating_transform() -> bool:
     return inner is not None and inner.key() != _functorch.TransformType.Functionalize
 
 
+def is_batched_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient is a batch of gradients: of ``is_grads_batched`` and of ``jacobian`` with vectorize, or under vmap."""
+    return in_differentiating_transform() or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active."""
     return _forward_ad._current_level >= 0

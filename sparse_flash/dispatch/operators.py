@@ -16,6 +16,7 @@ from ..compat.pytorch import (
     apply_directly,
     has_forward_derivative,
     in_differentiating_transform,
+    is_batched_gradient,
     is_plain_eager,
 )
 from ..masks.block_mask import BlockMask
@@ -85,11 +86,21 @@ def refuse_transforms(*tensors) -> None:
     if torch.compiler.is_compiling():
         return
     if in_differentiating_transform() or has_forward_derivative(*tensors):
-        raise NotImplementedError(
-            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, "
-            "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
-            "operations"
-        )
+        raise _of_transforms()
+
+
+def refuse_batched(gradient: torch.Tensor | None) -> None:
+    """Raises NotImplementedError for an incoming gradient that vmap maps over."""
+    if gradient is not None and not torch.compiler.is_compiling() and is_batched_gradient(gradient):
+        raise _of_transforms()
+
+
+def _of_transforms() -> NotImplementedError:
+    return NotImplementedError(
+        "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, torch.func's "
+        "transforms, forward mode, is_grads_batched=True or jacobian(vectorize=True); put what vmap would map over into the batch, "
+        "loop over the gradients, or write attention in PyTorch operations"
+    )
 
 
 def is_seen() -> bool:
@@ -166,7 +177,8 @@ def upstream(
     dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
-    that keep nothing."""
+    that keep nothing. Raises as ``refuse_batched`` does."""
+    refuse_batched(dlse if dout is None else dout)
     dlse = None if dlse is None else backends.of_queries_with_keys(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
 

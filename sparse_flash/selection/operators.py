@@ -23,7 +23,7 @@ import torch
 
 from .. import backends
 from ..dispatch import observers
-from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
+from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from . import hopper, portable, reference
@@ -226,6 +226,7 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dblock_lse is None:
         return None, None, *none
+    refuse_batched(dblock_lse)
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
 
 

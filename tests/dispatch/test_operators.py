@@ -471,6 +471,45 @@ def test_transforms_that_would_go_wrong_are_refused():
             attend(torch.autograd.forward_ad.make_dual(q, q))
 
 
+def batched_gradients():
+    q, k, v = inputs(60)
+    chosen = sf.topk_blocks(q, k, 1, every=1, block_size=16)
+    bounds = torch.tensor([0, 20, 60], dtype=torch.int32, device=DEVICE)
+    packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+    return q, {
+        "out": lambda: sf.attention(q, k, v, LOCAL),
+        "lse": lambda: sf.attention(q, k, v, return_lse=True)[1],
+        "a bias beside": lambda: sf.attention(q, k, v, rel_bias=torch.zeros(2, 9, device=DEVICE, requires_grad=True)),
+        "a selection": lambda: sf.attention(q, k, v, chosen),
+        "lse of blocks": lambda: sf.attention(q, k, v, chosen, return_block_lse=True)[1],
+        "documents in place": lambda: sf.attention_varlen(*packed, bounds, mask="causal"),
+        "documents moved": lambda: sf.attention_varlen(*packed, bounds, mask="strided(4, block=1)"),
+    }
+
+
+@parametrize("way", batched_gradients()[1])
+def test_batches_of_gradients_are_refused(way):
+    q, calls = batched_gradients()
+    result = calls[way]()
+    gradients = torch.randn(3, *result.shape, device=DEVICE)
+
+    def gradient(of):
+        return torch.autograd.grad(result, q, of, retain_graph=True)[0]
+
+    for call in (
+        lambda: torch.autograd.grad(result, q, gradients, is_grads_batched=True, retain_graph=True),
+        lambda: torch.vmap(gradient)(gradients),
+    ):
+        with pytest.raises(NotImplementedError, match=r"not under .*is_grads_batched=True.*; .*loop over the gradients"):
+            call()
+
+
+def test_a_vectorized_jacobian_is_refused():
+    q, k, v = (t.detach() for t in inputs(20))
+    with pytest.raises(NotImplementedError, match=r"jacobian\(vectorize=True\)"):
+        torch.autograd.functional.jacobian(lambda q: sf.attention(q, k, v, "causal"), q, vectorize=True)
+
+
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, seen: list):
         super().__init__()
