@@ -200,6 +200,12 @@ def checked_scale(scale: float | None, head_dim: int) -> float | None:
 
 
 def check_types(q: object, k: object, v: object) -> None:
+    """Raises TypeError or ValueError for what is no plain tensor, and NotImplementedError under torch.jit.trace."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "sparse_flash's calls look up tables for their lengths, which torch.jit.trace turns into constants; use "
+            "torch.export.export, torch.compile or torch.onnx.export(dynamo=True)"
+        )
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")

@@ -510,6 +510,21 @@ def test_a_vectorized_jacobian_is_refused():
         torch.autograd.functional.jacobian(lambda q: sf.attention(q, k, v, "causal"), q, vectorize=True)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tracing_by_torch_jit_names_what_traces_instead():
+    q, k, v = (t.detach() for t in inputs(20))
+    bounds = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
+    for call in (
+        sf.attention,
+        lambda q, k, v: sf.attention(q, k, v, "causal"),
+        lambda q, k, v: sf.attention_decode(q[:, :, -1:], k, v),
+        lambda q, k, v: sf.attention_varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), bounds),
+        lambda q, k, v: sf.topk_blocks(q, k, 1, every=1, block_size=16).picks,
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch.jit.trace turns into constants; use torch.export.export"):
+            torch.jit.trace(call, (q, k, v))
+
+
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, seen: list):
         super().__init__()
