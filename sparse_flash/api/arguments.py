@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .. import backends
+from ..compat.pytorch import is_distributed
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask
@@ -209,6 +210,12 @@ def check_types(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
+        if not torch.compiler.is_compiling() and is_distributed(value):
+            raise TypeError(
+                f"{name} must be a tensor of one rank; got a DTensor; make the call in a function that "
+                "torch.distributed.tensor.experimental.local_map wraps, with batch or heads sharded; tokens are shared among ranks "
+                "by sparse_flash.context_parallel"
+            )
         if value.layout is not torch.strided or value.is_nested:
             layout = "a nested tensor" if value.is_nested else value.layout
             raise ValueError(

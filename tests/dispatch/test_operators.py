@@ -525,6 +525,37 @@ def test_tracing_by_torch_jit_names_what_traces_instead():
             torch.jit.trace(call, (q, k, v))
 
 
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh(DEVICE, (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_refused_with_what_takes_them(one_rank):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import local_map
+
+    whole = inputs(20)
+    q, k, v = (distribute_tensor(t.detach(), one_rank, [Shard(1)]).requires_grad_() for t in whole)
+    chosen = sf.topk_blocks(*(t.detach() for t in whole[:2]), 1, every=1, block_size=16)
+    for call in (
+        lambda: sf.attention(q, k, v),
+        lambda: sf.attention(q, k, v, "causal"),
+        lambda: sf.attention(q, k, v, chosen),
+        lambda: sf.attention_decode(q[:, :, -1:], k, v),
+        lambda: sf.topk_blocks(q, k, 1),
+    ):
+        with pytest.raises(TypeError, match=r"q must be a tensor of one rank; got a DTensor; .*local_map"):
+            call()
+    shards = [Shard(1)]
+    attend = local_map(lambda *qkv: sf.attention(*qkv, "causal"), shards, (shards, shards, shards), device_mesh=one_rank)
+    attend(q, k, v).sum().backward()
+    wanted = torch.autograd.grad(sf.attention(*whole, "causal").sum(), whole)
+    for got, one in zip((q, k, v), wanted, strict=True):
+        assert torch.equal(got.grad.to_local(), one)
+
+
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, seen: list):
         super().__init__()
