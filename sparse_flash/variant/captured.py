@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments."""
+"""Finds learned tensors that a function reads besides its arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _EMPTY = CellType()
 
 
 def learned(function: Any) -> str | None:
-    """How the code writes a tensor that requires a gradient, one that the function reads besides its arguments; None if there is
-    none. Follows closures, globals, defaults, bound arguments, containers, and the attributes and functions that the code names."""
+    """Returns how the code writes a tensor that requires a gradient and that the function reads besides its arguments; None if there
+    is none. Follows closures, globals, defaults, bound arguments, containers, and the attributes and functions that the code names."""
     return next(_learned(function, "", _NO_NAMES, set()), None)
 
 
@@ -32,7 +32,7 @@ def _learned(value: Any, path: str, names: frozenset[str], seen: set[tuple[int, 
 
 
 def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    """What code reads through a value: (how it writes that, that, the names in the code)."""
+    """Yields each value that code reads through another: (how the code writes it, the value, the names in the code)."""
     if isinstance(value, _CONTAINERS):
         yield from ((f"{path}[{number}]", child, names) for number, child in enumerate(value))
     elif isinstance(value, _MAPPINGS):

@@ -86,7 +86,7 @@ def test_no_launch_has_more_programs_on_the_second_axis_than_cuda_allows(launche
 
 @pytest.fixture
 def few(monkeypatch):
-    """As if CUDA allowed six programs on the second axis."""
+    """Lowers the limit of the second axis to six programs."""
     monkeypatch.setattr(order, "SECOND_AXIS", 6)
     monkeypatch.setattr(grids, "SECOND_AXIS", 6)
     order._least_divisor.cache_clear()

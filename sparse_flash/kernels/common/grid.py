@@ -1,4 +1,4 @@
-"""Where a program stands in its grid."""
+"""Positions of programs in a grid."""
 
 import triton
 import triton.language as tl
