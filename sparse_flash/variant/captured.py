@@ -16,8 +16,9 @@ _EMPTY = CellType()
 
 
 def learned(function: Any) -> str | None:
-    """Returns how the code writes a tensor that requires a gradient and that the function reads besides its arguments; None if there
-    is none. Follows closures, globals, defaults, bound arguments, containers, and the attributes and functions that the code names."""
+    """Returns how the code writes a tensor that requires a gradient and that the function reads besides its arguments; None if
+    there is none. Follows closures, globals, defaults, bound arguments, containers, and the attributes and functions that the code
+    names."""
     return next(_learned(function, "", _NO_NAMES, set()), None)
 
 
