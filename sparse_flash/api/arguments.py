@@ -205,7 +205,7 @@ def check_types(q: object, k: object, v: object) -> None:
     if torch.jit.is_tracing():
         raise NotImplementedError(
             "sparse_flash's calls look up tables for their lengths, which torch.jit.trace turns into constants; use "
-            "torch.export.export, torch.compile or torch.onnx.export(dynamo=True)"
+            "torch.export.export or torch.compile"
         )
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):

@@ -533,11 +533,11 @@ def one_rank():
 
 
 def test_distributed_tensors_are_refused_with_what_takes_them(one_rank):
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import local_map
 
     whole = inputs(20)
-    q, k, v = (distribute_tensor(t.detach(), one_rank, [Shard(1)]).requires_grad_() for t in whole)
+    q, k, v = (DTensor.from_local(t.detach(), one_rank, [Shard(1)]).requires_grad_() for t in whole)
     chosen = sf.topk_blocks(*(t.detach() for t in whole[:2]), 1, every=1, block_size=16)
     for call in (
         lambda: sf.attention(q, k, v),
