@@ -185,9 +185,9 @@ def _shapes(call: DrawnCall) -> tuple[tuple[int, ...], ...]:
     return (*queries, call.head_dim), (*keys, call.head_dim), (*keys, call.v_head_dim), (*queries, call.v_head_dim)
 
 
-def _lengths_of(call: DrawnCall, rng: random.Random, side: str) -> torch.Tensor:
+def _lengths_of(call: DrawnCall, rng: random.Random, side: str, past: int = 9) -> torch.Tensor:
     tokens = call.drawn.q_len if side == "q" else call.drawn.kv_len
-    ends = 0, 1, tokens // 2, tokens - 1, tokens, tokens + 9
+    ends = 0, 1, tokens // 2, tokens - 1, tokens, tokens + past
     return torch.tensor([rng.choice(ends) if rng.random() < 0.3 else rng.randint(0, tokens) for _ in range(call.batch)])
 
 
@@ -202,9 +202,9 @@ TERMS: dict[str, Callable[[DrawnCall, random.Random], dict]] = {
     "sinks": lambda call, rng: {"sinks": torch.tensor([rng.gauss(0, 5) for _ in range(call.heads)]).requires_grad_()},
     "own function": lambda call, rng: {"score_mod": OWN, "score_params": _own_params(call, rng)},
     "kv_lens": lambda call, rng: {"kv_lens": _lengths_of(call, rng, "kv")},
-    "kv_starts": lambda call, rng: {"kv_starts": _lengths_of(call, rng, "kv")},
+    "kv_starts": lambda call, rng: {"kv_starts": _lengths_of(call, rng, "kv", 0)},
     "q_lens": lambda call, rng: {"q_lens": _lengths_of(call, rng, "q")},
-    "q_starts": lambda call, rng: {"q_starts": _lengths_of(call, rng, "q")},
+    "q_starts": lambda call, rng: {"q_starts": _lengths_of(call, rng, "q", 0)},
 }
 
 

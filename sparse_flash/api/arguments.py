@@ -4,12 +4,14 @@ checks lengths, score modifications and dropout; ``keywords`` knows the keywords
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from .. import backends
+from ..compat.pytorch import is_distributed
 from ..dispatch import operators
 from ..dispatch.call import AttentionCall
 from ..masks.block_mask import BlockMask, check_batch_and_heads
@@ -24,6 +26,7 @@ from .shared import SharedSequence
 
 DEFAULT_BLOCK_SIZE = operators.PATTERN_BLOCK_SIZE
 MAX_QUERIES = 64  # per sequence, in decoding
+MOST_HEADS = 128  # of models
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -198,9 +201,21 @@ def checked_scale(scale: float | None, head_dim: int) -> float | None:
 
 
 def check_types(q: object, k: object, v: object) -> None:
+    """Raises TypeError or ValueError for what is no plain tensor, and NotImplementedError under torch.jit.trace."""
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "sparse_flash's calls look up tables for their lengths, which torch.jit.trace turns into constants; use "
+            "torch.export.export or torch.compile"
+        )
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor of shape (batch, heads, tokens, head_dim); got {type(value).__name__}")
+        if not torch.compiler.is_compiling() and is_distributed(value):
+            raise TypeError(
+                f"{name} must be a tensor of one rank; got a DTensor; make the call in a function that "
+                "torch.distributed.tensor.experimental.local_map wraps, with batch or heads sharded; tokens are shared among ranks "
+                "by sparse_flash.context_parallel"
+            )
         if value.layout is not torch.strided or value.is_nested:
             layout = "a nested tensor" if value.is_nested else value.layout
             raise ValueError(
@@ -231,7 +246,8 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empty: bool = False) -> None:
-    """Raises ValueError where q, k and v do not fit together. may_be_empty: sizes other than head_dim may be 0."""
+    """Raises ValueError where q, k and v do not fit together, and warns where they look transposed. may_be_empty: sizes other than
+    head_dim may be 0."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (batch, heads, tokens, head_dim); got {tuple(tensor.shape)}")
@@ -244,6 +260,20 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, may_be_empt
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree in batch and head_dim; got {tuple(q.shape)} and {tuple(k.shape)}")
     _check_groups(q.shape[1], k.shape[1])
+    if not torch.compiler.is_compiling():  # lengths are symbols there
+        _warn_of_transposed(q, k)
+
+
+def _warn_of_transposed(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Warns where the numbers of heads are of tokens, and those of tokens of heads: more heads than models have, of fewer tokens,
+    and of no more keys than queries. So a decoding step is not meant, nor windows of images."""
+    if min(q.shape[1], k.shape[1]) > MOST_HEADS >= q.shape[2] and k.shape[2] and q.shape[2] % k.shape[2] == 0:
+        warnings.warn(
+            f"q, k and v must be (batch, heads, tokens, head_dim); got q of shape {tuple(q.shape)}, {q.shape[1]} heads of "
+            f"{q.shape[2]} tokens; if tokens come before heads, pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), "
+            "and transpose the result back",
+            stacklevel=5,
+        )
 
 
 def of_some_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -331,9 +361,10 @@ def checked_cache_lengths(
     """(kv_lens, block_table) of ``attention_decode``, both in int32."""
     batch = q.shape[0]
     if kv_lens is not None:
-        kv_lens = int32_lengths(_integers("kv_lens", kv_lens, q))
+        kv_lens = _integers("kv_lens", kv_lens, q)
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"kv_lens must have shape ({batch},), a length for each sequence; got {tuple(kv_lens.shape)}")
+        kv_lens = int32_lengths("kv_lens", kv_lens)
     if block_table is not None:
         block_table = _integers("block_table", block_table, q).to(torch.int32)
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] == 0:

@@ -57,7 +57,8 @@ def attention(
     Which tokens exist (padded batches); each is (batch,) int32 or int64 on q's device, read without host synchronization:
     kv_lens, q_lens: tokens at or past these positions do not exist. kv_starts, q_starts: tokens before these positions do not
     exist. A query that does not exist has out 0, lse -inf and no gradient. Blocks without existing tokens are skipped. Positions
-    remain those of the padded lengths.
+    remain those of the padded lengths. A length past the tokens and a negative start leave all tokens. A negative length and a
+    start past the tokens leave none on a GPU, where values are not read, and raise ValueError on a CPU.
 
     Score modifications, applied in this order after scale; query i has position i + kv_len - q_len, key j position j:
     softcap: positive; score becomes softcap * tanh(score / softcap).
@@ -85,9 +86,9 @@ def attention(
     A BlockSelection takes scale, sinks and the arguments below; other changes of the call beside it raise ValueError.
 
     Returns out, (batch, heads, q_len, v_head_dim) in q's dtype and memory order, or (out, lse). Both are differentiable in q, k and
-    v, once and in reverse mode; torch.func's transforms and forward mode raise NotImplementedError. A query that keeps nothing has
-    out 0, lse -inf and no gradient. Tensors may be empty, except in head_dim. Raises ValueError for arguments that do not fit
-    together, TypeError for wrong types.
+    v, once and in reverse mode. torch.func's transforms, forward mode and batched gradients raise NotImplementedError. A query that
+    keeps nothing has out 0, lse -inf and no gradient. Tensors may be empty, except in head_dim. Raises ValueError for arguments
+    that do not fit together, TypeError for wrong types.
     Under autocast, q, k and v are cast as for scaled_dot_product_attention.
 
     Source: arXiv:2205.14135 (Alg. 5), arXiv:2307.08691.

@@ -55,7 +55,8 @@ def attention_decode(
     and FlashAttention, (pages, page_size, kv_heads, head_dim), is passed as ``k.transpose(1, 2)``. Any strides; a contiguous last
     dimension avoids a copy.
     kv_lens: (batch,) int32 or int64 on the device of q, the token count of each sequence; None: the capacity. A length past the
-    capacity counts as the capacity. Cache contents past a length are never used, not even NaN.
+    capacity counts as the capacity, a negative one as 0; on a CPU a negative one raises ValueError. Cache contents past a length
+    are never used, not even NaN.
     block_table: (batch, pages of a sequence) int32 or int64 on the device of q: token t of sequence b is in page
     ``block_table[b, t // page_size]``. The capacity is page_size times the pages of a sequence; entries past a length are not
     read. (Kernels read int32: int64 is cast in each call.)

@@ -17,7 +17,6 @@ from . import Call, empty_out
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_BATCH_HEADS = 65535  # a limit of CUDA grids
 FEW_QUERIES, MANY_KEYS = 64, 2048  # tokens
 
 
@@ -90,8 +89,6 @@ def supports(call: Call) -> str | None:
         return f"it runs float16, bfloat16 and float32; got {call.dtype}"
     if (widest := max(call.head_dim, call.v_head_dim)) > MAX_HEAD_DIM:
         return f"it runs head_dim up to {MAX_HEAD_DIM}; got {widest}"
-    if call.batch * call.heads > MAX_BATCH_HEADS:
-        return f"it runs up to {MAX_BATCH_HEADS:,} heads over the batch; got {call.batch} x {call.heads}"
     if call.device.type != "cuda" and not interpreted():
         return f"it runs on a GPU; q is on {call.device}"
     if not interpreted() and (reason := _refusal(call.device, "dropout_p" in call.features)):

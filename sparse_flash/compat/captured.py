@@ -1,52 +1,103 @@
-"""Data that a function of a user reads, such as document numbers: what tells whether they were changed in place."""
+"""Finds the data that a function of a user reads besides its arguments: document numbers of a mask, learned tensors of a score."""
 
 from __future__ import annotations
 
-import functools
-import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
 
 import numpy as np
 import torch
 
+_CONTAINERS = (list, tuple, torch.nn.ModuleList, torch.nn.ParameterList)
+_MAPPINGS = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict)
+_NO_NAMES: frozenset[str] = frozenset()
+_EMPTY = CellType()
 
-def state_of(function: Callable) -> tuple[object, ...]:
-    """Equal as long as the tensors and arrays that a function reads are the same and hold the same. It reads those in its closure,
-    defaults and globals, those that functions in its closure read, and attributes of its object.
 
-    A tensor counts its changes; the bytes of an array are read. Changes of a tensor through ``.data`` or an array that shares its
-    memory are not seen, nor are lists.
+def learned(function: Any) -> str | None:
+    """Returns how the code writes a tensor that requires a gradient and that the function reads besides its arguments; None if
+    there is none."""
+    return next((path for path, value in _data_of(function) if isinstance(value, torch.Tensor) and value.requires_grad), None)
+
+
+def state_of(function: Any) -> tuple[object, ...]:
+    """Returns a value that stays equal as long as the tensors and arrays that the function reads are the same and hold the same.
+
+    A tensor counts its changes; the bytes of an array are read. Changes of a tensor through ``.data``, or through an array that shares
+    its memory, are not seen, nor are changes of numbers in lists.
     """
-    found: list[object] = []
-    waiting: list[object] = [function]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            found.append((id(one), 0 if one.is_inference() else one._version))
-        elif isinstance(one, np.ndarray) and not one.dtype.hasobject:
-            found.append((id(one), one.shape, zlib.crc32(np.ascontiguousarray(one).view(np.uint8)) if one.size else 0))
-        elif isinstance(one, functools.partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, types.FunctionType):
-            cells = (cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY)
-            read = (one.__globals__.get(name) for name in one.__code__.co_names)
-            waiting += [*cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), *filter(_is_data, read)]
-        elif isinstance(one, types.MethodType):
-            waiting += [one.__func__, *filter(_is_data, vars(one.__self__).values() if hasattr(one.__self__, "__dict__") else ())]
-        elif isinstance(one, (tuple, list)):
-            waiting += [part for part in one if _is_data(part) or isinstance(part, types.FunctionType)]
-        elif callable(one) and not isinstance(one, (type, types.BuiltinFunctionType, types.ModuleType)):
-            waiting += filter(_is_data, getattr(one, "__dict__", {}).values())
-    return tuple(found)
+    return tuple(map(_state, (value for _, value in _data_of(function))))
 
 
-_EMPTY = types.CellType()
+def _state(value: torch.Tensor | np.ndarray) -> tuple[object, ...]:
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    bytes_of = None if value.dtype.hasobject or not value.size else zlib.crc32(np.ascontiguousarray(value).view(np.uint8))
+    return id(value), value.shape, bytes_of
 
 
-def _is_data(value: object) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray))
+def _data_of(function: Any) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+    """Yields (how the code writes it, the tensor or array). Follows closures, globals, defaults, bound arguments, containers, and the
+    attributes and functions that the code names."""
+    yield from _data(function, "", _NO_NAMES, set())
+
+
+def _data(
+    value: Any, path: str, names: frozenset[str], seen: set[tuple[int, frozenset[str]]]
+) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+    """names: of the code that reads the value."""
+    if (id(value), names) in seen:
+        return
+    seen.add((id(value), names))
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield path, value
+        return
+    for place, child, its_names in _read(value, path, names):
+        yield from _data(child, place, its_names, seen)
+
+
+def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    """Yields each value that code reads through another: (how the code writes it, the value, the names in the code)."""
+    if isinstance(value, _CONTAINERS):
+        yield from ((f"{path}[{number}]", child, names) for number, child in enumerate(value))
+    elif isinstance(value, _MAPPINGS):
+        yield from ((f"{path}[{key!r}]", child, names) for key, child in value.items())
+    elif isinstance(value, partial):
+        yield path, value.func, names
+        yield from (("a bound argument", child, names) for child in (*value.args, *value.keywords.values()))
+    elif isinstance(value, MethodType):
+        if isinstance(value.__func__, FunctionType):
+            yield from _of_function(value.__func__)
+            yield "self", value.__self__, frozenset(_names(value.__func__.__code__))
+    elif isinstance(value, FunctionType):
+        if not (value.__module__ or "").startswith("torch."):
+            yield from _of_function(value)
+    else:
+        own = getattr(value, "__dict__", {})
+        if isinstance(value, torch.nn.Module):
+            own = {**own, **value._parameters, **value._buffers, **value._modules}
+        yield from ((f"{path}.{name}", own[name], names) for name in names & own.keys())
+        call = getattr(value, "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+        if isinstance(call, MethodType):
+            yield path, call, names
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    names = frozenset(_names(function.__code__))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != _EMPTY:
+            yield name, cell.cell_contents, names
+    yield from ((name, function.__globals__[name], names) for name in names & function.__globals__.keys())
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    yield from (("a default", child, names) for child in defaults)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, and functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

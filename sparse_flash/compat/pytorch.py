@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,11 @@ def in_differentiating_transform() -> bool:
     return inner is not None and inner.key() != _functorch.TransformType.Functionalize
 
 
+def is_batched_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient is a batch of gradients: of ``is_grads_batched`` and of ``jacobian`` with vectorize, or under vmap."""
+    return in_differentiating_transform() or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active."""
     return _forward_ad._current_level >= 0
@@ -98,6 +104,12 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable:
     """What ``function.apply`` resolves to when no function transform is active; finding that out takes a fifth of a short call's
     host time."""
     return _FunctionBase.__dict__["apply"].__get__(None, function)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor. Does not import torch.distributed."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def flattened(mesh):

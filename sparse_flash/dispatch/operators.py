@@ -1,8 +1,9 @@
 """PyTorch operators: what torch.compile, autograd and autocast see of a back end.
 
-A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again; empty for dense
-attention; a pattern as its spec text; a variant as its tensors, their names and its numbers (``Variant.packed()``). A pattern's
-table is looked up inside the operator, where lengths are numbers, so one compiled graph serves all lengths.
+A mask crosses the operator boundary as its list of tensors (``BlockMask.tensors()``), by which it is found again, and its block
+size, 0 for dense attention; a pattern as its spec text; a variant as its tensors, their names and its numbers
+(``Variant.packed()``). A pattern's table is looked up inside the operator, where lengths are numbers, so one compiled graph serves
+all lengths. Instead of an empty list comes one of q alone, which nobody reads: AOTInductor would make None of an empty list.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..compat.pytorch import (
     apply_directly,
     has_forward_derivative,
     in_differentiating_transform,
+    is_batched_gradient,
     is_plain_eager,
 )
 from ..masks.block_mask import BlockMask, check_batch_and_heads
@@ -60,10 +62,13 @@ def _computed(call: AttentionCall, backend: str):
             return _direct(q, k, v, (mask, call.scale, call.deterministic, backend), variant, *more)
         return backends.backend(backend).forward(q, k, v, mask, call.scale, variant)
     refuse_transforms(q, k, v, *more)
-    tables, block_size = (mask.tensors(), mask.block_size) if isinstance(mask, BlockMask) else ([], PATTERN_BLOCK_SIZE)
-    pattern = mask if isinstance(mask, str) else ""
-    packed = NO_VARIANT if variant is None else variant.packed()
-    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, *packed)
+    tables, block_size, pattern = [q], 0, ""
+    if isinstance(mask, BlockMask):
+        tables, block_size = mask.tensors(), mask.block_size
+    elif mask is not None:
+        block_size, pattern = PATTERN_BLOCK_SIZE, mask
+    tensors, *packed = NO_VARIANT if variant is None else variant.packed()
+    return _forward(q, k, v, tables, block_size, pattern, call.scale, call.deterministic, backend, tensors or [q], *packed)
 
 
 def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, causal: bool, scale: float | None, backend: str):
@@ -71,7 +76,7 @@ def attention_decode(q, k, v, mask: BlockMask | None, kv_lens, block_table, caus
     if is_plain_eager(q, k, v):
         return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
     refuse_transforms(q, k, v)
-    tables, tokens, block_size = ([], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
+    tables, tokens, block_size = ([q], 0, 0) if mask is None else (mask.tensors(), mask.q_len, mask.block_size)
     return _decode(q, k, v, tables, tokens, block_size, kv_lens, block_table, causal, scale, backend)
 
 
@@ -81,11 +86,21 @@ def refuse_transforms(*tensors) -> None:
     if torch.compiler.is_compiling():
         return
     if in_differentiating_transform() or has_forward_derivative(*tensors):
-        raise NotImplementedError(
-            "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, "
-            "torch.func's transforms or forward mode; put what vmap would map over into the batch, or write attention in PyTorch "
-            "operations"
-        )
+        raise _of_transforms()
+
+
+def refuse_batched(gradient: torch.Tensor | None) -> None:
+    """Raises NotImplementedError for an incoming gradient that vmap maps over."""
+    if gradient is not None and not torch.compiler.is_compiling() and is_batched_gradient(gradient):
+        raise _of_transforms()
+
+
+def _of_transforms() -> NotImplementedError:
+    return NotImplementedError(
+        "sparse_flash's operators work under reverse-mode autograd (backward, torch.autograd.grad), not under vmap, torch.func's "
+        "transforms, forward mode, is_grads_batched=True or jacobian(vectorize=True); put what vmap would map over into the batch, "
+        "loop over the gradients, or write attention in PyTorch operations"
+    )
 
 
 def is_seen() -> bool:
@@ -162,7 +177,8 @@ def upstream(
     dout: torch.Tensor | None, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of out and lse as back ends take them: zeros for out if only lse is differentiated, and for the lse of queries
-    that keep nothing."""
+    that keep nothing. Raises as ``refuse_batched`` does."""
+    refuse_batched(dlse if dout is None else dout)
     dlse = None if dlse is None else backends.of_queries_with_keys(dlse, lse)
     return torch.zeros_like(out) if dout is None else dout, dlse
 
@@ -176,7 +192,7 @@ def _prepared(
         table = compiled_once(pattern, q.shape[2], k.shape[2], block_size, q.device)
         check_batch_and_heads(table.mask_index.shape, q.shape[0], q.shape[1])
         mask = table.walked(q.is_cuda)
-    elif tables:
+    elif block_size:
         mask = _mask_of(q.shape[2], k.shape[2], block_size, tables)
     call = backends.Call.of(q, k, v, None if mask is None else mask.block_size, variant, deterministic=deterministic)
     name = backends.choose(backend, call)
@@ -231,7 +247,7 @@ def _decode(
     scale: float | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = _mask_of(tokens, tokens, block_size, tables) if tables else None
+    mask = _mask_of(tokens, tokens, block_size, tables) if block_size else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return backends.backend(backend).decode(q, k, v, mask, kv_lens, block_table, causal, scale)
 
@@ -290,7 +306,7 @@ def _gradients(ctx, dout, dlse):
     if dout is not None or dlse is not None:
         dout, dlse = upstream(dout, dlse, out, lse)
         grads = _backward(dout, dlse, q, k, v, out, lse, tables, *ctx.options, variant_tensors, *ctx.packed)
-    of_variant = [] if variant is None else variant.gradients(*grads[3:])
+    of_variant = (variant and variant.gradients(*grads[3:])) or [None] * len(variant_tensors)
     return (*grads[:3], [None] * len(tables), *(None for _ in ctx.options), of_variant, None, None, None)
 
 

@@ -1,6 +1,7 @@
 """PyTorch operators of attention over picked blocks: what torch.compile, autograd and autocast see.
 
-A selection crosses the boundary as its picks, the tensors of ``always`` and its numbers. A back end is a module of this package
+A selection crosses the boundary as its picks, the tensors of ``always`` (or again the picks: see ``dispatch/operators``) and its
+numbers. A back end is a module of this package
 with
 
     supports(call, selection) -> str | None
@@ -22,7 +23,7 @@ import torch
 
 from .. import backends
 from ..dispatch import observers
-from ..dispatch.operators import of_nothing, refuse_second_derivatives, refuse_transforms, upstream
+from ..dispatch.operators import of_nothing, refuse_batched, refuse_second_derivatives, refuse_transforms, upstream
 from ..masks.block_mask import BlockMask
 from ..masks.block_selection import BlockSelection
 from . import hopper, portable, reference
@@ -62,7 +63,7 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
 def _packed(selection: BlockSelection) -> _Packed:
     """A selection in the form an operator takes."""
     always = selection.always
-    tables, size = ([], 0) if always is None else (always.tensors(), always.block_size)
+    tables, size = ([selection.picks], 0) if always is None else (always.tensors(), always.block_size)
     return selection.picks, tables, size, selection.block_size, selection.every, selection.own
 
 
@@ -77,7 +78,7 @@ def _unpacked(
     own: bool,
 ) -> BlockSelection:
     q_len, kv_len = q.shape[2], k.shape[2]
-    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables else None
+    always = BlockMask.from_tensors(q_len, kv_len, tables_block, tables) if tables_block else None
     return BlockSelection(picks, q_len, kv_len, block_size, every, own, always)
 
 
@@ -225,6 +226,7 @@ def _gradients_of_block_lse(ctx: Any, dblock_lse: torch.Tensor | None) -> tuple[
     none = (None, [None] * len(tables), *(None for _ in ctx.options))
     if dblock_lse is None:
         return None, None, *none
+    refuse_batched(dblock_lse)
     return *_block_lse_backward(dblock_lse, q, k, result, picks, tables, *ctx.options), *none
 
 

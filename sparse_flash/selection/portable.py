@@ -94,7 +94,8 @@ def forward(
     with current_device(q.device):
         walks = tile_walks(picks, sizes, least_walked(sizes))
         if alone:
-            walk_picks(operands, picks, walks, None, None, None, always, out, lse, sizes, turns.all[0], scale)
+            for turn in turns.all:
+                walk_picks(operands, picks, walks, None, None, None, always, out, lse, sizes, turn, scale)
             return restored_out(out, ready[0], q, v), lse
         lists = column_lists(picks, walks, sizes, turns, forward_most(sizes))
         entries = turns.lines * sizes.pickers * turns.choices * sizes.slots
@@ -161,7 +162,8 @@ def block_lse(q: torch.Tensor, k: torch.Tensor, selection: BlockSelection, scale
     turns = turns_of(sizes, 0, 0, WORKSPACE)
     with current_device(q.device):
         lists = column_lists(picks, None, sizes, turns, forward_most(sizes))
-        picked_masses(operands, lists, masses, sizes, turns.all[0], scale)
+        for turn in turns.all:
+            picked_masses(operands, lists, masses, sizes, turn, scale)
     return masses
 
 

@@ -88,8 +88,10 @@ def least_walked(sizes: SelectionSizes) -> int:
 
 
 def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, workspace: int) -> Turns:
-    """As few turns as fit. sizes: ``SelectionSizes``. bytes_of_entry: of a pick's parts. bytes_of_line: of what does not depend on
-    the choices of a turn. workspace: bytes; at least one tile of one line is computed at a time, whatever it takes."""
+    """As few turns as fit, and as grids allow, whose second axis has the lines and pickers of a turn. sizes: ``SelectionSizes``.
+    bytes_of_entry: of a pick's parts. bytes_of_line: of what does not depend on the choices of a turn. workspace: bytes; at least
+    one tile of one line is computed at a time, whatever it takes."""
+    from ..kernels.common.grid import SECOND_AXIS
     from ..kernels.portable.selection_tiles import Turn
 
     of_choice = sizes.pickers * sizes.slots * bytes_of_entry
@@ -101,7 +103,7 @@ def turns_of(sizes: SelectionSizes, bytes_of_entry: int, bytes_of_line: int, wor
         ranges = -(-choices // fitting)
         choices = -(-choices // (ranges * unit)) * unit
     # As many lines in each turn.
-    lines = -(-sizes.lines // -(-sizes.lines // min(sizes.lines, max(1, lines))))
+    lines = -(-sizes.lines // -(-sizes.lines // min(sizes.lines, SECOND_AXIS // sizes.pickers, max(1, lines))))
     places = [(line, choice) for line in range(0, sizes.lines, lines) for choice in range(0, sizes.choices, choices)]
     found = (
         Turn(number, line, min(lines, sizes.lines - line), choice, min(choices, sizes.choices - choice), choices)

@@ -15,6 +15,10 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from ..compat.captured import learned
+from ..compat.dynamo import constant_in_graphs
+from ..compat.pytorch import is_plain_eager
+
 LENGTHS = ("q_starts", "q_lens", "kv_starts", "kv_lens")
 # In the order in which they cross an operator's boundary.
 _NAMED = (*LENGTHS, "alibi_slopes", "rel_bias")  # as arguments of ``attention``
@@ -35,7 +39,8 @@ class ScoreFunction:
 
     torch: ``f(score, batch, head, q_pos, k_pos, params) -> score`` in PyTorch operations; each result depends only on its own
     score. score: float32 (float64 for float64 inputs); the others: int64, of shapes that broadcast to it; params: the tuple of
-    tensors passed to the call. ``torch.func`` computes its derivative.
+    tensors passed to the call. ``torch.func`` computes its derivative. It may read other tensors, and gives them no gradient
+    either: a call that could is refused.
     triton: the same function under ``@triton.jit``: score is a float32 tile, batch and head are numbers, q_pos and k_pos int32
     tiles that broadcast to it, params a tuple of pointers. Inlined into the kernels. None: for PyTorch-only back ends.
     derivative: under ``@triton.jit``, with the same arguments: the derivative of the result by score, finite everywhere.
@@ -184,7 +189,7 @@ class Variant:
         names = [name for name in _TENSORS if name in flags.split()]
         return cls(
             **dict(zip(names, tensors, strict=False)),
-            score_params=tuple(tensors[len(names) :]),
+            score_params=tuple(tensors[len(names) :]) if score_mod else (),
             score_mod=_score_functions[score_mod] if score_mod else None,
             dropout_p=dropout_p,
             softcap=softcap,
@@ -219,7 +224,11 @@ def checked_variant(
     """
     batch, heads = q.shape[:2]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    given: dict[str, Any] = {name: _length(name, value, q) for name, value in lengths.items() if value is not None}
+    given: dict[str, Any] = {
+        name: _length(name, value, q, (q if name.startswith("q") else k).shape[2])
+        for name, value in lengths.items()
+        if value is not None
+    }
     check_dropout(dropout_p)
     share = min(round(dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     if share:
@@ -257,6 +266,12 @@ def checked_variant(
                 f"score_mod must be a sparse_flash.ScoreFunction; got {type(score_mod).__name__}; wrap the function in one, "
                 "once, outside the call"
             )
+        name = _learned_by(score_mod.name) if torch.is_grad_enabled() else None
+        if name is not None:
+            raise ValueError(
+                f"score_mod must read no tensor that requires a gradient, as none is computed; got {score_mod.name}, which reads "
+                f"{name}; detach it, or pass it detached among score_params; a bias that is learned is rel_bias"
+            )
         given["score_mod"] = score_mod
     if not isinstance(score_params, (tuple, list)):
         raise TypeError(f"score_params must be a tuple of tensors; got {type(score_params).__name__}; write (tensor,) for one")
@@ -267,6 +282,12 @@ def checked_variant(
             check_same_device(f"score_params[{number}]", tensor, q, "detach it; a bias that is learned is rel_bias")
         given["score_params"] = tuple(t.contiguous() for t in score_params)
     return Variant(**given) if given else None
+
+
+@constant_in_graphs
+def _learned_by(score_mod: str) -> str | None:
+    """The tensor that a ScoreFunction of this name reads, as ``captured.learned`` finds it."""
+    return learned(_score_functions[score_mod].torch)
 
 
 def check_dropout(dropout_p: object) -> None:
@@ -290,7 +311,7 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
 
 
-def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _length(name: str, value: torch.Tensor, q: torch.Tensor, tokens: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of shape (batch,) on q's device; got {type(value).__name__}")
     if tuple(value.shape) != (q.shape[0],) or value.dtype not in (torch.int32, torch.int64):
@@ -299,12 +320,17 @@ def _length(name: str, value: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             f"{tuple(value.shape)}"
         )
     check_same_device(name, value, q)
-    return int32_lengths(value).contiguous()
+    return int32_lengths(name, value, most=tokens if name.endswith("starts") else None).contiguous()
 
 
-def int32_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 or int64 lengths as int32. Values beyond int32's range clamp to its ends, as both lie past all tokens. Does not
-    synchronize."""
+def int32_lengths(name: str, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """int32 or int64 lengths as int32, or starts, up to ``most``. Values beyond int32's range clamp to its ends, as both lie past
+    all tokens. Does not synchronize. On a CPU, raises ValueError for values that leave no token but mean something else."""
+    if lengths.device.type == "cpu" and is_plain_eager(lengths):
+        wrong = lengths[lengths < 0 if most is None else lengths > most].tolist()
+        if wrong:
+            bound = "at least 0" if most is None else f"at most {most}, the number of tokens"
+            raise ValueError(f"{name} must be {bound}; got {wrong[0]}; a sequence without tokens has {most or 0}")
     if lengths.dtype == torch.int64:
         ends = torch.iinfo(torch.int32)
         lengths = lengths.clamp(ends.min, ends.max)

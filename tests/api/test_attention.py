@@ -1,5 +1,6 @@
 """The call: right by the rule of ``oracle.check`` on every back end, and one clear error for arguments that do not fit together."""
 
+import warnings
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -579,6 +580,35 @@ def test_a_mask_on_another_device_is_one_clear_error():
 def test_a_block_size_out_of_range_is_one_clear_error(block_size):
     with pytest.raises(ValueError, match=r"block_size must be a power of two in 16..256; got .*; try 128"):
         sf.compile_mask("causal", 100, block_size=block_size)
+
+
+@parametrize("kv_heads", [8, 2])
+@parametrize("mask", [None, "causal", sf.local(5)], ids=str)
+def test_tokens_before_heads_are_warned_of_once_at_the_line_of_the_call(mask, kv_heads):
+    q, k = (torch.randn(1, 300, heads, 16, device=DEVICE) for heads in (8, kv_heads))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            sf.attention(q, k, k, mask)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert "q of shape (1, 300, 8, 16), 300 heads of 8 tokens; if tokens come before heads" in str(seen[0].message)
+
+
+@parametrize(
+    "shape, kv_shape",
+    [
+        ((2, 128, 4), (2, 128, 4)),  # many heads, few tokens
+        ((2, 128, 1), (2, 128, 300)),  # a decoding step
+        ((400, 8, 2), (400, 8, 2)),  # windows
+        ((1, 300, 4), (1, 300, 40)),  # more keys than queries
+        ((1, 200, 140), (1, 200, 140)),  # more tokens than models have heads
+    ],
+)
+def test_calls_with_heads_before_tokens_are_not_warned_of(shape, kv_shape):
+    q, k = (torch.randn(*sizes, 16, device=DEVICE) for sizes in (shape, kv_shape))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.attention(q, k, k, "causal")
 
 
 # Memory.

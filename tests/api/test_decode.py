@@ -14,6 +14,7 @@ from sparse_flash.backends import empty_out
 from sparse_flash.dispatch import operators
 from sparse_flash.kernels.portable import decode as portable_decode
 from sparse_flash.masks.cache import _cached_mask
+from sparse_flash.variant import variant
 
 pytestmark = pytest.mark.usefixtures("poison")
 parametrize = pytest.mark.parametrize
@@ -174,10 +175,25 @@ def test_keys_of_one_shape_serve_values_of_one_head_dim_after_another(backend):
 
 @parametrize("far", [2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1])
 @parametrize("backend", ["torch", "triton", "reference"])
-def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(backend, far):
+def test_lengths_past_the_capacity_are_the_capacity_and_negative_ones_are_none(backend, far, monkeypatch):
+    monkeypatch.setattr(variant, "is_plain_eager", lambda *_: False)  # as where lengths are not read
     q, k, v = (torch.randn(3, 2, tokens, 16, device=DEVICE) for tokens in (1, 90, 90))
     wanted, given = (torch.tensor(lens, device=DEVICE) for lens in ((90, 7, 0), (far, 7, -far)))
     assert torch.equal(*(sf.attention_decode(q, k, v, "local(70)", kv_lens=lens, backend=backend) for lens in (wanted, given)))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="lengths on a GPU are not read")
+def test_a_negative_length_is_an_error_on_a_cpu():
+    q, k = (torch.randn(2, 2, tokens, 16) for tokens in (1, 90))
+    lens = torch.tensor([3, -2])
+    means = sf.BlockMeans(2, 2, 90, 16, block_size=16)
+    for call in (
+        lambda: sf.attention_decode(q, k, k, kv_lens=lens),
+        lambda: means.update(k, 1, kv_lens=lens),
+        lambda: means.choose(q, 2, kv_lens=lens),
+    ):
+        with pytest.raises(ValueError, match="kv_lens must be at least 0; got -2; a sequence without tokens has 0"):
+            call()
 
 
 @parametrize("backend", ["reference"])

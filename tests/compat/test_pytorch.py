@@ -46,6 +46,17 @@ def test_function_transforms_are_seen_and_functionalize_is_none_that_differentia
     assert seen == [(False, False), (True, True), (True, True), (True, False)]
 
 
+def test_batches_of_gradients_are_seen():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(pytorch.is_batched_gradient(gradient)))
+    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.vmap(lambda of: torch.autograd.grad(y, x, of, retain_graph=True)[0])(torch.ones(3, 2))
+    assert seen == [False, True, True]
+
+
 def test_tangents_of_forward_mode_are_seen():
     x = torch.ones(2)
     assert not pytorch.has_forward_derivative(x)

@@ -1,5 +1,6 @@
 """The PyTorch operators pass opcheck, and torch.compile has no graph break and no needless recompile."""
 
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -389,6 +390,37 @@ def test_exported_programs_hold_the_operator_and_take_other_lengths():
         assert torch.equal(program.module()(q, k, v), sf.attention(q, k, v, LOCAL))
 
 
+# Compiles for 20 s. The operators of all calls are in one program, as each program takes most of that.
+@pytest.mark.skipif(DEVICE == "cpu" and not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_program_that_aotinductor_compiles_runs(tmp_path):
+    mask = sf.compile_mask(LOCAL, TOKENS, block_size=32, device=DEVICE)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, lens, bounds, picks):
+            packed, last = (t[0].transpose(0, 1) for t in (q, k, v)), q[:, :, -1:]
+            chosen = sf.BlockSelection.from_picks(picks, 64, always="sinks(4)")
+            return (
+                sf.attention(q, k, v),
+                sf.attention(q, k, v, "causal", softcap=2.0),
+                sf.attention(q, k, v, mask, kv_lens=lens, alibi_slopes=lens.expand(2).float()),
+                sf.attention(q, k, v, chosen),
+                sf.attention(q, k, v, sf.BlockSelection.from_picks(picks, 64)),
+                sf.attention_decode(last, k, v),
+                sf.attention_decode(last, k, v, "causal & local(20)", kv_lens=lens),
+                sf.attention_varlen(*packed, bounds, mask="causal", max_seqlen_q=TOKENS),
+            )
+
+    q, k, v = (t.detach() for t in inputs())
+    lens, bounds = torch.tensor([150], device=DEVICE), torch.tensor([0, 90, TOKENS], dtype=torch.int32, device=DEVICE)
+    given = q, k, v, lens, bounds, torch.zeros(1, 2, TOKENS, 1, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        program = torch.export.export(Model(), given)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
+        results = torch._inductor.aoti_load_package(path)(*given)
+    for got, wanted in zip(results, Model()(*given), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_fake_tensors_see_the_operator():
     with torch._subclasses.FakeTensorMode():
         q = torch.empty(1, 2, TOKENS, 16, requires_grad=True)
@@ -437,6 +469,91 @@ def test_transforms_that_would_go_wrong_are_refused():
         attend(q)
         with pytest.raises(NotImplementedError, match="reverse-mode autograd"):
             attend(torch.autograd.forward_ad.make_dual(q, q))
+
+
+def batched_gradients():
+    q, k, v = inputs(60)
+    chosen = sf.topk_blocks(q, k, 1, every=1, block_size=16)
+    bounds = torch.tensor([0, 20, 60], dtype=torch.int32, device=DEVICE)
+    packed = [t[0].transpose(0, 1) for t in (q, k, v)]
+    return q, {
+        "out": lambda: sf.attention(q, k, v, LOCAL),
+        "lse": lambda: sf.attention(q, k, v, return_lse=True)[1],
+        "a bias beside": lambda: sf.attention(q, k, v, rel_bias=torch.zeros(2, 9, device=DEVICE, requires_grad=True)),
+        "a selection": lambda: sf.attention(q, k, v, chosen),
+        "lse of blocks": lambda: sf.attention(q, k, v, chosen, return_block_lse=True)[1],
+        "documents in place": lambda: sf.attention_varlen(*packed, bounds, mask="causal"),
+        "documents moved": lambda: sf.attention_varlen(*packed, bounds, mask="strided(4, block=1)"),
+    }
+
+
+@parametrize("way", batched_gradients()[1])
+def test_batches_of_gradients_are_refused(way):
+    q, calls = batched_gradients()
+    result = calls[way]()
+    gradients = torch.randn(3, *result.shape, device=DEVICE)
+
+    def gradient(of):
+        return torch.autograd.grad(result, q, of, retain_graph=True)[0]
+
+    for call in (
+        lambda: torch.autograd.grad(result, q, gradients, is_grads_batched=True, retain_graph=True),
+        lambda: torch.vmap(gradient)(gradients),
+    ):
+        with pytest.raises(NotImplementedError, match=r"not under .*is_grads_batched=True.*; .*loop over the gradients"):
+            call()
+
+
+def test_a_vectorized_jacobian_is_refused():
+    q, k, v = (t.detach() for t in inputs(20))
+    with pytest.raises(NotImplementedError, match=r"jacobian\(vectorize=True\)"):
+        torch.autograd.functional.jacobian(lambda q: sf.attention(q, k, v, "causal"), q, vectorize=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tracing_by_torch_jit_names_what_traces_instead():
+    q, k, v = (t.detach() for t in inputs(20))
+    bounds = torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)
+    for call in (
+        sf.attention,
+        lambda q, k, v: sf.attention(q, k, v, "causal"),
+        lambda q, k, v: sf.attention_decode(q[:, :, -1:], k, v),
+        lambda q, k, v: sf.attention_varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), bounds),
+        lambda q, k, v: sf.topk_blocks(q, k, 1, every=1, block_size=16).picks,
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch.jit.trace turns into constants; use torch.export.export"):
+            torch.jit.trace(call, (q, k, v))
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh(DEVICE, (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_refused_with_what_takes_them(one_rank):
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import local_map
+
+    whole = inputs(20)
+    q, k, v = (DTensor.from_local(t.detach(), one_rank, [Shard(1)]).requires_grad_() for t in whole)
+    chosen = sf.topk_blocks(*(t.detach() for t in whole[:2]), 1, every=1, block_size=16)
+    for call in (
+        lambda: sf.attention(q, k, v),
+        lambda: sf.attention(q, k, v, "causal"),
+        lambda: sf.attention(q, k, v, chosen),
+        lambda: sf.attention_decode(q[:, :, -1:], k, v),
+        lambda: sf.topk_blocks(q, k, 1),
+    ):
+        with pytest.raises(TypeError, match=r"q must be a tensor of one rank; got a DTensor; .*local_map"):
+            call()
+    shards = [Shard(1)]
+    attend = local_map(lambda *qkv: sf.attention(*qkv, "causal"), shards, (shards, shards, shards), device_mesh=one_rank)
+    attend(q, k, v).sum().backward()
+    wanted = torch.autograd.grad(sf.attention(*whole, "causal").sum(), whole)
+    for got, one in zip((q, k, v), wanted, strict=True):
+        assert torch.equal(got.grad.to_local(), one)
 
 
 class Spy(torch.utils._python_dispatch.TorchDispatchMode):

@@ -998,13 +998,60 @@ def test_terms_that_do_not_fit_are_one_clear_error(options, error, message):
         sf.attention(q, k, v, "causal", **options)
 
 
+class _Reading:
+    """Functions of scores that read a tensor in all ways but as an argument."""
+
+    def __init__(self, bias):
+        self.bias, self.other, self.linear = bias, zeros(2).requires_grad_(), torch.nn.Linear(1, 1, device=bias.device)
+        self.linear.requires_grad_(bias.requires_grad)
+        self.listed = torch.nn.ParameterList([torch.nn.Parameter(bias.detach(), bias.requires_grad)])
+
+    def method(self, score, batch, head, q_pos, k_pos, params):
+        return score + self.bias[head]
+
+    def __call__(self, score, batch, head, q_pos, k_pos, params):
+        return self.linear(score[..., None])[..., 0]
+
+    def functions(self):
+        bias, holder, shift = self.bias, self, lambda head: self.bias[head]
+        global _GLOBAL_BIAS
+        _GLOBAL_BIAS = bias
+        return {
+            "a closure": lambda s, b, h, i, j, p: s * bias[h],
+            "a global": lambda s, b, h, i, j, p: s * _GLOBAL_BIAS[h],
+            "a default": lambda s, b, h, i, j, p, bias=bias: s * bias[h],
+            "an attribute": lambda s, b, h, i, j, p: s * holder.bias[h],
+            "a list": lambda s, b, h, i, j, p: s * holder.listed[0][h],
+            "a function called": lambda s, b, h, i, j, p: s + shift(h),
+            "a function within": lambda s, b, h, i, j, p: (lambda: s + bias[h])(),
+            "a method": self.method,
+            "a callable": self,
+            "a partial": functools.partial(lambda bias, s, b, h, i, j, p: s * bias[h], bias),
+        }
+
+
+@parametrize("way", _Reading(torch.zeros(2)).functions())
+def test_a_score_function_that_reads_a_learned_tensor_is_refused_where_its_gradient_would_be_missing(way):
+    q, k, v, _ = inputs()
+    learned = sf.ScoreFunction(_Reading(zeros(2).requires_grad_()).functions()[way])
+    compiled = torch.compile(lambda *qkv: sf.attention(*qkv, score_mod=learned, backend="torch"), backend="eager", fullgraph=True)
+    for call in (lambda *qkv: sf.attention(*qkv, score_mod=learned), compiled):
+        with pytest.raises(Exception, match=r"score_mod must read no tensor that requires a gradient.*rel_bias"):
+            call(q, k, v)
+    with torch.no_grad():
+        sf.attention(q, k, v, score_mod=learned, backend="torch")
+    frozen = sf.ScoreFunction(_Reading(zeros(2)).functions()[way])
+    sf.attention(q, k, v, score_mod=frozen, backend="torch")
+
+
 # Values beyond int32, and its own ends. None of them is -1 or below 90 in its lower 32 bits by chance alone.
 FAR = (2**31 - 1, 2**31, 2**32 + 5, 2**40, 2**63 - 1)
 
 
 @parametrize("far", FAR)
 @parametrize("backend", ["torch", "triton", "reference"])
-def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far):
+def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(backend, far, monkeypatch):
+    monkeypatch.setattr(variant_module, "is_plain_eager", lambda *_: False)  # as where lengths are not read
     q, k, v = (torch.randn(2, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def results(**lengths):
@@ -1021,3 +1068,20 @@ def test_lengths_past_all_tokens_are_all_tokens_and_starts_past_them_leave_none(
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
     for nothing in ({"kv_lens": of(-far, -far)}, {"q_starts": of(far, far)}, {"kv_starts": of(far, far)}, {"q_lens": of(-far, 0)}):
         assert all((t == 0).all() for t in results(**nothing))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="lengths on a GPU are not read")
+@parametrize(
+    "name, value, bound",
+    [
+        (f"{side}_{of}", *wrong)
+        for side in ("q", "kv")
+        for of, wrong in (("lens", (-1, "at least 0")), ("starts", (50, "at most {}, the number of tokens")))
+    ],
+)
+def test_lengths_that_leave_no_token_by_mistake_are_an_error_on_a_cpu(name, value, bound):
+    tokens = 40 if name.startswith("q") else 49
+    q, k = torch.randn(2, 1, 40, 16), torch.randn(2, 1, 49, 16)
+    with pytest.raises(ValueError, match=rf"{name} must be {bound.format(tokens)}; got {value}; a sequence without tokens has"):
+        sf.attention(q, k, k, **{name: torch.tensor([3, value])})
+    sf.attention(q, k, k, **{name: torch.tensor([3, 0 if value < 0 else tokens])})

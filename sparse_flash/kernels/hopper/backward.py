@@ -321,9 +321,9 @@ class BackwardLaunches(NamedTuple):
         k, v = self.tensors.k, self.tensors.v
         batch, kv_heads, kv_len = k.shape[:3]
         arguments = [described_for_triton(k, ROWS, self.dim), described_for_triton(v, ROWS, self.dim_v)]
-        arguments += [self.tensors.bounds, kv_heads, self.variant.given]
+        arguments += [self.tensors.bounds, kv_heads, kv_len, self.variant.given]
         constants = {"DIM": self.dim, "DIM_V": self.dim_v, "TILE": ROWS}
-        return (triton.cdiv(kv_len, ROWS), batch * kv_heads), arguments, constants, self.options_of_rows
+        return (triton.cdiv(kv_len, ROWS) * batch * kv_heads, 1), arguments, constants, self.options_of_rows
 
     def prepare(self):
         tensors, given = self.tensors, self.variant.given
@@ -347,7 +347,7 @@ class BackwardLaunches(NamedTuple):
         constants |= {"HAS_DLSE": self.has_dlse, "FIXED": self.deterministic, "DROPOUT": self.variant.dropout_p is not None}
         constants["CUT"] = given.q_starts is not None or given.q_lens is not None
         constants["TABLE_BLOCK"] = self.block_of_starts
-        return (self.room.padded_q // ROWS, batch * heads), arguments, constants, self.options_of_rows
+        return (self.room.padded_q // ROWS * batch * heads, 1), arguments, constants, self.options_of_rows
 
     def add_tiles(self):
         tensors, room, mask, config, dim, dim_v = self.tensors, self.room, self.mask, self.config, self.dim, self.dim_v
@@ -446,7 +446,7 @@ class BackwardLaunches(NamedTuple):
         arguments = [target, sums, self.rows[2 if self.deterministic else 0], self.starts, heads, members, length, factor]
         constants = {"DIM": dim, "TILE": tile, "ACROSS": across, "PIECES": pieces, "FIXED": sums.dtype == torch.int32}
         constants["TABLE_BLOCK"] = self.block_of_starts
-        return (length // tile, batch * heads), arguments, constants, self.options_of_rows
+        return (length // tile * batch * heads, 1), arguments, constants, self.options_of_rows
 
 
 def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[float, float]):
@@ -457,6 +457,6 @@ def combine_columns_launch(dk, dv, kv_sums, mask, keys: int, factors: tuple[floa
     arguments = [described_for_triton(grad, keys, dim) for grad, dim in zip((dk, dv), dims, strict=True)]
     arguments += [kv_sums, table, index, mask_batch_stride, mask_head_stride, heads, table.shape[1], *factors]
     # A split column has two splits or more, so the second half of the lines is never in use.
-    grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys), batch * heads)
+    grid = (2 * (table.shape[1] // 2) * (mask.block_size // keys) * batch * heads, 1)
     constants = {"DIM": dims[0], "DIM_V": dims[1], "TILE": keys, "TABLE_BLOCK": mask.block_size}
     return grid, arguments, constants, {"num_warps": 8}

@@ -4,11 +4,14 @@ gradients from their sums."""
 import triton
 import triton.language as tl
 
+from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, load_tile, store_tile
 
 
-@triton.jit(do_not_specialize=["kv_heads"])
-def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+def bound_kernel(
+    k_tensor, v_tensor, bounds_ptr, kv_heads, kv_len, variant, DIM: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr
+):
     """The largest element of K and the largest norm of a row of V, for each key head, into (2, heads) zeros.
 
     They bound dQ. For a query it is sum P (dP - delta) K, where the P sum to 1, and |dP| <= |dOut| |V|; dropout sets some dP to 0
@@ -16,9 +19,11 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.cons
     sum to the same in any order. That unit is 2^-30 of the bound: some 2^-18 of dQ over 16,384 keys of random directions, while
     16-bit weights round to 2^-9.
     """
-    batch = tl.program_id(1) // kv_heads
-    head = tl.program_id(1) % kv_heads
-    first = tl.program_id(0) * TILE
+    tiles = (kv_len + TILE - 1) // TILE
+    tile, batch_head = tile_and_batch_head(tiles)
+    batch = batch_head // kv_heads
+    head = batch_head % kv_heads
+    first = tile * TILE
     k = load_tile(k_tensor, batch, head, first, TILE, DIM).to(tl.float32)
     v = load_tile(v_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     token = first + tl.arange(0, TILE)
@@ -28,9 +33,9 @@ def bound_kernel(k_tensor, v_tensor, bounds_ptr, kv_heads, variant, DIM: tl.cons
     if variant.kv_lens is not None:
         exist = (token < tl.load(variant.kv_lens + batch))[:, None]
         k, v = tl.where(exist, k, 0.0), tl.where(exist, v, 0.0)
-    tl.atomic_max(bounds_ptr + tl.program_id(1), tl.max(tl.max(tl.abs(k), 1), 0))
+    tl.atomic_max(bounds_ptr + batch_head, tl.max(tl.max(tl.abs(k), 1), 0))
     longest = tl.max(tl.sqrt_rn(tl.sum(v * v, 1)), 0)
-    tl.atomic_max(bounds_ptr + tl.num_programs(1) + tl.program_id(1), longest)
+    tl.atomic_max(bounds_ptr + tl.num_programs(0) // tiles + batch_head, longest)
 
 
 @triton.jit
@@ -73,14 +78,16 @@ def prepare_kernel(
     delta = rowsum(dOut * Out) - dLse; with dropout, delta times the kept share, by which gradients are divided at the end. Also
     zeros, to which dQ is added. With FIXED, also the power of two that is the unit of its dQ. CUT: whether some queries may not
     exist, whose rows may be anything. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
-    place = tl.program_id(0) * TILE
+    tile, batch_head = tile_and_batch_head(padded_q_len // TILE)
+    batch_heads = tl.num_programs(0) // (padded_q_len // TILE)
+    batch = batch_head // heads
+    head = batch_head % heads
+    place = tile * TILE
     first, stop = _tokens_of(starts_ptr, place, q_len, TABLE_BLOCK)
     out = load_tile(out_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     dout = load_tile(dout_tensor, batch, head, first, TILE, DIM_V).to(tl.float32)
     query = first + tl.arange(0, TILE)
-    line = tl.program_id(1).to(tl.int64) * q_len + query
+    line = batch_head.to(tl.int64) * q_len + query
     lse = tl.load(lse_ptr + line, mask=query < stop, other=-float("inf"))
     if CUT:
         dout = tl.where((lse > -float("inf"))[:, None], dout, 0.0)
@@ -92,13 +99,13 @@ def prepare_kernel(
         delta = tl.where(lse < float("inf"), delta, 0.0)
     if DROPOUT:
         delta *= share
-    padded = tl.program_id(1).to(tl.int64) * padded_q_len + (place + tl.arange(0, TILE))
-    lines = tl.num_programs(1).to(tl.int64) * padded_q_len
+    padded = batch_head.to(tl.int64) * padded_q_len + (place + tl.arange(0, TILE))
+    lines = batch_heads.to(tl.int64) * padded_q_len
     tl.store(rows_ptr + padded, lse)
     tl.store(rows_ptr + lines + padded, delta)
     if FIXED:
-        kv_heads = tl.num_programs(1) // group
-        bounds = bounds_ptr + tl.program_id(1) // group
+        kv_heads = batch_heads // group
+        bounds = bounds_ptr + batch_head // group
         length = tl.sqrt_rn(tl.sum(dout * dout, 1))
         most = (length * tl.load(bounds + kv_heads) + tl.abs(delta)) * tl.load(bounds)
         # A number below 2^(e + 1) is at most 2^30 units of 2^(e - 29); the other half of the integer range absorbs rounding.
@@ -153,8 +160,9 @@ def finish_kernel(
     rows of the added tiles. ACROSS, PIECES: see ``_from_register_order``. group: how many consecutive sums make one gradient.
     FIXED: sums are integers, in units of a power of two per row. starts_ptr: where blocks start, or None: see ``_tokens_of``."""
     # Begins with the sums that were added to last, which are in the L2 cache.
-    line_of_head, place = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
-    first = place * TILE
+    tiles = padded_len // TILE
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    line_of_head, first = number // tiles, number % tiles * TILE
     sums = tl.zeros([TILE * DIM], tl.float32)
     for member in range(group):
         line = (line_of_head.to(tl.int64) * group + member) * padded_len + first
@@ -192,18 +200,19 @@ def combine_columns_kernel(
     """dK and dV of split columns: the sum over their splits, in order. A program computes a tile of one of the two, of a head and
     of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
     TILES: tl.constexpr = TABLE_BLOCK // TILE
-    is_dv = tl.program_id(0) % 2
-    part = tl.program_id(0) // 2 % TILES
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    tile, batch_head = tile_and_batch_head(2 * (listed // 2) * TILES)
+    is_dv = tile % 2
+    part = tile // 2 % TILES
+    batch = batch_head // heads
+    head = batch_head % heads
     mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-    entry = split_columns + (mask * listed + tl.program_id(0) // (2 * TILES)) * 4
+    entry = split_columns + (mask * listed + tile // (2 * TILES)) * 4
     column, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if count > 0:
-        line = tl.program_id(1).to(tl.int64) * listed * TILES + first * TILES + part
+        line = batch_head.to(tl.int64) * listed * TILES + first * TILES + part
         first_key = column * TABLE_BLOCK + part * TILE
         if is_dv == 1:
-            sums_ptr += tl.num_programs(1).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
+            sums_ptr += (tl.num_programs(0) // (2 * (listed // 2) * TILES)).to(tl.int64) * listed * (TABLE_BLOCK * DIM)
             dv = _sum_of_splits(sums_ptr, line, count, TILE, DIM_V, TILES)
             store_tile(dv_tensor, dv * dv_factor, batch, head, first_key, TILE, DIM_V)
         else:

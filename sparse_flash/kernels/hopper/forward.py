@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import padded_head_dim
 from ..common.gluon import async_store, fresh_zero, of_tensor, record, store_wait
+from ..common.grid import tile_and_batch_head
 from ..common.layout import empty_out
 from ..common.tiles import FLOOR, LN_2, LOG2_E, store_tile
 from ..launch import tuned
@@ -587,15 +588,16 @@ def combine_kernel(
     """The output of split rows: the splits' outputs, each weighted by its share of the softmax sum. A program combines ``COMBINED``
     queries of a head and of one of the lines of ``Table.splits``. listed: their number, and that of the splits."""
     STEPS: tl.constexpr = TABLE_ROW // COMBINED
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    tile, batch_head = tile_and_batch_head(listed // 2 * STEPS)
+    batch = batch_head // heads
+    head = batch_head % heads
     mask = tl.load(mask_index + batch * mask_batch_stride + head * mask_head_stride)
-    entry = split_rows + (mask * listed + tl.program_id(0) // STEPS) * 4
+    entry = split_rows + (mask * listed + tile // STEPS) * 4
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    start = tl.program_id(0) % STEPS * COMBINED
+    start = tile % STEPS * COMBINED
     if count > 0:
         rows = tl.arange(0, COMBINED)
-        line = (tl.program_id(1).to(tl.int64) * listed + first) * TABLE_ROW + start + rows
+        line = (batch_head.to(tl.int64) * listed + first) * TABLE_ROW + start + rows
         running_max = tl.full([COMBINED], FLOOR, tl.float32)
         running_sum = tl.zeros([COMBINED], tl.float32)
         accumulator = tl.zeros([COMBINED, DIM], tl.float32)
@@ -614,7 +616,7 @@ def combine_kernel(
         store_tile(out_tensor, accumulator / total[:, None], batch, head, first_query, COMBINED, DIM)
         query = first_query + rows
         lse = tl.where(keeps_nothing, -float("inf"), running_max + tl.log(total))
-        tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * q_len + query, lse, mask=query < q_len)
+        tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + query, lse, mask=query < q_len)
 
 
 def attention_forward(q, k, v, mask, scale, variant=None, config=None, beside=None):
@@ -774,5 +776,5 @@ def _combine_launch(out, lse, split_out, split_lse, mask):
     arguments = [described_for_triton(out, COMBINED.value, dim), lse, split_out, split_lse, table, index]
     arguments += [mask_batch_stride, mask_head_stride, heads, q_len, table.shape[1]]
     # A split row has two splits or more, so the second half of the lines is never in use.
-    grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value), batch * heads)
+    grid = (table.shape[1] // 2 * (mask.row_queries // COMBINED.value) * batch * heads, 1)
     return grid, arguments, {"DIM": dim, "TABLE_ROW": mask.row_queries}, {"num_warps": 4}

@@ -5,6 +5,9 @@ heavy rows are computed.
 """
 
 import math
+from functools import cache
+
+from ..common.grid import SECOND_AXIS
 
 # Bytes of keys and values that stay in the L2 cache while programs walk them; the rest is for other data.
 L2_BYTES = 16 << 20
@@ -41,12 +44,20 @@ def heads_in_queue(row_bytes: int, rows: int, mask, lines: int, group: int = 1, 
 
 def heads_in_grid(of_line: int, rows: int, mask, lines: int, by_key: bool = False) -> int:
     """How many lines of heads take turns in a grid: where rows keep much of what they could, the divisor of ``lines`` nearest to
-    eight whose walked operands, ``of_line`` bytes each, are not too many, otherwise one. rows: length of the walked axis."""
+    eight whose walked operands, ``of_line`` bytes each, are not too many, otherwise one; more only if the second axis of the grid
+    must be shorter. rows: length of the walked axis."""
+    least = _least_divisor(lines)
     if not _mostly_kept(mask, rows, by_key):
-        return 1
-    most = max(1, min(lines, 2 * HEADS_IN_STEP, BYTES_IN_STEP // of_line))
-    divisors = [number for number in range(1, most + 1) if lines % number == 0]
+        return least
+    most = max(least, min(lines, 2 * HEADS_IN_STEP, BYTES_IN_STEP // of_line))
+    divisors = [number for number in range(least, most + 1) if lines % number == 0]
     return min(divisors, key=lambda number: abs(math.log(number / HEADS_IN_STEP)))
+
+
+@cache
+def _least_divisor(lines: int) -> int:
+    """The least that leaves as many programs on the second axis of a grid as fit."""
+    return next(lines // number for number in range(min(lines, SECOND_AXIS), 0, -1) if lines % number == 0)
 
 
 def _mostly_kept(mask, rows: int, by_key: bool) -> bool:

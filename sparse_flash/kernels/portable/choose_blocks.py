@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
+from ..common.grid import tile_and_batch_head
 from ..common.tiles import FLOOR, LN_2, LOG2_E
 from ..launch.launch import integers_specialized, launch
 
@@ -164,9 +165,9 @@ def choose_blocks_kernel(
     (batch, heads, groups, CHOSEN + OWN) int32. heads: that pick. width: how many of them share a key head. bounds: if BOUNDED,
     (groups, 2) int32: the first column that a group may choose, and its own; then EVERY is 1. logs, compressed, log_head, factor:
     of WEIGHTS, see ``_weights_of_blocks``; key i is of LENGTH tokens from i * STRIDE on."""
-    line = tl.program_id(1)
+    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     if BOUNDED:
         least = tl.load(bounds + 2 * group, mask=exists, other=_NONE)
@@ -275,9 +276,9 @@ def compressed_lse_kernel(
 ):
     """logs: (batch, heads, groups) float32, of the softmax sums of each group's first query over the compressed keys that have no
     token after it. The rest as for ``choose_blocks_kernel``."""
-    line = tl.program_id(1)
+    tile, line = tile_and_batch_head(tl.cdiv(groups, TILE))
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    group = tile * TILE + tl.arange(0, TILE)
     exists = group < groups
     position = group * EVERY + offset
     dim = tl.arange(0, DIM)
@@ -323,7 +324,7 @@ def compressed_lse(q: torch.Tensor, keys: torch.Tensor, compression: Compressed,
     constants = {"EVERY": every, "LENGTH": compression.length, "STRIDE": compression.stride, "TILE": config.tile, "KEYS": _KEYS}
     constants |= {"DIM": padded_head_dim(head_dim), "PRECISION": _precision(q)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = triton.cdiv(groups, config.tile), batch * heads
+    grid = triton.cdiv(groups, config.tile) * batch * heads, 1
     launch(compressed_lse_kernel, grid, arguments, constants, options, integers_specialized(sizes))
     return logs
 
@@ -393,7 +394,7 @@ def choose_blocks(
     }
     constants |= {"DIM": 16 if given else max(16, triton.next_power_of_2(source.shape[3])), "PRECISION": _precision(source)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    grid = triton.cdiv(groups, config.tile), source.shape[0] * heads
+    grid = triton.cdiv(groups, config.tile) * source.shape[0] * heads, 1
     launch(choose_blocks_kernel, grid, arguments, constants, options, (keys.dtype, *integers_specialized(sizes)))
     return picks
 

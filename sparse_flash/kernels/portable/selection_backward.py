@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common.config import padded_head_dim
+from ..common.grid import tile_and_batch_head
 from ..common.tiles import LOG2_E, WalkedTable, load_tile, store_tile
 from ..launch.launch import described, launch, rows_of
 from .configs import selection_config
@@ -68,7 +69,8 @@ def rows_of_softmax_kernel(
     HAS_DLSE: tl.constexpr,
 ):
     """log2_sum_ptr, delta_ptr: (batch, heads, q_len) float32. A query that keeps nothing gets a log2 sum of inf: weights of 0."""
-    first, line = tl.program_id(0) * ROWS, tl.program_id(1)
+    tile, line = tile_and_batch_head(tl.cdiv(q_len, ROWS))
+    first = tile * ROWS
     query = first + tl.arange(0, ROWS)
     at = line.to(tl.int64) * q_len + query
     out = load_tile(out_rows, line // heads, line % heads, first, ROWS, DIM_V)
@@ -86,7 +88,7 @@ def rows_of_softmax(out, dout, lse, dlse, log2_sum, delta) -> None:
     batch, heads, q_len, head_dim = out.shape
     dim_v = padded_head_dim(head_dim)
     arguments = [rows_of(out, dim_v), rows_of(dout, dim_v), lse, lse if dlse is None else dlse, log2_sum, delta, heads, q_len]
-    grid = triton.cdiv(q_len, ROWS.value), batch * heads
+    grid = triton.cdiv(q_len, ROWS.value) * batch * heads, 1
     launch(rows_of_softmax_kernel, grid, arguments, {"DIM_V": dim_v, "HAS_DLSE": dlse is not None}, {"num_warps": 4})
 
 

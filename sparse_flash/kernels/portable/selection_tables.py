@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.grid import tile_and_batch_head
 from ..launch.launch import launch
 from .selection_tiles import SelectionSizes, padded
 
@@ -47,8 +48,8 @@ def selection_walks_kernel(
     and how many there are. blocks: (lines, clusters, WIDTH) int32, ascending within whole and cut ones. bits: like blocks, int64
     if WIDE, otherwise int32; bit c: choice c of the cluster picked the block. offset: position of the first query.
     """
-    cluster = tl.program_id(0)
-    line = tl.program_id(1)
+    table = tl.program_id(0).to(tl.int64)
+    cluster, line = tile_and_batch_head((choices + CHOICES - 1) // CHOICES)
     number = tl.arange(0, PADDED)
     choice = cluster * CHOICES + number // SLOTS
     exists = (number < CHOICES * SLOTS) & (choice < choices)
@@ -69,7 +70,6 @@ def selection_walks_kernel(
     walks = kept & (cut | (before + after > LEAST))
     entry = walks & (after == 1)
     place = tl.cumsum(entry.to(tl.int32), 0) - 1
-    table = line.to(tl.int64) * tl.num_programs(0) + cluster
     fits = entry & (place < WIDTH)
     tl.store(blocks + table * WIDTH + place, (key & (_CUT - 1)) // PADDED, mask=fits)
     tl.store(bits + table * WIDTH + place, together, mask=fits)
@@ -96,7 +96,7 @@ def selection_walks(picks, sizes: SelectionSizes, least: int):
     constants = {"LEAST": least, "WIDTH": width, "EVERY": sizes.every, "SLOTS": slots, "CHOICES": together}
     constants |= {"PADDED": padded(picked), "BLOCK": sizes.block, "WIDE": wide}
     options = {"num_warps": max(1, min(8, padded(picked) // 256))}
-    launch(selection_walks_kernel, (clusters, picks.shape[0] * picks.shape[1]), arguments, constants, options)
+    launch(selection_walks_kernel, (clusters * picks.shape[0] * picks.shape[1], 1), arguments, constants, options)
     return walked, counts, blocks, bits
 
 
