@@ -26,8 +26,8 @@ def learned(function: Any) -> str | None:
 def state_of(function: Any) -> tuple[object, ...]:
     """Returns a value that stays equal as long as the tensors and arrays that the function reads are the same and hold the same.
 
-    A tensor counts its changes; the bytes of an array are read. Changes of a tensor through ``.data``, or through an array that shares
-    its memory, are not seen, nor are changes of numbers in lists.
+    A tensor counts its changes; the bytes of an array are read. Changes of a tensor through ``.data``, or through an array that
+    shares its memory, are not seen, nor are changes of numbers in lists.
     """
     return tuple(map(_state, (value for _, value in _data_of(function))))
 
@@ -40,8 +40,8 @@ def _state(value: torch.Tensor | np.ndarray) -> tuple[object, ...]:
 
 
 def _data_of(function: Any) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
-    """Yields (how the code writes it, the tensor or array). Follows closures, globals, defaults, bound arguments, containers, and the
-    attributes and functions that the code names."""
+    """Yields (how the code writes it, the tensor or array). Follows closures, globals, defaults, bound arguments, containers, and
+    the attributes and functions that the code names."""
     yield from _data(function, "", _NO_NAMES, set())
 
 
@@ -73,8 +73,7 @@ def _read(value: Any, path: str, names: frozenset[str]) -> Iterator[tuple[str, A
             yield from _of_function(value.__func__)
             yield "self", value.__self__, frozenset(_names(value.__func__.__code__))
     elif isinstance(value, FunctionType):
-        if not (value.__module__ or "").startswith("torch."):
-            yield from _of_function(value)
+        yield from _of_function(value)
     else:
         own = getattr(value, "__dict__", {})
         if isinstance(value, torch.nn.Module):
@@ -90,7 +89,8 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[s
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != _EMPTY:
             yield name, cell.cell_contents, names
-    yield from ((name, function.__globals__[name], names) for name in names & function.__globals__.keys())
+    if not (function.__module__ or "").startswith("torch."):  # whose functions read a user's through closures alone
+        yield from ((name, function.__globals__[name], names) for name in names & function.__globals__.keys())
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (("a default", child, names) for child in defaults)
 
