@@ -806,13 +806,14 @@ def test_copies_of_a_score_function_are_itself_and_one_unpickled_elsewhere_compi
     plain = sf.ScoreFunction(own_in_torch)
     for one in (plain, OWN):
         assert pickle.loads(pickle.dumps(one)) is one
+    q, k, v, _ = inputs()
+    options = {"score_params": (torch.ones(2, HEADS, device=DEVICE),), "backend": "torch"}
+    wanted = sf.attention(q, k, v, score_mod=plain, **options)
     monkeypatch.setattr(variant_module, "_score_functions", {})  # as in a process that has not made it
     again = pickle.loads(pickle.dumps(plain))
-    q, k, v, _ = inputs()
     torch._dynamo.reset()
-    options = {"score_params": (torch.ones(2, HEADS, device=DEVICE),), "backend": "torch"}
     attend = torch.compile(lambda q: sf.attention(q, k, v, score_mod=again, **options), backend="aot_eager")
-    assert again is not plain and torch.equal(attend(q), sf.attention(q, k, v, score_mod=plain, **options))
+    assert again is not plain and torch.equal(attend(q), wanted)
 
 
 def test_a_score_function_whose_triton_functions_have_no_place_says_where_they_can_be_pickled():
