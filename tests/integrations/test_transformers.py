@@ -91,11 +91,19 @@ def test_generate_continues_as_dense_attention_with_the_masks_pairs_would(name):
     assert torch.equal(made, x)
 
 
-@pytest.mark.parametrize("masks", [["causal", "causal & local(9)"], {1: "causal & local(9)"}, {1: sf.causal() & sf.local(9)}])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"per_layer": ["causal", "causal & local(9)"]},
+        {"per_layer": (None, "causal & local(9)")},
+        {"mask": {1: "causal & local(9)"}},
+        {"mask": {1: sf.causal() & sf.local(9)}},
+    ],
+)
 def test_each_layer_may_have_its_own_mask(masks):
     model, dense = twins("llama")
     x = words()
-    ours = use_sparse_flash(model, masks)(x).logits
+    ours = use_sparse_flash(model, **masks)(x).logits
     # PyTorch's attention, layer by layer.
     for number, layer in enumerate(dense.model.layers):
         kept = pairs("causal & local(9)" if number else "causal", *x.shape)
@@ -103,6 +111,76 @@ def test_each_layer_may_have_its_own_mask(masks):
             lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
         )
     torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_without_a_mask_keeps_its_own(name):
+    model, dense = twins(name)
+    x = words()
+    for given in ({}, {"mask": None}, {"mask": "own"}, {"per_layer": [None, "own"]}, {"mask": {0: None}}):
+        torch.testing.assert_close(use_sparse_flash(model, **given)(x).logits, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+def of_heads(*patterns: str) -> sf.BlockMask:
+    return sf.BlockMask.per_head(list(patterns), TOKENS, block_size=16)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": "local(64)"},
+        {"mask": "full"},
+        {"mask": "causal | sinks(3)"},
+        {"mask": "~causal"},
+        {"mask": sf.from_mask_fn(lambda q, kv: (q - kv) % 300 != 299)},
+        {"mask": sf.longformer(5)},
+        {"mask": sf.compile_mask("local(2)", TOKENS, block_size=16)},
+        {"mask": sf.compile_mask("causal | block_diagonal(block=32)", TOKENS, block_size=16)},
+        {"mask": of_heads("causal", "causal", "causal", "causal | sinks(100)")},
+        {"mask": {1: "local(9)"}},
+        {"per_layer": ["causal", "local(9)"]},
+    ],
+)
+def test_a_mask_that_lets_a_decoder_look_ahead_must_be_asked_for_by_name(given):
+    model, dense = twins("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"must be within causal.*'causal & .*bidirectional=True"):
+        use_sparse_flash(model, **given)
+    assert model.config._attn_implementation == before
+    x = words()
+    ours = use_sparse_flash(model, **given, bidirectional=True)(x).logits
+    last = given["mask"] if not isinstance(given.get("mask", {}), dict) else "local(9)"
+    for layer, mask in zip(dense.model.layers, [last if last != "local(9)" else "causal", last], strict=True):
+        kept = (mask if isinstance(mask, sf.BlockMask) else sf.compile_mask(mask, TOKENS)).to_dense().expand(2, 4, -1, -1)
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
+        )
+    torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sf.compile_mask("causal & (local(20) | sinks(2))", TOKENS, block_size=16),
+        sf.compile_mask("causal", TOKENS, block_size=64),
+        of_heads("causal", "causal & local(9)", "causal & strided(7)", "causal & sinks(2)"),
+        "(causal & local(9)) | (causal & sinks(2))",
+        "causal & ~local(3) & full",
+    ],
+)
+def test_a_mask_within_causal_needs_no_such_name(mask):
+    use_sparse_flash(twins("llama")[0], mask)
+
+
+def test_a_bare_list_of_masks_is_refused_as_layers_and_heads_both_fit():
+    model, _ = twins("llama")
+    before = model.config._attn_implementation
+    for given in (["causal", "causal & local(9)"], ("causal",) * 4):
+        with pytest.raises(TypeError, match=r"got a (list|tuple) of \d.*per_layer=\[.*per_head"):
+            use_sparse_flash(model, given)
+    with pytest.raises(ValueError, match="mask and per_layer were both given"):
+        use_sparse_flash(model, "causal", per_layer=["causal", "causal"])
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("checkpointed, name", [(False, "llama"), (True, "mistral, window")])
@@ -432,19 +510,22 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
 
 
 @pytest.mark.parametrize(
-    "masks, message",
+    "given, message",
     [
-        ({7: "causal"}, "layers \\[7\\]"),
-        (["causal"], "1 entries; the model has 2"),
-        ("causal & nothing_like_this", "nothing_like_this"),
-        ({0: 3}, "got int"),
+        ({"mask": {7: "causal"}}, "layers \\[7\\]"),
+        ({"per_layer": ["causal"]}, "2 masks.*got 1"),
+        ({"per_layer": "causal"}, "per_layer must be a list.*got str"),
+        ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
+        ({"mask": {0: 3}}, "got int"),
+        ({"bidirectional": True}, "bidirectional=True.*'full'"),
+        ({"mask": "causal & local(4)", "bidirectional": True}, "bidirectional=True.*'full'"),
     ],
 )
-def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(masks, message):
+def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(given, message):
     model, _ = twins("llama")
     before = model.config._attn_implementation
     with pytest.raises((ValueError, TypeError), match=message):
-        use_sparse_flash(model, masks)
+        use_sparse_flash(model, **given)
     assert model.config._attn_implementation == before
 
 

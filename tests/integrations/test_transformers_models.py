@@ -396,7 +396,8 @@ def test_a_prompt_that_the_model_sees_both_ways_is_kept_pair_by_pair():
         "token_type_ids": (torch.arange(TOKENS) >= 10).long().expand(2, -1),
     }
     exist = inputs["attention_mask"].bool()
-    ours = [use_sparse_flash(model, mask)(**inputs).logits[exist] for mask in ("own", "local(5)")]
+    masks = ({}, {"mask": "local(5)", "bidirectional": True})
+    ours = [use_sparse_flash(model, **mask)(**inputs).logits[exist] for mask in masks]
     as_oracle(model.get_decoder(), model)
     close(ours[0], model(**inputs).logits[exist])
     keep("local(5)")
@@ -427,3 +428,22 @@ def test_attention_weights_are_refused_by_every_decoder():
         model = use_sparse_flash(decoder_of(name), "causal")
         with pytest.raises(ValueError, match="output_attentions"):
             model(words(), output_attentions=True)
+
+
+def test_a_causal_layer_that_does_not_call_itself_one_sees_no_future_either():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
+    model, x = made(transformers.CLIPTextModel, transformers.CLIPTextConfig(**sizes, eos_token_id=2)), words()
+    with pytest.raises(ValueError, match=r"CLIPAttention must be within causal.*'causal & \(local\(4\)\)'"):
+        use_sparse_flash(model, "local(4)")(x)
+    use_sparse_flash(model, "local(4)", bidirectional=True)(x)
+    use_sparse_flash(model, "causal & local(4)")(x)
+
+
+@torch.no_grad()
+def test_a_decoder_that_its_config_makes_bidirectional_takes_masks_that_look_ahead():
+    config, x = config_of("llama"), words()
+    config.is_causal = False
+    model = made(transformers.LlamaModel, config)
+    expected = model(x, use_cache=False)[0]
+    close(use_sparse_flash(model)(x, use_cache=False)[0], expected)
+    close(use_sparse_flash(model, "full")(x, use_cache=False)[0], expected)

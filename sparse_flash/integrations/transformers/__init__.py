@@ -35,8 +35,9 @@ from ...api.varlen import attention_varlen
 from ...backends import check_name
 from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
-from ...masks.pattern import Pattern, parse, text_of
+from ...masks.pattern import Pattern
 from ...variant.definition import with_sinks
+from .choice import OWN, by_layer, check_future, future_error, is_decoder
 from .layers import others_of, self_attention, tower
 from .masks import ModelMask, assumed, depends_on_position, given, model_mask
 from .sharing import attended, sharded, shared_by
@@ -47,7 +48,6 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     )
 
 NAME = "block_sparse"  # not "sparse_flash": if a name contains "flash", Transformers looks for a FlashAttention kernel
-OWN = "own"
 _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
@@ -75,20 +75,23 @@ _WITHOUT_EFFECT = {
 
 class _Settings(NamedTuple):
     """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
-    plan: in place of the mask, where several ranks share the sequence."""
+    ahead: whether it looks ahead and may not. plan: in place of the mask, where several ranks share the sequence."""
 
-    mask: Pattern | str | BlockMask | None
+    mask: Pattern | str | BlockMask
     backend: str = "auto"
     deterministic: bool | None = None
     moves: bool = False
     packed: bool = False
+    ahead: bool = False
     plan: SharedSequence | None = None
 
 
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | BlockMask | SharedSequence | Sequence | Mapping | None = OWN,
+    mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
     *,
+    per_layer: Sequence | None = None,
+    bidirectional: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
     packed: bool = False,
@@ -97,14 +100,16 @@ def use_sparse_flash(
 
     model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. If it has several parts (encoder
     and decoder; text and images), only the self-attention of its text decoder is switched.
-    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None for dense
-    attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence gives a mask per layer. A
-    mapping from layer numbers gives masks for some layers; the others keep the model's own. A mask that must not look ahead has to
-    say so: "causal & ...".
+    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None or "own" for the
+    model's own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives
+    masks for some layers; the others keep the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
     is the loss of the sequence. num_items_in_batch is passed on where it is given, as where a step has several batches.
+    per_layer: a list with a mask for each layer; instead of mask.
+    bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
+    so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
 
     packed: compiled code is to expect packed sequences, whose position_ids restart with each. It cannot look, and separating costs
@@ -115,7 +120,7 @@ def use_sparse_flash(
     position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
     The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and for
-    masks that do not fit them; the model is then unchanged.
+    masks that do not fit them, TypeError for a list that does not say per_layer; the model is then unchanged.
     """
     check_deterministic(deterministic)
     check_name(backend)
@@ -123,15 +128,17 @@ def use_sparse_flash(
         raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
     part = tower(model)
     layers = self_attention(part)
-    masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
+    masks = by_layer(mask, per_layer, sorted(layers))
+    ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one = masks[number]
         if plan is not None:
-            settings = _Settings(None, backend, deterministic, plan=cast(SharedSequence, one))
+            settings = _Settings(OWN, backend, deterministic, plan=cast(SharedSequence, one))
         else:
-            settings = _Settings(one, backend, deterministic, one != OWN and depends_on_position(one), packed)
+            moves = one != OWN and depends_on_position(one)
+            settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
         setattr(layer, _SETTINGS, settings)
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
@@ -186,29 +193,6 @@ def _switch(model, part, layers) -> None:
 
 def _implementation(module) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def _by_layer(mask, numbers: list[int]) -> dict[int, object]:
-    if isinstance(mask, Mapping):
-        unknown = sorted(set(mask) - set(numbers))
-        if unknown:
-            raise ValueError(f"mask names layers {unknown}; the model has layers {numbers[0]} to {numbers[-1]}")
-        return {number: mask.get(number, OWN) for number in numbers}
-    if isinstance(mask, Sequence) and not isinstance(mask, str):
-        if len(mask) != len(numbers):
-            raise ValueError(f"mask has {len(mask)} entries; the model has {len(numbers)} attention layers")
-        return dict(zip(numbers, mask, strict=True))
-    return dict.fromkeys(numbers, mask)
-
-
-def _checked(mask):
-    if isinstance(mask, str):
-        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
-    if isinstance(mask, Pattern):
-        return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
-    if mask is None or isinstance(mask, (BlockMask, SharedSequence)):
-        return mask
-    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask, a plan or None; got {type(mask).__name__}")
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
@@ -290,7 +274,9 @@ def _masked(
         return _of_chosen_blocks(
             settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
         )
-    mask = settings.mask
+    mask: Pattern | str | BlockMask | None = settings.mask
+    if settings.ahead and own.base == "causal":  # a causal layer that does not say so
+        raise ValueError(future_error(f"the mask of {type(module).__name__}", mask))
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:
