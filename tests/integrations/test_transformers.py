@@ -310,7 +310,7 @@ def packed_words(starts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list
     return x, positions, torch.tensor([0, *ends], dtype=torch.int32), places
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True, "checkpointed"], ids=["eager", "compiled", "compiled, checkpointed"])
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
@@ -323,6 +323,8 @@ def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
     if given == "cu_seq_lens":
         options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": TOKENS, "max_length_k": TOKENS}
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    if compiled == "checkpointed":
+        model.train().gradient_checkpointing_enable()
     logits = call(x, **options).logits
     logits.square().mean().backward()
     gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
@@ -347,12 +349,13 @@ def test_sequences_given_by_cu_seq_lens_are_separated_with_a_cache_too():
 def test_packed_sequences_of_layers_with_soft_caps_are_what_each_is_alone(mask):
     model = use_sparse_flash(own_scores("gemma2")[0].eval(), mask)
     x, positions, ends, places = packed_words(STARTS["each its own"])
-    logits = model(x, position_ids=positions, use_cache=False).logits
-    for row, place in places:
-        one = model(x[row : row + 1, place], use_cache=False).logits[0]
-        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="packed sequences with a soft cap are not supported"):
-        model(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
+    for given in ({"position_ids": positions}, {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}):
+        logits = model(x, use_cache=False, **given).logits
+        for row, place in places:
+            one = model(x[row : row + 1, place], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+    with pytest.raises(Exception, match="packed sequences with a soft cap are not supported in compiled code"):
+        torch.compile(model, backend="eager", fullgraph=True)(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
 
 
 def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
@@ -557,8 +560,9 @@ def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
     torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["no attention_mask", "attention_mask"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing):
+def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padded):
     torch._dynamo.reset()
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN).train()
@@ -569,7 +573,8 @@ def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing):
 
     def gradient(call, x):
         model.zero_grad()
-        call(x, labels=x, attention_mask=torch.ones_like(x), use_cache=False).loss.backward()
+        options = {"attention_mask": torch.ones_like(x)} if padded else {}
+        call(x, labels=x, use_cache=False, **options).loss.backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
 
     for tokens in (30, 41, 150):
@@ -592,8 +597,11 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
             )
         with pytest.raises(RuntimeError, match="zeros between its ones"):
             compiled(x, attention_mask=holes)
-        with pytest.raises(RuntimeError, match=r"packed sequences.*cu_seq_lens_q.*packed=True"):
-            compiled(x, position_ids=torch.arange(60)[None].remainder(25), use_cache=False)
+        packed = torch.arange(60)[None].remainder(25)
+        cached = transformers.DynamicCache(config=model.config)
+        for options in ({}, {"attention_mask": torch.ones_like(x)}, {"past_key_values": cached, "use_cache": True}):
+            with pytest.raises(RuntimeError, match=r"packed sequences.*cu_seq_lens_q.*packed=True"):
+                compiled(x, position_ids=packed, **{"use_cache": False, **options})
 
 
 def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():

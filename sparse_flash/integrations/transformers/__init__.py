@@ -9,10 +9,10 @@ if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) an
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
 (Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by cu_seq_lens_q, or by position_ids
-in a call without a cache, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded
-positions, also for global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a
-model's own functions) are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and
-keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
+that restart, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded positions, also for
+global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions)
+are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
+neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -33,13 +33,14 @@ from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...backends import check_name
+from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern
 from ...variant.definition import with_sinks
 from .choice import OWN, by_layer, check_future, future_error, is_decoder
 from .layers import others_of, self_attention, tower
-from .masks import ModelMask, assumed, depends_on_position, given, model_mask
+from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
 from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -53,8 +54,8 @@ _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
 
-# Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal,
-# position_ids), use_sparse_flash sets them (deterministic), or other parts of a model read them.
+# Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal),
+# use_sparse_flash sets them (deterministic), or other parts of a model read them.
 _WITHOUT_EFFECT = {
     "cache_position",
     "deterministic",
@@ -65,7 +66,6 @@ _WITHOUT_EFFECT = {
     "output_hidden_states",
     "output_router_logits",
     "past_key_values",
-    "position_ids",
     "return_dict",
     "seq_idx",
     "shift_labels",
@@ -242,6 +242,7 @@ def _masked(
     softcap=None,
     s_aux=None,
     is_causal=None,
+    position_ids=None,
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
     max_length_q=None,
@@ -249,8 +250,9 @@ def _masked(
     block_indices=None,
     **kwargs,
 ):
-    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start. max_length_q
-    and max_length_k are not needed. block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks of keys."""
+    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; without
+    them position_ids say so, (batch | 1, tokens). max_length_q and max_length_k are not needed. block_indices: (batch, kv_heads,
+    tokens, n) int64, of layers that choose blocks of keys."""
     _refuse_unknown(module, kwargs)
     own = attention_mask
     if own is None:
@@ -269,7 +271,7 @@ def _masked(
             f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
             f"and {own.kv_length}, which {NAME!r} does not support"
         )
-    cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
+    own, cu_seqlens = _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if block_indices is not None:
         return _of_chosen_blocks(
             settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
@@ -280,11 +282,14 @@ def _masked(
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:
-        reason = _not_packed(own, mask, query, key, dropout, softcap, s_aux)
+        reason = _not_packed(own, mask, query, key, dropout, softcap)
         if reason is None:
-            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling), None
+            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s_aux), None
         if own.sequences is None:
-            raise ValueError(f"packed sequences with {reason} are not supported here; leave it out, or do not pack")
+            if torch.compiler.is_compiling():
+                raise ValueError(f"packed sequences with {reason} are not supported in compiled code; call the model uncompiled")
+            token = torch.arange(query.shape[0] * query.shape[2], device=query.device)
+            own = own.packed(torch.searchsorted(cu_seqlens, token, right=True).view(query.shape[0], -1))
         own, mask = own.separated(mask)
     return _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, s_aux), None
 
@@ -379,23 +384,28 @@ def _of_chosen_blocks(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
-    """Where packed sequences start in all tokens of the batch; None for sequences that are not packed."""
+def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
+    """(own, with its packed sequences; where they start in all tokens of the batch, None if there is one)"""
+    batch = query.shape[0]
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; self-attention has one list of sequences")
-        return cu_seq_lens_q.to(query.device)
+        return own, cu_seq_lens_q.to(query.device)
     if not torch.compiler.is_compiling():
-        return None if own.sequences is None else own.cu_seqlens(query.shape[0])
-    if settings.packed and own.arguments is not None and own.starts is None and query.shape[2] == own.kv_length > 1:
-        return own.cu_seqlens(query.shape[0])
-    own.single_or_fail()
-    return None
+        own = own.packed_by(position_ids)
+        return own, None if own.sequences is None else own.bounds(batch)
+    starts = own.starts_in_graph(position_ids)
+    if starts is None:
+        return own, None
+    if settings.packed and own.starts is None and own.q_length == own.kv_length:
+        return own, bounds_of(starts.expand(batch, -1))
+    assert_in_graph(~starts[:, 1:].any(), PACKED)
+    return own, None
 
 
-def _not_packed(own, mask, query, key, dropout, softcap, s_aux) -> str | None:
+def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
     """What of a call ``attention_varlen`` does not support, or None."""
-    named = {"dropout": dropout, "a soft cap": softcap, "sink logits": s_aux is not None, "padding": own.starts is not None}
+    named = {"dropout": dropout, "a soft cap": softcap, "padding": own.starts is not None}
     named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
     named["a 4-D attention_mask"] = own.dense is not None
     named["a restriction of its own for each batch entry"] = any(len(limit) > 1 for limit in own.limits)
@@ -403,14 +413,15 @@ def _not_packed(own, mask, query, key, dropout, softcap, s_aux) -> str | None:
     return next((name for name, used in named.items() if used), None)
 
 
-def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling) -> torch.Tensor:
+def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, sinks) -> torch.Tensor:
     """(batch, tokens, heads, head_dim): each packed sequence as it would be alone, the model's window included."""
     mask = own.joined(mask, query.device)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    out = attention_varlen(
-        q, k, v, cu_seqlens, mask=mask, scale=scaling, deterministic=settings.deterministic, backend=settings.backend
-    )
-    return cast(torch.Tensor, out).unflatten(0, (query.shape[0], query.shape[2]))
+    options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
+    out, lse = attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, **options)
+    if sinks is not None:
+        out = with_sinks(out.transpose(0, 1)[None], lse[None], sinks, None)[0][0].transpose(0, 1)
+    return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 
 
 _outside_of_graphs = torch.compiler.disable(_masked)
