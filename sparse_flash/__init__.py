@@ -10,6 +10,7 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
+from .integrations import masks_of
 from .masks.block_mask import BlockMask
 from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
@@ -56,6 +57,7 @@ __all__ = [
     "explain",
     "keep_picks",
     "list_patterns",
+    "masks_of",
     "measured_link_rate",
     "parse",
     "positive_int",

@@ -1,6 +1,7 @@
 """Transformers' models under a mask equal PyTorch's attention with the mask's pairs."""
 
 import copy
+import pickle
 from functools import partial
 from itertools import pairwise
 
@@ -181,6 +182,35 @@ def test_a_bare_list_of_masks_is_refused_as_layers_and_heads_both_fit():
     with pytest.raises(ValueError, match="mask and per_layer were both given"):
         use_sparse_flash(model, "causal", per_layer=["causal", "causal"])
     assert model.config._attn_implementation == before
+
+
+def test_the_masks_of_a_model_are_those_of_its_layers_and_make_another_model_alike():
+    model, other = twins("llama")
+    table = sf.compile_mask("causal & local(9)", TOKENS)
+    use_sparse_flash(model, {1: table})
+    assert sf.masks_of(torch.nn.DataParallel(model)) == {0: "own", 1: table}
+    use_sparse_flash(model, per_layer=[sf.sinks(2) & "causal", None])
+    assert sf.masks_of(model) == {0: "causal & sinks(2)", 1: "own"}
+    x = words()
+    torch.testing.assert_close(use_sparse_flash(other, sf.masks_of(model))(x).logits, model(x).logits)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(
+        ValueError, match=r"model must be one that use_sparse_flash switched; got LlamaForCausalLM, which runs 'sdpa'"
+    ):
+        sf.masks_of(model)
+
+
+def test_a_printed_model_shows_the_mask_of_each_layer_as_long_as_it_runs():
+    model, _ = twins("llama")
+    before = str(model)
+    use_sparse_flash(model, {0: "causal & local(9)"})
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert str(one).count("(self_attn): LlamaAttention(\n") == 2
+        assert "sparse_flash mask: causal & local(9)\n" in str(one) and "sparse_flash mask: own\n" in str(one)
+    use_sparse_flash(model, "causal & sinks(3)")
+    assert str(model).count("sparse_flash mask: causal & sinks(3)\n") == 1 and "(0-1): 2 x LlamaDecoderLayer" in str(model)
+    model.set_attn_implementation("sdpa")
+    assert str(model) == before
 
 
 @pytest.mark.parametrize("checkpointed, name", [(False, "llama"), (True, "mistral, window")])
@@ -540,9 +570,68 @@ def test_a_back_end_of_an_unknown_name_is_refused_before_anything_changes():
     assert model.config._attn_implementation == before
 
 
-def test_a_model_without_attention_layers_is_refused():
-    with pytest.raises(ValueError, match="Linear has no self-attention layers"):
+class Tuner(torch.nn.Module):
+    """Built as PEFT's LoraModel, which calls its model's forward, without hooks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name in ("model", "_modules") else getattr(self.model, name)
+
+
+class Peft(torch.nn.Module):
+    """Built as PEFT's PeftModel."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = Tuner(model)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name in ("base_model", "_modules") else getattr(self.base_model, name)
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "DataParallel": torch.nn.DataParallel,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "compiled": partial(torch.compile, backend="eager"),
+    "PEFT": Peft,
+    "a module with a head": lambda model: torch.nn.Sequential(model),
+    "several": lambda model: torch.compile(torch.nn.DataParallel(Peft(model)), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_is_switched_inside_and_returned_wrapped(name, one_process):
+    model, x = twins("llama")[0], words()
+    expected = use_sparse_flash(copy.deepcopy(model), PATTERN)(x).logits
+    wrapped = WRAPPERS[name](model)
+    assert use_sparse_flash(wrapped, PATTERN) is wrapped
+    torch.testing.assert_close(wrapped(x).logits, expected)
+
+
+def test_a_module_that_does_not_hold_one_model_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a PreTrainedModel, or hold one.*got Linear, which holds none"):
         use_sparse_flash(torch.nn.Linear(2, 2))
+    both = torch.nn.ModuleList(twins("llama"))
+    with pytest.raises(TypeError, match=r"got ModuleList, which holds LlamaForCausalLM and LlamaForCausalLM; pass the one"):
+        use_sparse_flash(both, PATTERN)
 
 
 def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):

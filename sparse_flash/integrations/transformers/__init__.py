@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -39,7 +40,7 @@ from ...masks.block_selection import BlockSelection
 from ...masks.pattern import Pattern
 from ...variant.definition import with_sinks
 from .choice import OWN, by_layer, check_future, future_error, is_decoder
-from .layers import others_of, self_attention, tower
+from .layers import others_of, pretrained, self_attention, tower
 from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
 from .sharing import attended, sharded, shared_by
 
@@ -98,8 +99,9 @@ def use_sparse_flash(
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
-    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. If it has several parts (encoder
-    and decoder; text and images), only the self-attention of its text decoder is switched.
+    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface, or a module that holds one:
+    DataParallel, DDP, FSDP, a compiled or a PEFT model. If it has several parts (encoder and decoder; text and images), only the
+    self-attention of its text decoder is switched.
     mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None or "own" for the
     model's own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives
     masks for some layers; the others keep the model's own.
@@ -119,13 +121,13 @@ def use_sparse_flash(
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
     position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
-    The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and for
-    masks that do not fit them, TypeError for a list that does not say per_layer; the model is then unchanged.
+    The choice is stored on the model's layers, where ``masks_of`` reads it, and is not saved with it. Raises ValueError for a model
+    without such layers, and for masks that do not fit them, TypeError for a list that does not say per_layer; the model is then
+    unchanged.
     """
     check_deterministic(deterministic)
     check_name(backend)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
+    wrapped, model = model, pretrained(model)
     part = tower(model)
     layers = self_attention(part)
     masks = by_layer(mask, per_layer, sorted(layers))
@@ -140,6 +142,7 @@ def use_sparse_flash(
             moves = one != OWN and depends_on_position(one)
             settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
         setattr(layer, _SETTINGS, settings)
+        layer.extra_repr = partial(_shown, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         setattr(part, _WATCHED, True)
@@ -147,7 +150,29 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
-    return model
+    return wrapped
+
+
+def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | SharedSequence]:
+    """See ``sparse_flash.masks_of``."""
+    model = pretrained(model)
+    part = tower(model)
+    settings = {number: getattr(layer, _SETTINGS, None) for number, layer in self_attention(part).items()}
+    if _implementation(part) != NAME:
+        raise ValueError(
+            f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
+            "call use_sparse_flash(model, mask)"
+        )
+    return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
+
+
+def _shown(layer) -> str:
+    """The text that print(model) shows of an attention layer, beside its modules."""
+    own = type(layer).extra_repr(layer)
+    if _implementation(layer) != NAME:
+        return own
+    settings = getattr(layer, _SETTINGS)
+    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}")))
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
