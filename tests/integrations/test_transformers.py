@@ -398,8 +398,15 @@ def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
         model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"shape \(2, 1, 150, 149\) for 150 queries and 150 keys"):
         model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="shorter than the 150 tokens"):
+    with pytest.raises(ValueError, match=r"attention_mask must be of all 150 tokens so far.*got shape \(2, 149\)"):
         model(x, attention_mask=torch.ones(2, 149), past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must be equal to cu_seq_lens_q"):
+        model(x, cu_seq_lens_q=torch.tensor([0, 150, 300]), cu_seq_lens_k=torch.tensor([0, 100, 300]), use_cache=False)
+    table = use_sparse_flash(model, sf.compile_mask("causal", TOKENS))
+    with pytest.raises(ValueError, match=r"compiled for q_len=150, kv_len=150;.*pass the pattern itself"):
+        table.generate(x, max_new_tokens=3, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"BlockMask cannot be joined with it; pass a Pattern"):
+        table(x, position_ids=torch.arange(TOKENS)[None] % 60, use_cache=False)
     with pytest.raises(ValueError, match=r"use_sparse_flash.*made of one config.*copy.deepcopy"):
         dense.set_attn_implementation("block_sparse")
         dense(x)
@@ -549,7 +556,11 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
         ({"per_layer": ["causal"]}, "2 masks.*got 1"),
         ({"per_layer": "causal"}, "per_layer must be a list.*got str"),
         ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
-        ({"mask": {0: 3}}, "got int"),
+        ({"mask": {0: 3}}, "a mask must be a Pattern.*got int"),
+        ({"mask": sf.causal}, "Causal itself; call it"),
+        ({"mask": lambda q, kv: q >= kv}, "got function; use from_mask_fn"),
+        ({"mask": torch.ones(9, 9, dtype=torch.bool).tril()}, "got Tensor; use BlockMask.from_dense"),
+        ({"per_layer": ["causal", ["causal"] * 4]}, "got list; .*per_head"),
         ({"bidirectional": True}, "bidirectional=True.*'full'"),
         ({"mask": "causal & local(4)", "bidirectional": True}, "bidirectional=True.*'full'"),
     ],
@@ -700,3 +711,12 @@ def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():
     model.model.layers[0].self_attn.register_forward_pre_hook(adds, with_kwargs=True)
     with pytest.raises(ValueError, match=r"computes with its attention mask.*set_attn_implementation"):
         model(words())
+
+
+def test_a_flex_attention_mask_is_taken_as_the_block_mask_that_it_stands_for():
+    model, dense = twins("llama")
+    keep = lambda b, h, q, kv: (q >= kv) & (q - kv < 20)  # noqa: E731
+    flex = torch.nn.attention.flex_attention.create_block_mask(keep, None, None, TOKENS, TOKENS, device="cpu")
+    x = words()
+    kept = pairs("causal & local(20)", *x.shape)
+    torch.testing.assert_close(use_sparse_flash(model, flex)(x).logits, dense(x, attention_mask=kept).logits, atol=1e-5, rtol=1e-4)

@@ -290,11 +290,12 @@ def _masked(
         options = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "deterministic": settings.deterministic}
         return attended(settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options), None
     if own.refusal is not None:
-        raise ValueError(f"{own.refusal}; {NAME!r} does not support that")
+        raise ValueError(own.refusal)
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
-            f"and {own.kv_length}, which {NAME!r} does not support"
+            f"and {own.kv_length}, which {NAME!r} does not support; use another implementation, such as "
+            "model.set_attn_implementation('sdpa')"
         )
     own, cu_seqlens = _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if block_indices is not None:
@@ -413,8 +414,13 @@ def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
     """(own, with its packed sequences; where they start in all tokens of the batch, None if there is one)"""
     batch = query.shape[0]
     if cu_seq_lens_q is not None:
-        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; self-attention has one list of sequences")
+        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+            # Reading values on a GPU takes a synchronization in each layer.
+            read = query.device.type == "cpu" and not torch.compiler.is_compiling()
+            if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
+                raise ValueError(
+                    "cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list of sequences; leave it out"
+                )
         return own, cu_seq_lens_q.to(query.device)
     if not torch.compiler.is_compiling():
         own = own.packed_by(position_ids)

@@ -10,6 +10,7 @@ import torch
 
 from ...api.shared import SharedSequence
 from ...masks.block_mask import BlockMask
+from ...masks.cache import of_another_library
 from ...masks.pattern import And, DerivedPattern, Or, Pattern, parse, text_of
 from ...patterns import causal
 
@@ -51,7 +52,7 @@ def _checked(mask: object) -> object:
         return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
     if isinstance(mask, (BlockMask, SharedSequence)):
         return mask
-    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask, a plan or None; got {type(mask).__name__}")
+    return of_another_library(mask)
 
 
 def check_future(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:

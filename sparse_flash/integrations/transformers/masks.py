@@ -193,11 +193,16 @@ class ModelMask(FlexBlockMask):
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
         limits = [limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length)]
+        if isinstance(mask, BlockMask) and self.end is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.end):
+            raise ValueError(
+                f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
+                f"layer has {self.q_length} queries and {self.end} keys; pass the pattern itself, which is compiled for each length"
+            )
         if isinstance(mask, BlockMask) and (limits or self.kv_offset):
             said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.kv_offset} on"
+            windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
             raise ValueError(
-                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be, or set "
-                "the model's config.sliding_window to None"
+                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be{windowed}"
             )
         if self.dense is None and all(len(limit) == 1 for limit in limits):
             return joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
@@ -254,7 +259,9 @@ def model_mask(**arguments) -> ModelMask:
         total = kv_offset + kv_length if mask.end is None else kv_offset + mask.end
         exist = padding[:, :total].bool()
         if exist.shape[1] < total:
-            mask.refusal = f"attention_mask, of shape {tuple(padding.shape)}, is shorter than the {total} tokens so far"
+            mask.refusal = (
+                f"attention_mask must be of all {total} tokens so far, those in the cache too; got shape {tuple(padding.shape)}"
+            )
         elif not exist.all():
             _set_tokens(mask, exist, check=True)
     return mask
@@ -271,13 +278,19 @@ def _set_end(mask: ModelMask, q_offset) -> None:
         if mask.end != mask.kv_length:
             mask.end_tensor = torch.full((), mask.end, device=mask.arguments["device"])
     if mask.end is not None and not 0 < mask.end <= mask.kv_length:
-        mask.refusal = f"the cache holds {mask.kv_length} keys from position {mask.kv_offset} on, and the last query is beyond them"
+        mask.refusal = (
+            f"the cache must hold the key of the last query; got {mask.kv_length} keys from position {mask.kv_offset} on, which "
+            "end before; make it longer"
+        )
 
 
 def _check_place(mask: ModelMask) -> None:
     """If every token sees every other, keys past the queries' are not the future but extra ones, as in prefix tuning."""
     if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
-        mask.refusal = f"{mask.q_length} queries of a model that sees both ways have {mask.kv_length} keys, and no place among them"
+        mask.refusal = (
+            f"a model that sees both ways must have a query for each key; got {mask.q_length} queries and {mask.kv_length} keys, "
+            "as in prefix tuning; use another implementation: model.set_attn_implementation('sdpa')"
+        )
 
 
 def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
