@@ -87,7 +87,9 @@ def looks_ahead(mask: Any) -> bool:
         return looks_ahead(mask.expression)
     if isinstance(mask, And):
         return all(map(looks_ahead, mask.operands))
-    return any(map(looks_ahead, mask.operands)) if isinstance(mask, Or) else not isinstance(mask, causal)
+    if isinstance(mask, Or) or mask.name == "per_head":
+        return any(map(looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
+    return not isinstance(mask, causal)
 
 
 def _table_looks_ahead(mask: BlockMask) -> bool:
