@@ -438,6 +438,8 @@ def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
     """What of a call ``attention_varlen`` does not support, or None."""
     named = {"dropout": dropout, "a soft cap": softcap, "padding": own.starts is not None}
     named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
+    by_head = mask.startswith("per_head(") if isinstance(mask, str) else isinstance(mask, Pattern) and mask.name == "per_head"
+    named["a pattern for each head"] = by_head
     named["a 4-D attention_mask"] = own.dense is not None
     named["a restriction of its own for each batch entry"] = any(len(limit) > 1 for limit in own.limits)
     named["a cache"] = query.shape[2] != key.shape[2] or own.kv_offset or own.end_tensor is not None
