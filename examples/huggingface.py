@@ -35,7 +35,7 @@ def main(steps: int = 150, words: int = 50) -> tuple[float, float]:
     )
     near = sf.causal() & (sf.local(48) | sf.sinks(1))
     far = sf.causal() & (sf.local(48) | sf.strided(PIECE, block=1))
-    model = use_sparse_flash(LlamaForCausalLM(config), [near, far])
+    model = use_sparse_flash(LlamaForCausalLM(config), per_layer=[near, far])
     check = sf.check(model, every=50)
 
     generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,7 @@ from .api.layer import KeyValueCache, SparseAttention
 from .api.means import BlockMeans
 from .api.topk import topk_blocks
 from .api.varlen import attention_varlen
+from .integrations import masks_of
 from .masks.block_mask import BlockMask
 from .masks.block_selection import BlockSelection
 from .masks.compiler import compile_mask
@@ -57,6 +58,7 @@ __all__ = [
     "explain",
     "keep_picks",
     "list_patterns",
+    "masks_of",
     "measured_link_rate",
     "parse",
     "per_head",

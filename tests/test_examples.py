@@ -242,3 +242,29 @@ def test_a_hugging_face_model_learns_to_copy_under_its_masks_and_generates_so(ca
     # A random piece of 64, which cannot be predicted, and two copies of it: log(49) on 63 of 191 predictions.
     assert loss < 1.1 * math.log(49) * 63 / 191 + 0.05 and right > 0.9
     assert "looks at attention and its gradients" in capsys.readouterr().out
+
+
+def test_a_pretrained_model_is_measured_by_its_loss_on_text_and_by_what_it_recalls(capsys):
+    transformers = pytest.importorskip("transformers")
+    example = load("pretrained")
+    tokens, plain, answers = example.sequence(list(b"Words. " * 400), lambda text: list(text.encode()), 1200, seed=3)
+    assert tokens.shape == plain.shape == (1200,) and len(answers) == 5
+    for place in answers:
+        said = bytes(tokens.tolist())[: place.stop].rsplit(b"Answer: ", 1)[1]
+        assert said[:22] == b"The special number of " and bytes(tokens.tolist()).index(said + b". Remember it.") < 700
+    # A model that knows the next token, except one of one answer and one of the text.
+    logits = torch.nn.functional.one_hot(tokens.roll(-1), 256).float() * 100
+    logits[answers[2].stop - 2] *= -1
+    logits[plain.nonzero()[5] - 1] *= -1
+    loss, recalled = example.measure(
+        lambda tokens, use_cache: types.SimpleNamespace(logits=logits[None]), [(tokens, plain, answers)]
+    )
+    assert recalled == 4 and loss == pytest.approx((100 + math.log(255)) / plain[1:].sum().item())
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    found = example.compare(model, lambda text: list(text.encode()), 1100, window=1100, count=1, masks=("causal & local(20)",))
+    losses = [loss for loss, _ in found.values()]
+    assert losses[1:5] == pytest.approx(losses[:1] * 4) and abs(losses[5] - losses[0]) > 1e-4
+    assert "the same, layers 2 to 2           " in capsys.readouterr().out

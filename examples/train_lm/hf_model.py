@@ -3,7 +3,7 @@
 This file is copied next to the exported weights: ``AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`` finds it
 there. It imports nothing but torch and transformers; the masks of the layers are in ``config.sparse_flash_masks``:
 
-    use_sparse_flash(model, model.config.sparse_flash_masks)
+    use_sparse_flash(model, per_layer=model.config.sparse_flash_masks)
 """
 
 import torch

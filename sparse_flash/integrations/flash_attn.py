@@ -128,8 +128,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -147,7 +147,8 @@ def flash_attn_varlen_func(
 
     q: (total_q, heads, head_dim). k, v: (total_k, kv_heads, head_dim), or with block_table pages, (pages, page_size, kv_heads,
     head_dim). cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, the start of each sequence, and the end of the last.
-    max_seqlen_q, max_seqlen_k: upper bounds on sequence lengths. block_table: (sequences, pages of one) int32, the pages of each.
+    max_seqlen_q, max_seqlen_k: upper bounds on sequence lengths; ints, or tensors of one, which are read on the host. Compiled
+    code cannot read them, and takes all tokens for the bound. block_table: (sequences, pages of one) int32, the pages of each.
 
     Returns out, like q, or with return_attn_probs (out, lse, None), lse of shape (heads, total_q) float32.
 
@@ -155,6 +156,8 @@ def flash_attn_varlen_func(
     that much memory. mask must then depend only on distances (causal, windows), unless queries and keys share cu_seqlens.
     """
     _refuse_probabilities(dropout_p, return_attn_probs)
+    max_seqlen_q = _longest("max_seqlen_q", max_seqlen_q, len(q))
+    max_seqlen_k = _longest("max_seqlen_k", max_seqlen_k, len(k) if block_table is None else block_table.shape[1] * k.shape[1])
     options: dict[str, Any] = {
         "scale": softmax_scale,
         "return_lse": True,
@@ -374,6 +377,14 @@ def _check_dims(name: str, tensor: torch.Tensor, shape: str) -> None:
     packed = next((int(part) for part in shape.split(", ") if part in ("2", "3")), None)
     if packed is not None and tensor.shape[-3] != packed:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(tensor.shape)}")
+
+
+def _longest(name: str, given: int | torch.Tensor, most: int) -> int:
+    if not isinstance(given, torch.Tensor):
+        return given
+    if given.numel() != 1:
+        raise TypeError(f"{name} must be an int, or a tensor of one; got a tensor of shape {tuple(given.shape)}")
+    return most if torch.compiler.is_compiling() else int(given)
 
 
 def _check_paged_sequences(cu_seqlens: torch.Tensor, longest: int, block_table: torch.Tensor, cache: torch.Tensor) -> None:

@@ -102,6 +102,27 @@ def test_sequences_are_each_the_definition(causal, window, terms, paged):
             assert_alike(mine, theirs)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "terms"])
+def test_the_longest_sequence_may_be_a_tensor_of_one_number(softcap, paged, compiled):
+    torch._dynamo.reset()
+    ends = torch.tensor([0, 5, 38, 40], dtype=torch.int32)
+    q, k, v = (torch.randn(40, HEADS, DIM) for _ in range(3))
+    cache, table = (k, v), None
+    if paged:
+        cache, table = torch.randn(2, 15, 8, HEADS, DIM), torch.arange(15, dtype=torch.int32).view(3, 5)
+
+    def call(longest):
+        return fa.flash_attn_varlen_func(q, *cache, ends, ends, longest, longest, softcap=softcap, causal=True, block_table=table)
+
+    given = ends.diff().max()  # as Transformers passes it
+    ran = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
+    torch.testing.assert_close(ran(given), call(33))
+    with pytest.raises(TypeError, match=r"max_seqlen_q must be an int, or a tensor of one; got a tensor of shape \(3,\)"):
+        call(ends.diff())
+
+
 def rotated(x, cos, sin, position, interleaved):
     """By definition: each pair of dimensions is a complex number, times cos + i sin."""
     half = cos.shape[1]

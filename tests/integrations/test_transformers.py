@@ -1,6 +1,7 @@
 """Transformers' models under a mask equal PyTorch's attention with the mask's pairs."""
 
 import copy
+import pickle
 from functools import partial
 from itertools import pairwise
 
@@ -91,11 +92,19 @@ def test_generate_continues_as_dense_attention_with_the_masks_pairs_would(name):
     assert torch.equal(made, x)
 
 
-@pytest.mark.parametrize("masks", [["causal", "causal & local(9)"], {1: "causal & local(9)"}, {1: sf.causal() & sf.local(9)}])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"per_layer": ["causal", "causal & local(9)"]},
+        {"per_layer": (None, "causal & local(9)")},
+        {"mask": {1: "causal & local(9)"}},
+        {"mask": {1: sf.causal() & sf.local(9)}},
+    ],
+)
 def test_each_layer_may_have_its_own_mask(masks):
     model, dense = twins("llama")
     x = words()
-    ours = use_sparse_flash(model, masks)(x).logits
+    ours = use_sparse_flash(model, **masks)(x).logits
     # PyTorch's attention, layer by layer.
     for number, layer in enumerate(dense.model.layers):
         kept = pairs("causal & local(9)" if number else "causal", *x.shape)
@@ -103,6 +112,105 @@ def test_each_layer_may_have_its_own_mask(masks):
             lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
         )
     torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_without_a_mask_keeps_its_own(name):
+    model, dense = twins(name)
+    x = words()
+    for given in ({}, {"mask": None}, {"mask": "own"}, {"per_layer": [None, "own"]}, {"mask": {0: None}}):
+        torch.testing.assert_close(use_sparse_flash(model, **given)(x).logits, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+def of_heads(*patterns: str) -> sf.BlockMask:
+    return sf.BlockMask.per_head(list(patterns), TOKENS, block_size=16)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": "local(64)"},
+        {"mask": "full"},
+        {"mask": "causal | sinks(3)"},
+        {"mask": "~causal"},
+        {"mask": sf.from_mask_fn(lambda q, kv: (q - kv) % 300 != 299)},
+        {"mask": sf.longformer(5)},
+        {"mask": sf.compile_mask("local(2)", TOKENS, block_size=16)},
+        {"mask": sf.compile_mask("causal | block_diagonal(block=32)", TOKENS, block_size=16)},
+        {"mask": of_heads("causal", "causal", "causal", "causal | sinks(100)")},
+        {"mask": {1: "local(9)"}},
+        {"per_layer": ["causal", "local(9)"]},
+    ],
+)
+def test_a_mask_that_lets_a_decoder_look_ahead_must_be_asked_for_by_name(given):
+    model, dense = twins("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"must be within causal.*'causal & .*bidirectional=True"):
+        use_sparse_flash(model, **given)
+    assert model.config._attn_implementation == before
+    x = words()
+    ours = use_sparse_flash(model, **given, bidirectional=True)(x).logits
+    last = given["mask"] if not isinstance(given.get("mask", {}), dict) else "local(9)"
+    for layer, mask in zip(dense.model.layers, [last if last != "local(9)" else "causal", last], strict=True):
+        kept = (mask if isinstance(mask, sf.BlockMask) else sf.compile_mask(mask, TOKENS)).to_dense().expand(2, 4, -1, -1)
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, kept=kept: (args, kwargs | {"attention_mask": kept}), with_kwargs=True
+        )
+    torch.testing.assert_close(ours, dense(x).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sf.compile_mask("causal & (local(20) | sinks(2))", TOKENS, block_size=16),
+        sf.compile_mask("causal", TOKENS, block_size=64),
+        of_heads("causal", "causal & local(9)", "causal & strided(7)", "causal & sinks(2)"),
+        "(causal & local(9)) | (causal & sinks(2))",
+        "causal & ~local(3) & full",
+    ],
+)
+def test_a_mask_within_causal_needs_no_such_name(mask):
+    use_sparse_flash(twins("llama")[0], mask)
+
+
+def test_a_bare_list_of_masks_is_refused_as_layers_and_heads_both_fit():
+    model, _ = twins("llama")
+    before = model.config._attn_implementation
+    for given in (["causal", "causal & local(9)"], ("causal",) * 4):
+        with pytest.raises(TypeError, match=r"got a (list|tuple) of \d.*per_layer=\[.*per_head"):
+            use_sparse_flash(model, given)
+    with pytest.raises(ValueError, match="mask and per_layer were both given"):
+        use_sparse_flash(model, "causal", per_layer=["causal", "causal"])
+    assert model.config._attn_implementation == before
+
+
+def test_the_masks_of_a_model_are_those_of_its_layers_and_make_another_model_alike():
+    model, other = twins("llama")
+    table = sf.compile_mask("causal & local(9)", TOKENS)
+    use_sparse_flash(model, {1: table})
+    assert sf.masks_of(torch.nn.DataParallel(model)) == {0: "own", 1: table}
+    use_sparse_flash(model, per_layer=[sf.sinks(2) & "causal", None])
+    assert sf.masks_of(model) == {0: "causal & sinks(2)", 1: "own"}
+    x = words()
+    torch.testing.assert_close(use_sparse_flash(other, sf.masks_of(model))(x).logits, model(x).logits)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(
+        ValueError, match=r"model must be one that use_sparse_flash switched; got LlamaForCausalLM, which runs 'sdpa'"
+    ):
+        sf.masks_of(model)
+
+
+def test_a_printed_model_shows_the_mask_of_each_layer_as_long_as_it_runs():
+    model, _ = twins("llama")
+    before = str(model)
+    use_sparse_flash(model, {0: "causal & local(9)"})
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert str(one).count("(self_attn): LlamaAttention(\n") == 2
+        assert "sparse_flash mask: causal & local(9)\n" in str(one) and "sparse_flash mask: own\n" in str(one)
+    use_sparse_flash(model, "causal & sinks(3)")
+    assert str(model).count("sparse_flash mask: causal & sinks(3)\n") == 1 and "(0-1): 2 x LlamaDecoderLayer" in str(model)
+    model.set_attn_implementation("sdpa")
+    assert str(model) == before
 
 
 @pytest.mark.parametrize("checkpointed, name", [(False, "llama"), (True, "mistral, window")])
@@ -232,7 +340,7 @@ def packed_words(starts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list
     return x, positions, torch.tensor([0, *ends], dtype=torch.int32), places
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True, "checkpointed"], ids=["eager", "compiled", "compiled, checkpointed"])
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
@@ -245,6 +353,8 @@ def test_packed_sequences_are_what_each_is_alone(name, starts, given, compiled):
     if given == "cu_seq_lens":
         options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": TOKENS, "max_length_k": TOKENS}
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    if compiled == "checkpointed":
+        model.train().gradient_checkpointing_enable()
     logits = call(x, **options).logits
     logits.square().mean().backward()
     gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
@@ -269,12 +379,13 @@ def test_sequences_given_by_cu_seq_lens_are_separated_with_a_cache_too():
 def test_packed_sequences_of_layers_with_soft_caps_are_what_each_is_alone(mask):
     model = use_sparse_flash(own_scores("gemma2")[0].eval(), mask)
     x, positions, ends, places = packed_words(STARTS["each its own"])
-    logits = model(x, position_ids=positions, use_cache=False).logits
-    for row, place in places:
-        one = model(x[row : row + 1, place], use_cache=False).logits[0]
-        torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="packed sequences with a soft cap are not supported"):
-        model(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
+    for given in ({"position_ids": positions}, {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}):
+        logits = model(x, use_cache=False, **given).logits
+        for row, place in places:
+            one = model(x[row : row + 1, place], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, place], one, atol=1e-5, rtol=1e-4)
+    with pytest.raises(Exception, match="packed sequences with a soft cap are not supported in compiled code"):
+        torch.compile(model, backend="eager", fullgraph=True)(x, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=False)
 
 
 def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
@@ -287,8 +398,15 @@ def test_masks_that_cannot_be_carried_are_refused_with_the_way_out():
         model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"shape \(2, 1, 150, 149\) for 150 queries and 150 keys"):
         model(x, attention_mask=torch.ones(2, 1, TOKENS, TOKENS - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="shorter than the 150 tokens"):
+    with pytest.raises(ValueError, match=r"attention_mask must be of all 150 tokens so far.*got shape \(2, 149\)"):
         model(x, attention_mask=torch.ones(2, 149), past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must be equal to cu_seq_lens_q"):
+        model(x, cu_seq_lens_q=torch.tensor([0, 150, 300]), cu_seq_lens_k=torch.tensor([0, 100, 300]), use_cache=False)
+    table = use_sparse_flash(model, sf.compile_mask("causal", TOKENS))
+    with pytest.raises(ValueError, match=r"compiled for q_len=150, kv_len=150;.*pass the pattern itself"):
+        table.generate(x, max_new_tokens=3, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"BlockMask cannot be joined with it; pass a Pattern"):
+        table(x, position_ids=torch.arange(TOKENS)[None] % 60, use_cache=False)
     with pytest.raises(ValueError, match=r"use_sparse_flash.*made of one config.*copy.deepcopy"):
         dense.set_attn_implementation("block_sparse")
         dense(x)
@@ -432,19 +550,26 @@ def test_keywords_that_are_not_carried_are_refused_by_name(options):
 
 
 @pytest.mark.parametrize(
-    "masks, message",
+    "given, message",
     [
-        ({7: "causal"}, "layers \\[7\\]"),
-        (["causal"], "1 entries; the model has 2"),
-        ("causal & nothing_like_this", "nothing_like_this"),
-        ({0: 3}, "got int"),
+        ({"mask": {7: "causal"}}, "layers \\[7\\]"),
+        ({"per_layer": ["causal"]}, "2 masks.*got 1"),
+        ({"per_layer": "causal"}, "per_layer must be a list.*got str"),
+        ({"mask": "causal & nothing_like_this"}, "nothing_like_this"),
+        ({"mask": {0: 3}}, "a mask must be a Pattern.*got int"),
+        ({"mask": sf.causal}, "Causal itself; call it"),
+        ({"mask": lambda q, kv: q >= kv}, "got function; use from_mask_fn"),
+        ({"mask": torch.ones(9, 9, dtype=torch.bool).tril()}, "got Tensor; use BlockMask.from_dense"),
+        ({"per_layer": ["causal", ["causal"] * 4]}, "got list; .*per_head"),
+        ({"bidirectional": True}, "bidirectional=True.*'full'"),
+        ({"mask": "causal & local(4)", "bidirectional": True}, "bidirectional=True.*'full'"),
     ],
 )
-def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(masks, message):
+def test_masks_that_do_not_fit_the_model_are_refused_before_anything_changes(given, message):
     model, _ = twins("llama")
     before = model.config._attn_implementation
     with pytest.raises((ValueError, TypeError), match=message):
-        use_sparse_flash(model, masks)
+        use_sparse_flash(model, **given)
     assert model.config._attn_implementation == before
 
 
@@ -456,9 +581,68 @@ def test_a_back_end_of_an_unknown_name_is_refused_before_anything_changes():
     assert model.config._attn_implementation == before
 
 
-def test_a_model_without_attention_layers_is_refused():
-    with pytest.raises(ValueError, match="Linear has no self-attention layers"):
+class Tuner(torch.nn.Module):
+    """Built as PEFT's LoraModel, which calls its model's forward, without hooks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name in ("model", "_modules") else getattr(self.model, name)
+
+
+class Peft(torch.nn.Module):
+    """Built as PEFT's PeftModel."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = Tuner(model)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name in ("base_model", "_modules") else getattr(self.base_model, name)
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "DataParallel": torch.nn.DataParallel,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "compiled": partial(torch.compile, backend="eager"),
+    "PEFT": Peft,
+    "a module with a head": lambda model: torch.nn.Sequential(model),
+    "several": lambda model: torch.compile(torch.nn.DataParallel(Peft(model)), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_is_switched_inside_and_returned_wrapped(name, one_process):
+    model, x = twins("llama")[0], words()
+    expected = use_sparse_flash(copy.deepcopy(model), PATTERN)(x).logits
+    wrapped = WRAPPERS[name](model)
+    assert use_sparse_flash(wrapped, PATTERN) is wrapped
+    torch.testing.assert_close(wrapped(x).logits, expected)
+
+
+def test_a_module_that_does_not_hold_one_model_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a PreTrainedModel, or hold one.*got Linear, which holds none"):
         use_sparse_flash(torch.nn.Linear(2, 2))
+    both = torch.nn.ModuleList(twins("llama"))
+    with pytest.raises(TypeError, match=r"got ModuleList, which holds LlamaForCausalLM and LlamaForCausalLM; pass the one"):
+        use_sparse_flash(both, PATTERN)
 
 
 def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
@@ -476,8 +660,9 @@ def test_trainer_trains_a_switched_model_as_the_models_own_attention(tmp_path):
     torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["no attention_mask", "attention_mask"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing):
+def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing, padded):
     torch._dynamo.reset()
     model, _ = twins("llama")
     use_sparse_flash(model, PATTERN).train()
@@ -488,7 +673,8 @@ def test_a_compiled_model_trains_on_any_length_in_one_graph(checkpointing):
 
     def gradient(call, x):
         model.zero_grad()
-        call(x, labels=x, attention_mask=torch.ones_like(x), use_cache=False).loss.backward()
+        options = {"attention_mask": torch.ones_like(x)} if padded else {}
+        call(x, labels=x, use_cache=False, **options).loss.backward()
         return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
 
     for tokens in (30, 41, 150):
@@ -511,8 +697,11 @@ def test_a_compiled_model_fails_where_it_would_have_to_look_at_values():
             )
         with pytest.raises(RuntimeError, match="zeros between its ones"):
             compiled(x, attention_mask=holes)
-        with pytest.raises(RuntimeError, match=r"packed sequences.*cu_seq_lens_q.*packed=True"):
-            compiled(x, position_ids=torch.arange(60)[None].remainder(25), use_cache=False)
+        packed = torch.arange(60)[None].remainder(25)
+        cached = transformers.DynamicCache(config=model.config)
+        for options in ({}, {"attention_mask": torch.ones_like(x)}, {"past_key_values": cached, "use_cache": True}):
+            with pytest.raises(RuntimeError, match=r"packed sequences.*cu_seq_lens_q.*packed=True"):
+                compiled(x, position_ids=packed, **{"use_cache": False, **options})
 
 
 def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():
@@ -522,3 +711,12 @@ def test_a_model_that_computes_with_its_mask_is_refused_with_the_way_out():
     model.model.layers[0].self_attn.register_forward_pre_hook(adds, with_kwargs=True)
     with pytest.raises(ValueError, match=r"computes with its attention mask.*set_attn_implementation"):
         model(words())
+
+
+def test_a_flex_attention_mask_is_taken_as_the_block_mask_that_it_stands_for():
+    model, dense = twins("llama")
+    keep = lambda b, h, q, kv: (q >= kv) & (q - kv < 20)  # noqa: E731
+    flex = torch.nn.attention.flex_attention.create_block_mask(keep, None, None, TOKENS, TOKENS, device="cpu")
+    x = words()
+    kept = pairs("causal & local(20)", *x.shape)
+    torch.testing.assert_close(use_sparse_flash(model, flex)(x).logits, dense(x, attention_mask=kept).logits, atol=1e-5, rtol=1e-4)

@@ -169,6 +169,98 @@ def test_decoders_give_what_their_own_attention_gives_of_the_pairs_that_both_kee
             close(ours[there.bool()], theirs[there.bool()])
 
 
+# How sequences of 5, 1, 11 and 7 tokens are passed besides their position_ids. No attention of Transformers but FlashAttention's
+# separates them then.
+BESIDE_POSITIONS = {
+    "nothing": lambda model: {"use_cache": False},
+    "a cache": lambda model: {"use_cache": True},
+    "a static cache": lambda model: {"past_key_values": transformers.StaticCache(model.config, max_cache_len=64)},
+    "a mask of ones": lambda model: {"attention_mask": torch.ones(1, TOKENS, dtype=torch.int64), "use_cache": False},
+    "both": lambda model: {"attention_mask": torch.ones(1, TOKENS, dtype=torch.int64), "use_cache": True},
+}
+POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
+PLACES = [slice(0, 5), slice(5, 6), slice(6, 17), slice(17, 24)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beside", BESIDE_POSITIONS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_sequences_of_decoders_are_what_each_is_alone_also_beside_a_cache_or_a_mask_of_ones(name, beside):
+    if name == "llama4_text" and beside != "nothing":
+        pytest.skip("its attention is told no position_ids")
+    model, x = decoder_of(name), words(batch=1)
+    for mask in ("own", "causal & (local(3) | sinks(2))"):
+        use_sparse_flash(model, mask)
+        logits = model(x, position_ids=POSITIONS, **BESIDE_POSITIONS[beside](model)).logits[0]
+        for place in PLACES:
+            close(logits[place], model(x[:, place], use_cache=False).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beside", ["nothing", "a mask of ones"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "electra"])
+def test_packed_sequences_of_encoders_are_what_each_is_alone(name, beside):
+    model, x = encoder_of(name), words(batch=1)
+    given = {} if beside == "nothing" else {"attention_mask": torch.ones_like(x)}
+    for mask in (None, "local(4) | sinks(2)"):
+        use_sparse_flash(model, mask)
+        states = model(x, position_ids=POSITIONS, **given).last_hidden_state[0]
+        for place in PLACES:
+            close(states[place], model(x[:, place], position_ids=POSITIONS[:, place]).last_hidden_state[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "opt"])
+def test_packed_sequences_beside_padding_anywhere_are_what_each_is_alone(name, cached):
+    model, x = decoder_of(name), words()
+    exist = torch.ones_like(x)
+    exist[0, :4] = exist[1, 9:12] = exist[1, 20:] = 0
+    places = [(0, slice(4, 9)), (0, slice(9, TOKENS)), (1, slice(0, 5)), (1, slice(5, 9)), (1, slice(12, 20))]
+    positions = torch.ones_like(x)
+    for row, place in places:
+        positions[row, place] = torch.arange(place.stop - place.start)
+    for mask in ("own", "causal & local(3)"):
+        logits = use_sparse_flash(model, mask)(x, attention_mask=exist, position_ids=positions, use_cache=cached).logits
+        for row, place in places:
+            close(logits[row, place], model(x[row : row + 1, place], use_cache=False).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_what_transformers_collator_flattens_attends_as_each_document_does_alone(name):
+    model = use_sparse_flash(decoder_of(name) if name == "llama" else encoder_of(name).requires_grad_(False))
+    documents = [words(batch=1, tokens=n)[0].tolist() for n in (30, 11, 57)]
+    flat = transformers.DataCollatorWithFlattening()([{"input_ids": one} for one in documents])
+    del flat["labels"]
+    out, first = model(**flat)[0][0], 0
+    for one in documents:
+        close(out[first : first + len(one)], model(torch.tensor([one]))[0][0])
+        first += len(one)
+
+
+@torch.no_grad()
+def test_packed_sequences_that_go_on_from_a_cache_are_refused():
+    model, cache = use_sparse_flash(decoder_of("llama")), transformers.DynamicCache()
+    model(words(), past_key_values=cache)
+    model(words(tokens=9), position_ids=TOKENS + torch.arange(9)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"must be of one sequence where a call goes on from a cache"):
+        model(words(tokens=9), position_ids=torch.arange(9)[None] % 4, past_key_values=cache)
+
+
+def test_packed_sequences_give_sinks_and_soft_caps_the_gradients_of_each_alone():
+    for name in ("gpt_oss", "gemma2"):
+        model, x = decoder_of(name).train(), words(batch=1)
+        use_sparse_flash(model)
+        gradients = []
+        for given in ([(x, POSITIONS)], [(x[:, place], None) for place in PLACES]):
+            model.zero_grad()
+            sum(model(one, position_ids=at, use_cache=False).logits.square().sum() for one, at in given).backward()
+            gradients.append([p.grad.clone() for name, p in model.named_parameters() if "self_attn" in name])
+        for ours, alone in zip(*gradients, strict=True):
+            close(ours, alone)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "dropout", [0.0, 1e-9], ids=["by documents", "by pairs"]
@@ -396,7 +488,8 @@ def test_a_prompt_that_the_model_sees_both_ways_is_kept_pair_by_pair():
         "token_type_ids": (torch.arange(TOKENS) >= 10).long().expand(2, -1),
     }
     exist = inputs["attention_mask"].bool()
-    ours = [use_sparse_flash(model, mask)(**inputs).logits[exist] for mask in ("own", "local(5)")]
+    masks = ({}, {"mask": "local(5)", "bidirectional": True})
+    ours = [use_sparse_flash(model, **mask)(**inputs).logits[exist] for mask in masks]
     as_oracle(model.get_decoder(), model)
     close(ours[0], model(**inputs).logits[exist])
     keep("local(5)")
@@ -427,3 +520,22 @@ def test_attention_weights_are_refused_by_every_decoder():
         model = use_sparse_flash(decoder_of(name), "causal")
         with pytest.raises(ValueError, match="output_attentions"):
             model(words(), output_attentions=True)
+
+
+def test_a_causal_layer_that_does_not_call_itself_one_sees_no_future_either():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
+    model, x = made(transformers.CLIPTextModel, transformers.CLIPTextConfig(**sizes, eos_token_id=2)), words()
+    with pytest.raises(ValueError, match=r"CLIPAttention must be within causal.*'causal & \(local\(4\)\)'"):
+        use_sparse_flash(model, "local(4)")(x)
+    use_sparse_flash(model, "local(4)", bidirectional=True)(x)
+    use_sparse_flash(model, "causal & local(4)")(x)
+
+
+@torch.no_grad()
+def test_a_decoder_that_its_config_makes_bidirectional_takes_masks_that_look_ahead():
+    config, x = config_of("llama"), words()
+    config.is_causal = False
+    model = made(transformers.LlamaModel, config)
+    expected = model(x, use_cache=False)[0]
+    close(use_sparse_flash(model)(x, use_cache=False)[0], expected)
+    close(use_sparse_flash(model, "full")(x, use_cache=False)[0], expected)

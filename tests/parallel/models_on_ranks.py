@@ -40,7 +40,7 @@ def of_transformers(labelled: int, compiled: bool = False) -> tuple[float, float
     labels = words.clone()
     labels[:, labelled:] = -100
     torch.manual_seed(2)
-    wanted = use_sparse_flash(whole, MASKS)(words, labels=labels)
+    wanted = use_sparse_flash(whole, per_layer=MASKS)(words, labels=labels)
     wanted.loss.backward()
     plans = sf.context_parallel(MASKS, TOKENS, mesh(), heads=4, kv_heads=2, block_size=64)
     use_sparse_flash(model, plans)
@@ -70,6 +70,7 @@ def refused_by_transformers() -> dict[str, str]:
         "window": lambda: use_sparse_flash(transformers.MistralForCausalLM(window), plans)(words),
         "mixed": lambda: use_sparse_flash(model, {0: other, 1: "causal"}),
         "two plans": lambda: use_sparse_flash(model, [plans[0], other]),
+        "future": lambda: use_sparse_flash(model, sf.context_parallel("local(64)", TOKENS, mesh(), block_size=64)),
     }
     said = {}
     for name, call in calls.items():

@@ -31,6 +31,7 @@ def test_models_and_calls_that_a_plan_does_not_fit_are_refused_by_name(pools):
         assert "the layer's own mask is local(100), and a plan cannot be joined with it" in said["window"]
         assert "layers [1] do not share their tokens with layer 0" in said["mixed"]
         assert "layers [1] do not share their tokens with layer 0" in said["two plans"]
+        assert "the mask of layers [0, 1] must be within causal" in said["future"]
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_a_hugging_face_export_gives_the_same_logits_dense_and_sparse(tmp_path):
     export(model, replace(SETTINGS, masks=("causal & local(16)", "causal")), tmp_path / "none.json", tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     assert theirs.config.sparse_flash_masks == ["causal & local(16)", "causal"]
-    use_sparse_flash(theirs, theirs.config.sparse_flash_masks)
+    use_sparse_flash(theirs, per_layer=theirs.config.sparse_flash_masks)
     torch.testing.assert_close(theirs(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
     generated = theirs.generate(IDS[:1, :20], max_new_tokens=5, do_sample=False)[0, 20:].tolist()
     assert generated == list(generate(model, IDS[0, :20].tolist(), 5))

@@ -9,10 +9,10 @@ if it has a decoder, and its towers for images and sound. Soft caps (Gemma 2) an
 
 A layer's mask replaces the causal triangle. The model's other restrictions stay: a sliding window (Mistral, ModernBERT), chunks
 (Llama 4), packed sequences, padding. A pair is kept if both keep it. Packed sequences, given by cu_seq_lens_q, or by position_ids
-in a call without a cache, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded
-positions, also for global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a
-model's own functions) are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and
-keywords that are neither supported nor in ``_WITHOUT_EFFECT`` are refused.
+that restart, attend as each would alone. Padding belongs at either end of a sequence; a pattern counts padded positions, also for
+global tokens and sinks. Restrictions that are not patterns (a 4-D attention_mask, padding between tokens, a model's own functions)
+are kept pair by pair, which takes a scan of all pairs on the host. Position biases, attention weights, and keywords that are
+neither supported nor in ``_WITHOUT_EFFECT`` are refused.
 
 Source: https://huggingface.co/docs/transformers/attention_interface (transformers 5).
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -33,12 +34,14 @@ from ...api.decode import MAX_QUERIES, attention_decode, decodes, takes
 from ...api.shared import SharedSequence
 from ...api.varlen import attention_varlen
 from ...backends import check_name
+from ...compat.pytorch import assert_in_graph
 from ...masks.block_mask import BlockMask
 from ...masks.block_selection import BlockSelection
-from ...masks.pattern import Pattern, parse, text_of
+from ...masks.pattern import Pattern
 from ...variant.definition import with_sinks
-from .layers import others_of, self_attention, tower
-from .masks import ModelMask, assumed, depends_on_position, given, model_mask
+from .choice import OWN, by_layer, check_future, future_error, is_decoder
+from .layers import others_of, pretrained, self_attention, tower
+from .masks import PACKED, ModelMask, assumed, bounds_of, depends_on_position, given, model_mask
 from .sharing import attended, sharded, shared_by
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
@@ -47,14 +50,13 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 8):
     )
 
 NAME = "block_sparse"  # not "sparse_flash": if a name contains "flash", Transformers looks for a FlashAttention kernel
-OWN = "own"
 _SETTINGS = "_sparse_flash_settings"
 _BEFORE = "_sparse_flash_before"
 _WATCHED = "_sparse_flash_watched"
 _PLAN = "_sparse_flash_plan"
 
-# Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal,
-# position_ids), use_sparse_flash sets them (deterministic), or other parts of a model read them.
+# Keywords of transformers 5.23 that reach attention but do not change its result here: the mask replaces them (is_causal),
+# use_sparse_flash sets them (deterministic), or other parts of a model read them.
 _WITHOUT_EFFECT = {
     "cache_position",
     "deterministic",
@@ -65,7 +67,6 @@ _WITHOUT_EFFECT = {
     "output_hidden_states",
     "output_router_logits",
     "past_key_values",
-    "position_ids",
     "return_dict",
     "seq_idx",
     "shift_labels",
@@ -75,36 +76,42 @@ _WITHOUT_EFFECT = {
 
 class _Settings(NamedTuple):
     """The settings of one attention layer: see ``use_sparse_flash``. moves: whether the mask depends on more than distances.
-    plan: in place of the mask, where several ranks share the sequence."""
+    ahead: whether it looks ahead and may not. plan: in place of the mask, where several ranks share the sequence."""
 
-    mask: Pattern | str | BlockMask | None
+    mask: Pattern | str | BlockMask
     backend: str = "auto"
     deterministic: bool | None = None
     moves: bool = False
     packed: bool = False
+    ahead: bool = False
     plan: SharedSequence | None = None
 
 
 def use_sparse_flash(
     model: torch.nn.Module,
-    mask: Pattern | str | BlockMask | SharedSequence | Sequence | Mapping | None = OWN,
+    mask: Pattern | str | BlockMask | SharedSequence | Sequence[SharedSequence] | Mapping | None = None,
     *,
+    per_layer: Sequence | None = None,
+    bidirectional: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
     packed: bool = False,
 ) -> torch.nn.Module:
     """Switches a model's self-attention to ``sparse_flash.attention`` under ``mask``; returns the model.
 
-    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface. If it has several parts (encoder
-    and decoder; text and images), only the self-attention of its text decoder is switched.
-    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None for dense
-    attention; "own" for the model's own mask: causal for a decoder, all pairs for an encoder. A sequence gives a mask per layer. A
-    mapping from layer numbers gives masks for some layers; the others keep the model's own. A mask that must not look ahead has to
-    say so: "causal & ...".
+    model: a ``PreTrainedModel`` whose attention goes through Transformers' attention interface, or a module that holds one:
+    DataParallel, DDP, FSDP, a compiled or a PEFT model. If it has several parts (encoder and decoder; text and images), only the
+    self-attention of its text decoder is switched.
+    mask: a Pattern or its spec text, compiled and cached for each new length; a BlockMask, for one length; None or "own" for the
+    model's own mask: causal for a decoder, all pairs for an encoder, within its own windows. A mapping from layer numbers gives
+    masks for some layers; the others keep the model's own.
     Or a ``ContextPlan``, or ``ContextPlans`` with one for each layer: several ranks then share the sequence. Call the model on each
     with all tokens and labels, and without attention_mask. It runs on the rank's tokens, at their positions in the sequence, and
     returns their logits. Its loss is the sum over the rank's labels, divided by the valid labels of all ranks: the sum over ranks
     is the loss of the sequence. num_items_in_batch is passed on where it is given, as where a step has several batches.
+    per_layer: a list with a mask for each layer; instead of mask.
+    bidirectional: allows a decoder masks that look ahead. Without it, the mask of a decoder's layer must be within causal and say
+    so, "causal & ...", because its tokens are trained to predict the later ones.
     backend, deterministic: as for ``sparse_flash.attention``.
 
     packed: compiled code is to expect packed sequences, whose position_ids restart with each. It cannot look, and separating costs
@@ -114,25 +121,28 @@ def use_sparse_flash(
     fails at run time (on a GPU as a device-side assertion) for zeros between ones in attention_mask, and without ``packed`` for
     position_ids of packed sequences. In layers with chunks, compiled code treats packed sequences as single ones.
 
-    The choice is stored on the model's layers and is not saved with it. Raises ValueError for a model without such layers, and for
-    masks that do not fit them; the model is then unchanged.
+    The choice is stored on the model's layers, where ``masks_of`` reads it, and is not saved with it. Raises ValueError for a model
+    without such layers, and for masks that do not fit them, TypeError for a list that does not say per_layer; the model is then
+    unchanged.
     """
     check_deterministic(deterministic)
     check_name(backend)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
+    wrapped, model = model, pretrained(model)
     part = tower(model)
     layers = self_attention(part)
-    masks = {number: _checked(one) for number, one in _by_layer(mask, sorted(layers)).items()}
+    masks = by_layer(mask, per_layer, sorted(layers))
+    ahead = check_future(masks, [number for number, layer in layers.items() if is_decoder(layer)], bidirectional)
     plan = shared_by(masks, others_of(model, layers.values()))
     _switch(model, part, layers.values())
     for number, layer in layers.items():
         one = masks[number]
         if plan is not None:
-            settings = _Settings(None, backend, deterministic, plan=cast(SharedSequence, one))
+            settings = _Settings(OWN, backend, deterministic, plan=cast(SharedSequence, one))
         else:
-            settings = _Settings(one, backend, deterministic, one != OWN and depends_on_position(one), packed)
+            moves = one != OWN and depends_on_position(one)
+            settings = _Settings(one, backend, deterministic, moves, packed, ahead[number] and not bidirectional)
         setattr(layer, _SETTINGS, settings)
+        layer.extra_repr = partial(_shown, layer)  # type: ignore[method-assign]  # print(model) shows it
     if not hasattr(part, _WATCHED):
         part.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         setattr(part, _WATCHED, True)
@@ -140,7 +150,29 @@ def use_sparse_flash(
         model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     if plan is not None or hasattr(model, _PLAN):
         setattr(model, _PLAN, plan)
-    return model
+    return wrapped
+
+
+def masks_of(model: torch.nn.Module) -> dict[int, Pattern | str | BlockMask | SharedSequence]:
+    """See ``sparse_flash.masks_of``."""
+    model = pretrained(model)
+    part = tower(model)
+    settings = {number: getattr(layer, _SETTINGS, None) for number, layer in self_attention(part).items()}
+    if _implementation(part) != NAME:
+        raise ValueError(
+            f"model must be one that use_sparse_flash switched; got {type(model).__name__}, which runs {_implementation(part)!r}; "
+            "call use_sparse_flash(model, mask)"
+        )
+    return {number: one.plan or one.mask for number, one in settings.items() if one is not None}
+
+
+def _shown(layer) -> str:
+    """The text that print(model) shows of an attention layer, beside its modules."""
+    own = type(layer).extra_repr(layer)
+    if _implementation(layer) != NAME:
+        return own
+    settings = getattr(layer, _SETTINGS)
+    return "\n".join(filter(None, (own, f"sparse_flash mask: {settings.plan or settings.mask}")))
 
 
 def _shard_inputs(module, args, kwargs) -> tuple[tuple[()], dict[str, object]] | None:
@@ -186,29 +218,6 @@ def _switch(model, part, layers) -> None:
 
 def _implementation(module) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-def _by_layer(mask, numbers: list[int]) -> dict[int, object]:
-    if isinstance(mask, Mapping):
-        unknown = sorted(set(mask) - set(numbers))
-        if unknown:
-            raise ValueError(f"mask names layers {unknown}; the model has layers {numbers[0]} to {numbers[-1]}")
-        return {number: mask.get(number, OWN) for number in numbers}
-    if isinstance(mask, Sequence) and not isinstance(mask, str):
-        if len(mask) != len(numbers):
-            raise ValueError(f"mask has {len(mask)} entries; the model has {len(numbers)} attention layers")
-        return dict(zip(numbers, mask, strict=True))
-    return dict.fromkeys(numbers, mask)
-
-
-def _checked(mask):
-    if isinstance(mask, str):
-        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
-    if isinstance(mask, Pattern):
-        return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
-    if mask is None or isinstance(mask, (BlockMask, SharedSequence)):
-        return mask
-    raise TypeError(f"a layer's mask must be a Pattern, its spec text, a BlockMask, a plan or None; got {type(mask).__name__}")
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
@@ -258,6 +267,7 @@ def _masked(
     softcap=None,
     s_aux=None,
     is_causal=None,
+    position_ids=None,
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
     max_length_q=None,
@@ -265,8 +275,9 @@ def _masked(
     block_indices=None,
     **kwargs,
 ):
-    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start. max_length_q
-    and max_length_k are not needed. block_indices: (batch, kv_heads, tokens, n) int64, of layers that choose blocks of keys."""
+    """s_aux: (heads,) sink logits. cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,) int32, where packed sequences start; without
+    them position_ids say so, (batch | 1, tokens). max_length_q and max_length_k are not needed. block_indices: (batch, kv_heads,
+    tokens, n) int64, of layers that choose blocks of keys."""
     _refuse_unknown(module, kwargs)
     own = attention_mask
     if own is None:
@@ -279,26 +290,32 @@ def _masked(
         options = {"scale": scaling, "dropout_p": dropout, "sinks": s_aux, "deterministic": settings.deterministic}
         return attended(settings.plan, own, query, key, value, unsupported=unsupported, backend=settings.backend, **options), None
     if own.refusal is not None:
-        raise ValueError(f"{own.refusal}; {NAME!r} does not support that")
+        raise ValueError(own.refusal)
     if (own.q_length, own.kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys under a mask for {own.q_length} "
-            f"and {own.kv_length}, which {NAME!r} does not support"
+            f"and {own.kv_length}, which {NAME!r} does not support; use another implementation, such as "
+            "model.set_attn_implementation('sdpa')"
         )
-    cu_seqlens = _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k)
+    own, cu_seqlens = _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     if block_indices is not None:
         return _of_chosen_blocks(
             settings, module, own, query, key, value, block_indices, cu_seqlens, scaling, dropout, softcap, s_aux
         )
-    mask = settings.mask
+    mask: Pattern | str | BlockMask | None = settings.mask
+    if settings.ahead and own.base == "causal":  # a causal layer that does not say so
+        raise ValueError(future_error(f"the mask of {type(module).__name__}", mask))
     if isinstance(mask, str) and mask == OWN:
         mask = None if own.base == "full" else own.base
     if cu_seqlens is not None:
-        reason = _not_packed(own, mask, query, key, dropout, softcap, s_aux)
+        reason = _not_packed(own, mask, query, key, dropout, softcap)
         if reason is None:
-            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling), None
+            return _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, s_aux), None
         if own.sequences is None:
-            raise ValueError(f"packed sequences with {reason} are not supported here; leave it out, or do not pack")
+            if torch.compiler.is_compiling():
+                raise ValueError(f"packed sequences with {reason} are not supported in compiled code; call the model uncompiled")
+            token = torch.arange(query.shape[0] * query.shape[2], device=query.device)
+            own = own.packed(torch.searchsorted(cu_seqlens, token, right=True).view(query.shape[0], -1))
         own, mask = own.separated(mask)
     return _of_batch(settings, own, mask, query, key, value, scaling, dropout, softcap, s_aux), None
 
@@ -393,38 +410,51 @@ def _of_chosen_blocks(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _packed(settings, own, query, cu_seq_lens_q, cu_seq_lens_k) -> torch.Tensor | None:
-    """Where packed sequences start in all tokens of the batch; None for sequences that are not packed."""
+def _packed(settings, own, query, position_ids, cu_seq_lens_q, cu_seq_lens_k):
+    """(own, with its packed sequences; where they start in all tokens of the batch, None if there is one)"""
+    batch = query.shape[0]
     if cu_seq_lens_q is not None:
-        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; self-attention has one list of sequences")
-        return cu_seq_lens_q.to(query.device)
+        if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+            # Reading values on a GPU takes a synchronization in each layer.
+            read = query.device.type == "cpu" and not torch.compiler.is_compiling()
+            if cu_seq_lens_k.shape != cu_seq_lens_q.shape or (read and (cu_seq_lens_k != cu_seq_lens_q).any()):
+                raise ValueError(
+                    "cu_seq_lens_k must be equal to cu_seq_lens_q, as self-attention has one list of sequences; leave it out"
+                )
+        return own, cu_seq_lens_q.to(query.device)
     if not torch.compiler.is_compiling():
-        return None if own.sequences is None else own.cu_seqlens(query.shape[0])
-    if settings.packed and own.arguments is not None and own.starts is None and query.shape[2] == own.kv_length > 1:
-        return own.cu_seqlens(query.shape[0])
-    own.single_or_fail()
-    return None
+        own = own.packed_by(position_ids)
+        return own, None if own.sequences is None else own.bounds(batch)
+    starts = own.starts_in_graph(position_ids)
+    if starts is None:
+        return own, None
+    if settings.packed and own.starts is None and own.q_length == own.kv_length:
+        return own, bounds_of(starts.expand(batch, -1))
+    assert_in_graph(~starts[:, 1:].any(), PACKED)
+    return own, None
 
 
-def _not_packed(own, mask, query, key, dropout, softcap, s_aux) -> str | None:
+def _not_packed(own, mask, query, key, dropout, softcap) -> str | None:
     """What of a call ``attention_varlen`` does not support, or None."""
-    named = {"dropout": dropout, "a soft cap": softcap, "sink logits": s_aux is not None, "padding": own.starts is not None}
+    named = {"dropout": dropout, "a soft cap": softcap, "padding": own.starts is not None}
     named["a BlockMask, which is of one length,"] = isinstance(mask, BlockMask)
+    by_head = mask.startswith("per_head(") if isinstance(mask, str) else isinstance(mask, Pattern) and mask.name == "per_head"
+    named["a pattern for each head"] = by_head
     named["a 4-D attention_mask"] = own.dense is not None
     named["a restriction of its own for each batch entry"] = any(len(limit) > 1 for limit in own.limits)
     named["a cache"] = query.shape[2] != key.shape[2] or own.kv_offset or own.end_tensor is not None
     return next((name for name, used in named.items() if used), None)
 
 
-def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling) -> torch.Tensor:
+def _of_sequences(settings, own, mask, query, key, value, cu_seqlens, scaling, sinks) -> torch.Tensor:
     """(batch, tokens, heads, head_dim): each packed sequence as it would be alone, the model's window included."""
     mask = own.joined(mask, query.device)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    out = attention_varlen(
-        q, k, v, cu_seqlens, mask=mask, scale=scaling, deterministic=settings.deterministic, backend=settings.backend
-    )
-    return cast(torch.Tensor, out).unflatten(0, (query.shape[0], query.shape[2]))
+    options = {"scale": scaling, "deterministic": settings.deterministic, "backend": settings.backend}
+    out, lse = attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, **options)
+    if sinks is not None:
+        out = with_sinks(out.transpose(0, 1)[None], lse[None], sinks, None)[0][0].transpose(0, 1)
+    return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 
 
 _outside_of_graphs = torch.compiler.disable(_masked)

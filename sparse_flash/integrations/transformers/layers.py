@@ -8,9 +8,24 @@ from functools import cache
 from types import CodeType
 
 import torch
+from transformers import PreTrainedModel
 
 _REFUSED_KEYWORDS = {"position_bias"}
 _NOT_OF_MODELS = ("builtins", "transformers.modeling_utils")  # the latter's own methods also name the interface
+
+
+def pretrained(model: object) -> PreTrainedModel:
+    """The one Transformers model in a module: itself, or the one that DataParallel, DDP, FSDP, torch.compile or PEFT wraps."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a loaded model; got {type(model).__name__}; load one by from_pretrained")
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = {id(part) for one in models for part in one.modules() if part is not one}
+    held = [one for one in models if id(one) not in parts]
+    if len(held) != 1:
+        names = " and ".join(type(one).__name__ for one in held)
+        way_out = f"{names}; pass the one that is meant" if held else "none; call sparse_flash.attention in its code instead"
+        raise TypeError(f"model must be a PreTrainedModel, or hold one; got {type(model).__name__}, which holds {way_out}")
+    return held[0]
 
 
 def tower(model: torch.nn.Module) -> torch.nn.Module:

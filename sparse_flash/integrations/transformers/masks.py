@@ -45,7 +45,7 @@ class ModelMask(FlexBlockMask):
     knows; that is None if no key comes after.
     starts, stops: (batch,) int32, which keys exist; None for all up to ``end``.
     sequences: (batch | 1, q_length) integers, the packed sequence of each token, ascending; None for one sequence. In compiled code
-    None too, as values cannot be read: see ``single_or_fail``.
+    None too, as values cannot be read: see ``starts_in_graph``.
     refusal: why attention cannot apply it, or None. arguments: Transformers' arguments for the mask.
 
     It subclasses FlexAttention's mask because ``generate()`` creates the masks of static caches before it calls the model, which
@@ -72,7 +72,7 @@ class ModelMask(FlexBlockMask):
         self.base, self.limits, self.dense = base, limits, dense
         self.end, self.end_tensor = end, end_tensor
         self.starts, self.stops = starts, stops
-        self.sequences, self._single = None, False
+        self.sequences = None
         self.refusal, self.arguments = refusal, arguments
         self._made = {}
 
@@ -110,30 +110,66 @@ class ModelMask(FlexBlockMask):
             self._made[implementation] = made
         return self._made[implementation]
 
-    def cu_seqlens(self, batch: int) -> torch.Tensor:
-        """Where packed sequences start in all tokens of the batch, and where the last ends: (sequences + 1,) int32.
+    def packed(self, sequences: torch.Tensor) -> ModelMask:
+        """This mask for packed sequences: see ``sequences``."""
+        if self.end != self.q_length or self.kv_offset:
+            raise ValueError(
+                "position_ids, or cu_seq_lens_q, must be of one sequence where a call goes on from a cache, which does not say "
+                "whose keys it holds; got packed sequences; pass them in the first call, or each with a cache of its own"
+            )
+        one = copy(self)
+        one._made, one.sequences = {}, sequences
+        return one
 
-        In compiled code, which cannot read how many there are, (tokens + 1,): the sequences past the last are empty.
+    def packed_by(self, position_ids: torch.Tensor | None) -> ModelMask:
+        """This mask for the sequences that a layer's position_ids tell apart, whatever the mask function knows of them.
+
+        A 4-D attention_mask says itself who sees whom. Values are read once for all layers of a kind.
         """
-        if "cu_seqlens" not in self._made:
-            self._made["cu_seqlens"] = _cu_seqlens(self._starts_sequence(batch))
-        return self._made["cu_seqlens"]
+        own_pairs = self.arguments is None and self.dense is not None
+        if self.sequences is not None or position_ids is None or not self._are_of_queries(position_ids) or own_pairs:
+            return self
+        known = self._made.get("packed")
+        if known is None or known[0] is not position_ids:
+            starts = self._restarts(position_ids)
+            known = self._made["packed"] = position_ids, self.packed(starts.cumsum(1)) if starts[:, 1:].any() else self
+        return known[1]
 
-    def _starts_sequence(self, batch: int) -> torch.Tensor:
-        """(batch, q_length) bool: whether a sequence starts with this token."""
-        if torch.compiler.is_compiling():
-            follows = _sees_previous(self.arguments)
-        else:
-            follows = (self.sequences[:, 1:] == self.sequences[:, :-1]).expand(batch, -1)
-        return torch.cat([torch.ones_like(follows[:, :1]), ~follows], 1)
+    def bounds(self, batch: int) -> torch.Tensor:
+        """``bounds_of`` the packed sequences, for code that is not compiled."""
+        if "bounds" not in self._made:
+            starts = torch.nn.functional.pad(self.sequences.diff() != 0, (1, 0), value=True)
+            self._made["bounds"] = bounds_of(starts.expand(batch, -1))
+        return self._made["bounds"]
 
-    def single_or_fail(self) -> None:
-        """Makes compiled code fail, once in a pass, on packed sequences, where some token does not see the previous one."""
-        if self._single or self.arguments is None or self.arguments.get("attention_mask") is not None:
-            return
-        self._single = True
-        if _may_be_packed(self.arguments):
-            assert_in_graph(_sees_previous(self.arguments).all(), f"position_ids are of packed sequences; {_PACKED}")
+    def _are_of_queries(self, position_ids: torch.Tensor) -> bool:
+        """Whether they are (q_length,) or (batch | 1, q_length), and more than one."""
+        return position_ids.dim() < 3 and position_ids.shape[-1] == self.q_length > 1
+
+    def _restarts(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """(batch | 1, q_length) bool: whether a sequence starts with this token, as the first does, and any token whose position is
+        not past that of the last existing token before it."""
+        positions = position_ids.view(-1, self.q_length)
+        earlier, padding = positions[:, :-1], (self.arguments or {}).get("attention_mask")
+        before = later = torch.ones_like(earlier, dtype=torch.bool)
+        if padding is not None:
+            token = torch.arange(self.q_length, device=positions.device)
+            exist = padding.bool()[:, (token + self.arguments["q_offset"]).clamp(max=padding.shape[1] - 1)]
+            last = torch.where(exist, token, -1).cummax(1).values[:, :-1]
+            before, later = last >= 0, exist[:, 1:]
+            earlier = positions.expand(exist.shape[0], -1).gather(1, last.clamp(min=0))
+        return torch.nn.functional.pad((positions[:, 1:] <= earlier) & before & later, (1, 0), value=True)
+
+    def starts_in_graph(self, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """(batch | 1, q_length) bool, for compiled code: whether a sequence starts with this token, by the mask function or by
+        position_ids; None if all tokens are known to be of one. It stores nothing, as layers may be checkpointed."""
+        starts = None
+        if position_ids is not None and self._are_of_queries(position_ids):
+            starts = self._restarts(position_ids)
+        if self.arguments is not None and self.arguments.get("attention_mask") is None and _may_be_packed(self.arguments):
+            apart = torch.nn.functional.pad(~_sees_previous(self.arguments), (1, 0), value=True)
+            starts = apart if starts is None else starts | apart
+        return starts
 
     def separated(self, mask) -> tuple[ModelMask, Pattern | str | BlockMask | None]:
         """(this mask with packed sequences among its limits, ``mask``), for calls that are not ``attention_varlen``'s. Where a mask
@@ -161,11 +197,16 @@ class ModelMask(FlexBlockMask):
         mask: a Pattern, spec text, a BlockMask of these lengths, or None for all pairs.
         """
         limits = [limit for limit in self.limits if len(limit) > 1 or not keeps_all(limit[0], self.kv_length)]
+        if isinstance(mask, BlockMask) and self.end is not None and (mask.q_len, mask.kv_len) != (self.q_length, self.end):
+            raise ValueError(
+                f"a layer's BlockMask must fit its tokens; got one compiled for q_len={mask.q_len}, kv_len={mask.kv_len}; the "
+                f"layer has {self.q_length} queries and {self.end} keys; pass the pattern itself, which is compiled for each length"
+            )
         if isinstance(mask, BlockMask) and (limits or self.kv_offset):
             said = " & ".join(str(limit[0]) for limit in limits) or f"keys from position {self.kv_offset} on"
+            windowed = ", or set the model's config.sliding_window to None" * said.startswith("local(")
             raise ValueError(
-                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be, or set "
-                "the model's config.sliding_window to None"
+                f"the layer's own mask is {said}, and a BlockMask cannot be joined with it; pass a Pattern, which can be{windowed}"
             )
         if self.dense is None and all(len(limit) == 1 for limit in limits):
             return joined(mask, tuple(limit[0] for limit in limits), self.kv_offset)
@@ -222,7 +263,9 @@ def model_mask(**arguments) -> ModelMask:
         total = kv_offset + kv_length if mask.end is None else kv_offset + mask.end
         exist = padding[:, :total].bool()
         if exist.shape[1] < total:
-            mask.refusal = f"attention_mask, of shape {tuple(padding.shape)}, is shorter than the {total} tokens so far"
+            mask.refusal = (
+                f"attention_mask must be of all {total} tokens so far, those in the cache too; got shape {tuple(padding.shape)}"
+            )
         elif not exist.all():
             _set_tokens(mask, exist, check=True)
     return mask
@@ -239,13 +282,19 @@ def _set_end(mask: ModelMask, q_offset) -> None:
         if mask.end != mask.kv_length:
             mask.end_tensor = torch.full((), mask.end, device=mask.arguments["device"])
     if mask.end is not None and not 0 < mask.end <= mask.kv_length:
-        mask.refusal = f"the cache holds {mask.kv_length} keys from position {mask.kv_offset} on, and the last query is beyond them"
+        mask.refusal = (
+            f"the cache must hold the key of the last query; got {mask.kv_length} keys from position {mask.kv_offset} on, which "
+            "end before; make it longer"
+        )
 
 
 def _check_place(mask: ModelMask) -> None:
     """If every token sees every other, keys past the queries' are not the future but extra ones, as in prefix tuning."""
     if mask.base == "full" and mask.end is not None and mask.end < mask.kv_length:
-        mask.refusal = f"{mask.q_length} queries of a model that sees both ways have {mask.kv_length} keys, and no place among them"
+        mask.refusal = (
+            f"a model that sees both ways must have a query for each key; got {mask.q_length} queries and {mask.kv_length} keys, "
+            "as in prefix tuning; use another implementation: model.set_attn_implementation('sdpa')"
+        )
 
 
 def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> None:
@@ -268,9 +317,10 @@ def _set_tokens(mask: ModelMask, exist: torch.Tensor, check: bool = False) -> No
 _UNCOMPILED = "sparse_flash supports that only in a model that is not compiled"
 
 
-_PACKED = (
-    "in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too (DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or "
-    "say use_sparse_flash(..., packed=True)"
+PACKED = (
+    "position_ids are of packed sequences; in compiled code, pass cu_seq_lens_q and cu_seq_lens_k too "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or say use_sparse_flash(..., packed=True) and leave "
+    "attention_mask and the cache out"
 )
 
 
@@ -292,8 +342,12 @@ def _sees_previous(arguments) -> torch.Tensor:
     return seen.expand(arguments["batch_size"], -1)
 
 
-def _cu_seqlens(starts: torch.Tensor) -> torch.Tensor:
-    """See ``ModelMask.cu_seqlens``. starts: (batch, tokens) bool."""
+def bounds_of(starts: torch.Tensor) -> torch.Tensor:
+    """Where packed sequences start in all tokens of the batch, and where the last ends: (sequences + 1,) int32.
+
+    starts: (batch, q_length) bool, whether a sequence starts with this token. In compiled code, which cannot read how many there
+    are, (tokens + 1,): the sequences past the last are empty.
+    """
     starts = starts.flatten()
     tokens = starts.shape[0]
     if not torch.compiler.is_compiling():
@@ -308,7 +362,7 @@ def _said(arguments) -> tuple[str, str | None]:
     """(base, limit) of a mask within torch.compile, which cannot inspect functions: from the arguments that Transformers passes
     along.
 
-    Packed sequences cannot be distinguished from single ones there: see ``ModelMask.single_or_fail``.
+    Packed sequences cannot be distinguished from single ones there: see ``ModelMask.starts_in_graph``.
     """
     bidirectional = "allow_is_bidirectional_skip" in arguments
     size, config = arguments.get("local_size"), arguments.get("config")

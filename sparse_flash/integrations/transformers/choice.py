@@ -1,0 +1,112 @@
+"""The masks that a user gives to a model: one for each layer, checked before the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ...api.shared import SharedSequence
+from ...masks.block_mask import BlockMask
+from ...masks.cache import of_another_library
+from ...masks.pattern import And, DerivedPattern, Or, Pattern, parse, text_of
+from ...patterns import causal
+
+OWN = "own"
+
+
+def by_layer(mask: object, per_layer: object, numbers: list[int]) -> dict[int, Any]:
+    """The checked mask of each layer; "own" for the model's own. numbers: of the model's layers. See ``use_sparse_flash``."""
+    if per_layer is not None:
+        if mask is not None:
+            raise ValueError("mask and per_layer were both given; pass one of them")
+        if isinstance(per_layer, str) or not isinstance(per_layer, Sequence):
+            raise TypeError(f"per_layer must be a list with a mask for each layer; got {type(per_layer).__name__}")
+        if len(per_layer) != len(numbers):
+            raise ValueError(f"per_layer must have {len(numbers)} masks, one for each attention layer; got {len(per_layer)}")
+        given = dict(zip(numbers, per_layer, strict=True))
+    elif isinstance(mask, Mapping):
+        if unknown := sorted(set(mask) - set(numbers), key=str):
+            raise ValueError(f"mask must name layers of the model, {numbers[0]} to {numbers[-1]}; got layers {unknown}")
+        given = {number: mask.get(number) for number in numbers}
+    elif isinstance(mask, Sequence) and not isinstance(mask, str):
+        if not all(isinstance(one, SharedSequence) for one in mask):
+            raise TypeError(
+                f"mask must be one for all layers; got a {type(mask).__name__} of {len(mask)}, which layers and heads may both "
+                "fit; say per_layer=[...] for a mask per layer, or mask=sparse_flash.per_head([...]) for a mask per head"
+            )
+        return by_layer(None, mask, numbers)
+    else:
+        given = dict.fromkeys(numbers, mask)
+    return {number: _checked(one) for number, one in given.items()}
+
+
+def _checked(mask: object) -> object:
+    if mask is None:
+        return OWN
+    if isinstance(mask, str):
+        return mask if mask == OWN else parse(mask).to_spec()  # raises now if something is wrong with it
+    if isinstance(mask, Pattern):
+        return text_of(mask) or mask  # text, which compiled code accepts on every PyTorch
+    if isinstance(mask, (BlockMask, SharedSequence)):
+        return mask
+    return of_another_library(mask)
+
+
+def check_future(masks: Mapping[int, object], decoders: Iterable[int], bidirectional: bool) -> dict[int, bool]:
+    """Whether each layer's mask lets queries see later keys. Raises ValueError where such layers, numbered in ``decoders``, are to
+    predict those keys' tokens and ``bidirectional`` does not ask for it, and where it asks for what no mask does."""
+    known = {id(mask): looks_ahead(mask) for mask in {id(mask): mask for mask in masks.values()}.values()}
+    ahead = {number: known[id(mask)] for number, mask in masks.items()}
+    wrong = [number for number in decoders if ahead[number]]
+    if bidirectional and not any(ahead.values()):
+        raise ValueError("bidirectional=True must come with a mask that looks ahead; got none; pass one, such as 'full'")
+    if wrong and not bidirectional:
+        raise ValueError(future_error(f"the mask of layers {wrong}", masks[wrong[0]]))
+    return ahead
+
+
+def future_error(subject: str, mask: object) -> str:
+    """Returns the error of a decoder's mask that looks ahead."""
+    way_out = f"write 'causal & ({mask})'" if isinstance(mask, (str, Pattern)) else "make it of 'causal & ...'"
+    return (
+        f"{subject} must be within causal, as a decoder's tokens may not see those that they predict; got {mask}; {way_out}, or "
+        "say bidirectional=True if they are to see them"
+    )
+
+
+def looks_ahead(mask: Any) -> bool:
+    """Whether a mask may let a query see a later key: judged by a pattern's expression, which must say causal, or by a table."""
+    if isinstance(mask, (BlockMask, SharedSequence)):
+        return _table_looks_ahead(mask if isinstance(mask, BlockMask) else cast(Any, mask).mask)
+    if isinstance(mask, str):
+        return mask != OWN and looks_ahead(parse(mask))
+    if isinstance(mask, DerivedPattern):
+        return looks_ahead(mask.expression)
+    if isinstance(mask, And):
+        return all(map(looks_ahead, mask.operands))
+    if isinstance(mask, Or) or mask.name == "per_head":
+        return any(map(looks_ahead, mask.operands if isinstance(mask, Or) else mask.patterns))
+    return not isinstance(mask, causal)
+
+
+def _table_looks_ahead(mask: BlockMask) -> bool:
+    row, col, kind, tile = mask.entries()
+    size = mask.block_size
+    # The position of the first key relative to that of the first query, and the pairs in the block.
+    first = col * size - row * size - (mask.kv_len - mask.q_len)
+    if (first >= size).any():
+        return True
+    height, width = mask.q_len - row * size, mask.kv_len - col * size
+    blocks = np.stack([first, kind, tile, height.clip(max=size), width.clip(max=size)])[:, first + size > 1]
+    first, kind, tile, height, width = np.unique(blocks, axis=1)[..., None, None]
+    query, key = np.arange(size)[:, None], np.arange(size)
+    later = (first + key > query) & (query < height) & (key < width)  # tiles may hold anything past the last token
+    return bool((later & mask.tile_pairs(kind.ravel(), tile.ravel())).any())
+
+
+def is_decoder(layer: torch.nn.Module) -> bool:
+    """Whether a layer is a decoder's: its tokens see no later ones by its own mask."""
+    return bool(getattr(layer, "is_causal", False) and getattr(getattr(layer, "config", None), "is_causal", True))
