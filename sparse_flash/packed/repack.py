@@ -36,7 +36,7 @@ from ..masks.tiles import EMPTY_TILE, FULL_TILE, TilePool, dense_batches, pack_b
 from . import gather_rows
 
 BLOCK = 128
-_SHORT = BLOCK // 2  # tokens of documents that share blocks, and of the packed axis where those of a block start
+_SHORT = BLOCK // 2  # the most tokens of a document that shares a block; neighbours start within as many tokens
 
 
 class Axis(NamedTuple):
